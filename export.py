@@ -23,6 +23,8 @@ from torch import Tensor
 from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import free_name
+from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     damage,
     is_run,
@@ -33,7 +35,7 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
 )
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
+from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint, state_parts
 from isogpt.common import console
@@ -61,7 +63,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not stored:
-        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
+        others = filter(None, [about_folder(Path(out_dir))])
+        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *(damaged or others)]))
     for report in damaged:
         console.print_to_stderr(f"warning: {console.visible(report)}")
     if form == "shards" and stored.path.is_dir():
@@ -145,8 +148,9 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration and tokenizer; an older folder is replaced. Returns the folder.
-    Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
+    Write OUT_DIR/hf: weights, configuration and tokenizer. An older folder is replaced, or renamed to hf_1,
+    hf_2, ... if it contains other files too. Returns the folder. Raises ValueError if the older folder
+    contains checkpoints, or see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):
@@ -155,7 +159,12 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
         huggingface.save(unfinished / "hf", model, token_ids)
         if target.exists():
-            target.rename(unfinished / "old")
+            names = {path.name for path in (unfinished / "hf").iterdir()}
+            if others := sorted(path.name for path in target.iterdir() if path.name not in names):
+                kept = target.rename(free_name(Path(out_dir), "hf", first=1))
+                print(f"note: {target} also contained {shortened(others)}: it is now {kept}", file=sys.stderr)
+            else:
+                target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)
 
 
@@ -203,7 +212,7 @@ def list_checkpoints(out_dir: str) -> str:
             lines.append(row(stored.step, "bare", stored.val_loss, [bare], f"valid: {bare}"))
         except ValueError as e:
             lines.append(row("?", "bare", None, [bare], str(e)))
-    return "\n".join(lines)
+    return "\n".join(lines if len(lines) > 1 else [*lines, about_folder(out)]).rstrip()
 
 
 def row(step: int | str, form: str, val_loss: float | None, files: Iterable[Path], state: str) -> str:
@@ -233,7 +242,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if not Path(options.out_dir).is_dir():
-            raise ValueError(f"{options.out_dir} is not a folder")
+            raise ValueError(f"{options.out_dir} is not a folder: give the run's folder")
         if options.to:
             console.print_result(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
         if options.source:

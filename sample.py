@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.checkpoint.manifest import advice_on_folder
+from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.search import advice_on_folder, best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
@@ -96,7 +96,8 @@ with exit_together():
     if init_from == "resume" and ranks.is_main:
         stored, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
         if not stored:
-            raise ValueError("; ".join([f"no checkpoint in {out_dir}: {advice_on_folder()}", *damaged]))
+            problems = damaged or [advice_on_folder(out_dir)]
+            raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
         loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
@@ -115,6 +116,8 @@ with exit_together():
     if stored:
         source = open_checkpoint(stored)
     else:
+        if is_run(init_from):
+            raise ValueError(f"{init_from} contains a run: set --out_dir={init_from}, without --init_from")
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
     if source or dataset:

@@ -262,13 +262,14 @@ clock = make_clock(ranks, plan, raw_model, profile, profiler)
 watchdog.clock, watchdog.saver = clock, saver
 if pipeline:
     pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
-peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
+peak = devices.find_peak(ranks.device, plan.dtype)
+flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print_lines(banner.about_updates(raw_model, optimizers, mesh))
 logger.print_lines(banner.about_step(config, reader))
-logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
+logger.print_lines(banner.about_machine(ranks, plan, peak))
 logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
 logger.event(
     "resume" if start.is_resume else "start",
@@ -277,11 +278,11 @@ logger.event(
     dtype=plan.dtype,
     micro_batch=plan.micro_batch,
     parameters=parameter_count,
-    peak_flops=peak_flops,
+    peak_flops=peak.flops,
+    flops_per_step=flops_per_step,
 )
-flops_per_step = flops_per_token * progress.tokens_per_step
-meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
-report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak_flops)
+meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval)
+report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -366,6 +367,7 @@ while not is_complete:
     # -- after the step
 
     if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
+        clock.forget_laps()  # the watchdog expects no progress: recovery waits for the disk
         batches = nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         clock.discard()
         continue

@@ -52,12 +52,12 @@ case $end in # a date if the job has a time limit
         ;;
 esac
 
-# whether the last start was stopped on request before it took more than one step
-took_no_steps() {
+# whether the last start was stopped on request before it had taken and saved more than one step
+gained_nothing() {
     grep -qs '"steps": [01]}' "$out/PREEMPTED"
 }
-idle=
-took_no_steps && idle=yes
+before=
+gained_nothing && before=nothing
 rm -f "$out/PREEMPTED" # an old one would requeue a job that fails at the start, forever
 
 # without it, torchrun's agents keep the addresses of an earlier rendezvous
@@ -67,7 +67,7 @@ signals="TERM INT HUP QUIT USR1 USR2 ALRM XCPU PWR"
 cancelled=
 pass_on() { # to the tasks: with scancel --batch and sbatch --signal=B:USR1@300, only this script receives a signal
     [ "$1" = TERM ] && cancelled=yes # scancel, or Slurm has requeued the job itself
-    scancel --signal="$1" "$SLURM_JOB_ID" 2> /dev/null
+    scancel --signal="$(kill -l "$1")" "$SLURM_JOB_ID" 2> /dev/null # as a number: it does not know PWR
 }
 for name in $signals; do
     trap "pass_on $name" "$name"
@@ -86,8 +86,8 @@ while kill -0 $step 2>/dev/null; do # a signal ended the wait, not the step
 done
 
 if [ -z "$cancelled" ] && [ -e "$out/PREEMPTED" ]; then
-    if [ $idle ] && took_no_steps; then
-        echo "error: slurm.sh: the run took no more than a step before it had to stop, twice in succession, so that the job is not requeued: submit it with a longer --time" >&2
+    if [ "$before" ] && gained_nothing; then
+        echo "error: slurm.sh: twice in succession, the run had to stop before it saved more than one step, so that the job is not requeued: submit it with a longer --time, and without --save_checkpoint=False" >&2
         exit 1
     fi
     echo "slurm.sh: stopped on request, requeueing the job"

@@ -9,15 +9,18 @@ import argparse
 import glob
 import hashlib
 import json
+import math
 import os
 import pickle
+import re
+import runpy
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -30,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, sync_folder
 from isogpt.common.packages import needed_by
+from isogpt.data.text_files import read_text
 from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, tokenizer_in
+from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
 from isogpt.options.values import problem_of_folder
 
 SHAKESPEARE = {
@@ -46,7 +50,16 @@ TOKENIZER_HELP = (
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 )
+# what unpacks a file with this extension, and what of pandas reads a table
+UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zst": "zstd -d", ".zip": "unzip"}
+PANDAS = {
+    ".csv": "read_csv({})",
+    ".tsv": 'read_csv({}, sep="\\t")',
+    ".json": "read_json({})",
+    ".feather": "read_feather({})",
+}
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
+CHECKED = 100_000  # characters with which a tokenizer is checked
 BATCH_ROWS = 1000
 LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
@@ -94,7 +107,8 @@ def cut_for(n: int, val_fraction: float, unit: str) -> int:
     cut = int(n * (1 - val_fraction))
     if not 0 < cut < n:
         problem = f"--val_fraction={val_fraction} of {n:,} {unit} leaves train.bin or val.bin empty"
-        raise ValueError(f"{problem}: use files with more text, or e.g. --val_fraction=0.1")
+        advice = "use files with more text" + (", or e.g. --val_fraction=0.1" if n > 1 else "")
+        raise ValueError(f"{problem}: {advice}")
     return cut
 
 
@@ -142,13 +156,14 @@ def prepare_text(
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
     cut = cut_for(len(text), args.val_fraction, "characters")
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
     if args.tokenizer == "char":
         vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
     else:
         vocabulary = vocabulary_named(args.tokenizer)
     loaded = load(vocabulary, args.special_tokens == "True")
+    note_on_loss([text], loaded)
     folder = folder_to_write(script, args.out)
     with atomic_files(folder, *names_of(vocabulary)) as files:
         files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
@@ -195,6 +210,9 @@ def prepare_documents(
     else:
         documents, total = read_documents(args.data_files, args.text_key), None
         source = {"data_files": args.data_files}
+    first = list(islice(documents, 100))
+    note_on_loss(list(filter(None, first)), tokenizer)
+    documents = chain(first, documents)
     with needed_by("the progress bar", "tqdm"):
         from tqdm import tqdm
     # disable=None: no progress bar if stderr is not a terminal
@@ -241,10 +259,29 @@ def report(folder: Path, meta: dict) -> None:
     train, val, size = meta["train_tokens"], meta["val_tokens"], meta["tokenizer_size"]
     print(f"{folder}: {train:,} tokens in train.bin, {val:,} in val.bin, {meta['dtype']}")
     print(f"tokenizer {meta['tokenizer']}: {size:,} ids, vocab_size {meta['vocab_size']:,}")
+    if note := note_on_length(train, val):
+        print(f"note: {note}")
+    if min(train, val) < 2:
+        return  # no command can train on it
     small, large = commands_for(folder, meta)
     if large != small:
         print(f"on a GPU: {large}")
     print(f"next: {small}")
+
+
+def note_on_length(train: int, val: int) -> str:
+    """What to do about a val.bin that is shorter than a sequence of config/train_small.py, or ''."""
+    needed = block_size_of("config/train_small.py") + 1
+    if val >= needed:
+        return ""
+    half = math.ceil(200 * needed / (train + val)) / 100  # twice as much as needed, since documents differ
+    advice = f"set --val_fraction={half:g}" if half <= 0.5 else "use files with more text"
+    return f"val.bin is shorter than a sequence of {needed - 1} tokens: {advice}"
+
+
+def block_size_of(config: str) -> int:
+    """The length of a sequence with a config file of this repository."""
+    return runpy.run_path(str(REPOSITORY / config)).get("block_size", 1024)
 
 
 def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
@@ -253,16 +290,21 @@ def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
     train.py starts GPT-2 124M with 480 sequences a step: on a CPU, the first step takes minutes.
     """
     name = dataset_name(folder)
+    shortest = min(meta["train_tokens"], meta["val_tokens"])
+
+    def command(config: str, options: str = "") -> str:
+        length = "" if shortest > block_size_of(config) else f" --block_size={max(1, shortest - 1)}"
+        return f"python train.py {config}{options}{length}"
+
     config, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
     if (REPOSITORY / config).exists():
-        small = fast if (REPOSITORY / fast).exists() else config
-        return f"python train.py {small}", f"python train.py {config}"
-    options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
-    small = f"python train.py config/train_small.py {options}"
+        return command(fast if (REPOSITORY / fast).exists() else config), command(config)
+    options = f" --dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
+    small = command("config/train_small.py", options)
     if meta["train_tokens"] >= LARGE:
-        return small, f"python train.py config/train_gpt2.py {options} --wandb_log=False"
+        return small, command("config/train_gpt2.py", f"{options} --wandb_log=False")
     is_char = meta["tokenizer"] == "char"
-    return small, f"python train.py config/train_shakespeare_char.py {options}" if is_char else small
+    return small, command("config/train_shakespeare_char.py", options) if is_char else small
 
 
 def dataset_name(folder: Path) -> str:
@@ -309,42 +351,60 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     paths = [Path(name) for name in sorted(names.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
-            raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
+            problem = f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}"
+            raise ValueError(f"{problem}; {how_to_convert(path)}")
     if any(path.suffix.lower() == ".parquet" for path in paths):
         with needed_by("a .parquet file", "pyarrow"):
             import pyarrow.parquet  # noqa: F401
     for path in paths:
-        yield from readers[path.suffix.lower()](path, text_key)
+        yield from with_whole_characters(readers[path.suffix.lower()](path, text_key), path)
 
 
-def read_utf8(path: Path) -> str:
+def with_whole_characters(documents: Iterable[str], path: Path) -> Iterator[str]:
     """
-    Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. Raises ValueError if the
-    file is not UTF-8.
+    Replace lone surrogates, which JSON can hold and no UTF-8 text can, as tiktoken does, and report the first
+    ones: a tokenizer.json could not store them.
     """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: not UTF-8 at byte {error.start:,}; convert it: iconv -f latin1 -t utf-8"
-        ) from error
+    is_reported = False
+    for number, document in enumerate(documents, 1):
+        document, count = re.subn("[\ud800-\udfff]", "\ufffd", document)
+        if count and not is_reported:
+            print(f"note: {path}, document {number}: halves of surrogate pairs are replaced by U+FFFD")
+            is_reported = True
+        yield document
+
+
+def how_to_convert(path: Path) -> str:
+    """What to type for a file with an unknown extension."""
+    name, suffix = shlex.quote(str(path)), path.suffix.lower()
+    if suffix in UNPACK:
+        return f"type: {UNPACK[suffix]} {name}"
+    if suffix in PANDAS:
+        source, target = (json.dumps(str(name)) for name in (path, path.with_suffix(".parquet")))
+        command = f"import pandas; pandas.{PANDAS[suffix].format(source)}.to_parquet({target})"
+        return f"type: python -c {shlex.quote(command)}"
+    return "if it contains plain text, rename it to .txt"
 
 
 def read_txt(path: Path, text_key: str) -> Iterator[str]:
     """Yield the text of the file; `text_key` is unused."""
-    yield read_utf8(path)
+    yield read_text(path)
 
 
 def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
     """Yield the string at `text_key` of each line; skip blank lines."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError as error:  # invalid JSON or UTF-8
-                    raise ValueError(f"{path}:{number}: not JSON ({error})") from error
-                yield get_text(record, text_key, f"{path}:{number}")
+        yield from texts_of(records_of(path, file), path, text_key)
+
+
+def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of each line of a .jsonl file that is not blank."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:  # invalid JSON or UTF-8
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from error
 
 
 def read_parquet(path: Path, text_key: str) -> Iterator[str]:
@@ -357,21 +417,40 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
             columns = [text_key] if text_key in file.schema_arrow.names else None
             batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
-            for number, record in enumerate(records, 1):
-                yield get_text(record, text_key, f"{path}, row {number}")
+            rows = ((f"{path}, row {number}", record) for number, record in enumerate(records, 1))
+            yield from texts_of(rows, path, text_key)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not readable as Parquet ({error})") from error
 
 
-def get_text(record: Any, text_key: str, where: str) -> str:
+def texts_of(records: Iterable[tuple[str, Any]], path: Path, text_key: str) -> Iterator[str]:
     """
-    Return record[text_key]. Raises ValueError, prefixed with `where`, if `record` is not a dict with a string
-    there.
+    Yield record[text_key] of each (place, record), and report the records in which it is null.
+
+    Raises:
+        ValueError: a record is not a dict with a string or null there.
     """
-    text = record.get(text_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: no string at '{text_key}' in {str(record)[:200]}; set --text_key=")
-    return text
+    nulls = 0
+    for place, record in records:
+        if not isinstance(record, dict) or not isinstance(record.get(text_key, 0), str | None):
+            problem = f"{place}: no string at '{text_key}' in {str(record)[:200]}"
+            raise ValueError(f"{problem}; {advice_on(record)}")
+        if record[text_key] is None:
+            nulls += 1
+        else:
+            yield record[text_key]
+    if nulls:
+        print(f"note: {path}: left out {nulls:,} records with null at '{text_key}'")
+
+
+def advice_on(record: Any) -> str:
+    """What to type if a record contains no text at the key: another key, or how to join several texts."""
+    values = record if isinstance(record, dict) else {}
+    keys = [key for key, value in values.items() if isinstance(value, str)]
+    join = "write one text for each record, as 'Chats and instructions' in data/README.md shows"
+    if not keys:
+        return join
+    return f"set --text_key={keys[0]}" + (f" or {', '.join(keys[1:])}, or {join}" if len(keys) > 1 else "")
 
 
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
@@ -391,7 +470,7 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
         except OSError as error:
             advice = f"put the text at {path}, or use your own with --data_files="
             raise ValueError(f"could not download {url} ({error}); {advice}") from error
-    return read_utf8(path), {"file": path.name}
+    return read_text(path), {"file": path.name}
 
 
 def open_hub(
@@ -425,26 +504,41 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 
 def vocabulary_named(name: str) -> Vocabulary:
     """
-    The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, or
-    an encoding of tiktoken. Raises ValueError if there is none.
+    The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, of
+    one of these files itself, or an encoding of tiktoken. Raises ValueError if there is none.
     """
     name = os.path.expanduser(name)
-    if not os.path.isdir(name):
-        if os.sep in name:
-            raise ValueError(f"--tokenizer={name}: no such folder")
+    path = Path(name)
+    is_part = path.name in ("tokenizer.json", "ckpt.pt") or path.suffix == ".model"
+    folder = path.parent if is_part and path.is_file() else path
+    if not folder.is_dir():
+        if path.is_file() or os.sep in name:
+            problem = "is a file" if path.is_file() else "no such folder"
+            raise ValueError(f"--tokenizer={name}: {problem}: give a folder that contains a tokenizer.json")
         return Vocabulary("tiktoken", name)
-    if vocabulary := tokenizer_in(name):
+    if vocabulary := tokenizer_in(folder):
         return vocabulary
     # these import torch, which takes seconds
     from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
     from isogpt.checkpoint.search import newest_checkpoint
     from isogpt.checkpoint.source import open_checkpoint
 
-    newest, reports = newest_checkpoint(name)
+    newest, reports = newest_checkpoint(str(folder))
     if not newest:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
+        if unread_tokenizer(folder):
+            problem += f", but a tokenizer in another form: {how_to_write_json(folder)}"
         raise ValueError("; ".join([problem, *reports]))
-    return vocabulary_of_run(open_checkpoint(newest).run, Path(name))
+    return vocabulary_of_run(open_checkpoint(newest).run, folder)
+
+
+def note_on_loss(texts: list[str], tokenizer: Tokenizer) -> None:
+    """Print a note if a tokenizer does not keep the text, for instance its capital letters."""
+    for line in filter(None, map(str.strip, "\n".join(texts)[:CHECKED].splitlines())):
+        decoded = tokenizer.decode(tokenizer.encode(line))
+        if line not in decoded:  # tokens may be added at the start and the end
+            print(f"note: the tokenizer does not keep the text: {line[:60]!r} becomes {decoded[:60]!r}")
+            return
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -390,7 +390,8 @@ def speed(place: Place) -> Iterator[Line]:
     )
     yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
     if place.on_gpu:
-        yield Line("MFU at the best micro-batch", ">= 45%", f"{best['mfu']:.1%}", best["mfu"] >= 0.45)
+        mfu = best["mfu"] or 0.0  # n/a if it is above 100%
+        yield Line("MFU at the best micro-batch", ">= 45%", f"{mfu:.1%}", mfu >= 0.45)
         for r in sweep:
             estimated, measured = estimate(r), r["memory_gb"]["max"]
             yield Line(
@@ -544,6 +545,14 @@ def parts(place: Place) -> Iterator[Line]:
         f"{ratio:.2f} ({fastest})",
         ratio <= 1.1 if place.on_gpu else None,
     )
+
+    # with these values, the output is the attention weights, of which 0.1 are dropped
+    q, values = (torch.zeros(64, 64, heads, 64, device=device, dtype=dtype) for _ in "qv")
+    values += torch.eye(64, device=device, dtype=dtype)[:, None]
+    weights = kernels.causal_attention(q, q, values, 0.1).unflatten(-1, (heads, 64)).movedim(2, 1)
+    dropped = 1 - (weights != 0).sum().item() / (64 * heads * 64 * 65 / 2)
+    expected, is_near = "0.1, at most 0.005 beside", abs(dropped - 0.1) <= 0.005
+    yield Line("attention weights that dropout 0.1 drops", expected, f"{dropped:.4f}", is_near)
 
     shape = {} if place.on_gpu else dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
     model = GPT(GPTConfig(**shape)).to(device)

@@ -83,6 +83,13 @@ def at(monkeypatch, tmp_path):
     )
 
 
+def pytest_addoption(parser, pluginmanager):
+    """Say why pytest does not know the options of pyproject.toml."""
+    if not pluginmanager.hasplugin("xdist"):
+        raise pytest.UsageError("pytest-xdist is missing: pip install -r requirements-dev.txt")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """
     Two workers for the whole suite, since tests wait for processes. None for chosen files or tests, for tests

@@ -176,7 +176,7 @@ def figures(**changes):
         "step_ms": both,
         "processes": 2,
         "dtype": "float32",
-        "peak_flops": 2e12,
+        "flops_per_s": 5e11,
         "spans_ms": dict.fromkeys(names, {"mean": 1.0, "max": 1.5}),
         "collectives_ms": {},
         "memory_gb": both,
@@ -220,6 +220,16 @@ def test_the_report_of_a_step(at, capsys):
         assert line in lines, lines
     assert lines[-1] == "the table"
     assert Path("bench_trace.json").exists() and Path("bench_memory.pickle").exists()
+
+
+@pytest.mark.parametrize("peaks, said", [([1e11, 1e12], "50.0%"), ([1e11] * 4, "n/a")])
+def test_a_step_is_not_faster_than_the_peak(at, capsys, peaks, said):
+    """Other programs use the machine while the peak is measured."""
+    measured = iter(peaks)
+    at.set(step_report, "matmul_peak", lambda run, device: next(measured))
+    launches, _ = launches_of(figures())
+    report_step(launches, {"nproc": 1, "grad_sync": "auto"}, 3, torch.device("cpu"))
+    assert f"of which the step reaches {said}" in capsys.readouterr().out and not list(measured)
 
 
 @pytest.mark.parametrize(

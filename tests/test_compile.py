@@ -9,17 +9,19 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from runs import REPO
+from runs import REPO, default_plan
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn import experts, generation, kernels
-from isogpt.parallel import context
+from isogpt.parallel import compilation, context
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
 from isogpt.parallel.data_parallel import allocate_gradients
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
@@ -57,6 +59,27 @@ def test_buckets_of_any_size():
         assert counters["stats"]["unique_graphs"] and len(buckets) > 1
     finally:
         dist.destroy_process_group()
+
+
+def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():
+    def attend(q):
+        with kernels.attention_backends(0.1, torch.device("cuda")):
+            return kernels.F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    torch.compile(attend, backend="aot_eager", fullgraph=True)(q).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1 and q.grad is not None
+
+
+@pytest.mark.parametrize("pp, schedule", [(2, "zbv"), (2, "zero_bubble"), (2, "1f1b"), (1, "zbv")])
+def test_zero_bubble_schedules_are_compiled_for_two_backward_passes(monkeypatch, pp, schedule):
+    """Otherwise the first step on a GPU ends with: compiled with non-empty donated buffers."""
+    monkeypatch.setattr(compilation, "trial_compilation", lambda device: "")
+    monkeypatch.setattr(compilation, "compile_parts", lambda *args, **options: None)
+    plan = default_plan(pp=pp, pp_schedule=schedule)
+    with functorch_config.patch(donated_buffer=True), torch._dynamo.config.patch(suppress_errors=False):
+        compilation.compile_model(torch.nn.Linear(1, 1), torch.device("cuda"), plan, Mesh(pp=pp))
+        assert functorch_config.donated_buffer == (pp == 1 or schedule == "1f1b")
 
 
 def train_and_evaluate(model, vocab_size, times=1):

@@ -108,7 +108,7 @@ def test_a_run_on_a_terminal(zygote, work, columns):
         assert re.fullmatch(rf"{losses}  \d:\d\d left  val \d\.\d{{4}}  [\d,]+ tokens/s", drawn[-1])
         assert rows.count("error: a problem") > 10
         assert sum(row.startswith("saved out/step_") for row in rows) == 3
-        assert rows[-2:] == ["try: python sample.py --out_dir=out", "the loss curve: out/loss.png"]
+        assert rows[-2].endswith("sample.py --out_dir=out") and rows[-1] == "the loss curve: out/loss.png"
     assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations; the status line is removed"
     assert not any(row.startswith("iter ") for row in rows)
 

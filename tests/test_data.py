@@ -407,7 +407,7 @@ def test_the_home_folder_and_names_with_commas(data, tmp_path, monkeypatch):
 
 def test_links_and_other_folders(data, tmp_path):
     """A script runs from any folder, also through a link to its folder, and writes where --out says."""
-    (tmp_path / "a.txt").write_text("some text, and more of it")
+    (tmp_path / "a.txt").write_text("some text, and more of it\n" * 99)
     disk, work = tmp_path / "disk" / "mine", tmp_path / "work" / "data"
     shutil.copytree(data / "shakespeare_char", disk)
     (data / "mine").symlink_to(disk)
@@ -546,6 +546,15 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number):
     assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
 
 
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path, capsys):
+    """JSON can hold them, but neither UTF-8 nor a tokenizer.json; whole pairs are characters."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
+    assert list(bins.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
+    note = f"note: {path}, document 2: halves of surrogate pairs are replaced by U+FFFD\n"
+    assert capsys.readouterr().out == note
+
+
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
@@ -553,19 +562,31 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=folder": "'folder' is a folder, e.g. --data_files='folder/\\*.txt'",
     "--data_files=lost.txt": "'lost.txt' is a link to gone.txt, which does not exist",
     "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3:/bucket/d, an address of s3: set the path",
-    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet",
-    "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .*text_key=",
+    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet"
+    "; type: python -c 'import pandas; pandas.read_csv",
+    "--data_files=two.jsonl.gz": "two.jsonl.gz: unknown extension '.gz'; .* type: gunzip -k two.jsonl.gz$",
+    "--data_files=page.html": "unknown extension '.html'; .* if it contains plain text, rename it to .txt$",
+    "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; "
+    "set --text_key=content$",
+    "--data_files=alpaca.jsonl": ".*; set --text_key=instruction or output, or write one text",
+    "--data_files=chat.jsonl": r"chat.jsonl:1: no string at 'text' in .*; write one text .*'Chats and instr",
     "--data_files=list.jsonl": r"list.jsonl:1: no string at 'text' in \[1\]",
     "--data_files=bad.jsonl": "bad.jsonl:2: not JSON",
-    "--data_files=latin.txt": "latin.txt: not UTF-8 at byte 0",
+    "--data_files=latin.txt": "latin.txt is not UTF-8: byte 0 is 0xe9. Save it as UTF-8$",
+    "--data_files=windows.txt": "windows.txt is not UTF-8: byte 4 is 0x93. If this looks right: 'She “said” "
+    "so, and .*', type: iconv -f cp1252 -t utf-8 windows.txt",
+    "--data_files=wide.txt": "wide.txt contains the character 0 at 1: it is probably UTF-16: iconv",
     "--data_files=fake.parquet": "fake.parquet: not readable as Parquet",
-    "--data_files=null.parquet": "null.parquet, row 2: no string at 'text' in {'text': None}",
     "--data_files=two.jsonl --tokenizer=gpt": "'gpt' is not an encoding .*gpt2",
     "--data_files=two.jsonl --tokenizer=no/where": "--tokenizer=no/where: no such folder",
-    "--data_files=two.jsonl --tokenizer=folder": "folder contains neither a tokenizer.json nor a checkpoint",
+    "--data_files=two.jsonl --tokenizer=folder": "folder contains neither a tokenizer.json nor a checkpoint$",
+    "--data_files=two.jsonl --tokenizer=two.jsonl": "--tokenizer=two.jsonl: is a file: give a folder",
+    "--data_files=two.jsonl --tokenizer=spm": ".*, but a tokenizer in another form: copy the",
+    "--data_files=two.jsonl --tokenizer=spm/x.model": ".* or write the ids with the package sentencepiece",
+    "--data_files=two.jsonl --tokenizer=bpe": ".*: write it with transformers' GPT2Tokenizer.from_pretrained",
 }
 ONE_TEXT = {
-    "--data_files=letter.txt": "--val_fraction=0.1 of 1 characters leaves .* empty: use files with more text",
+    "--data_files=letter.txt": "--val_fraction=0.1 of 1 characters .* empty: use files with more text$",
     "": "could not download file://.*put the text at .*/data/shakespeare_char/input.txt",
 }
 DOCUMENTS = {
@@ -584,7 +605,8 @@ def inputs(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(bins.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
-    Path("folder").mkdir()
+    for folder in ("folder", "spm", "bpe"):
+        Path(folder).mkdir()
     Path("lost.txt").symlink_to("gone.txt")
     for name, content in {
         "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
@@ -594,11 +616,20 @@ def inputs(tmp_path, monkeypatch):
         "empty.txt": "",
         "letter.txt": "x",
         "latin.txt": "\xe9",
+        "windows.txt": "She \x93said\x94 so, and then he left. " * 9,
+        "wide.txt": "w\0i\0d\0e\0",
+        "alpaca.jsonl": '{"instruction": "add", "output": "3", "id": 1}\n',
+        "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
+        "two.jsonl.gz": "",
+        "page.html": "",
+        "spm/x.model": "",
+        "bpe/vocab.json": "",
+        "bpe/merges.txt": "",
         "fake.parquet": "not parquet",
         "table.csv": "text",
     }.items():
         Path(name).write_text(content, encoding="latin-1")
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), "null.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), "null.parquet")
 
 
 @needs_gpt2
@@ -612,6 +643,60 @@ def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, c
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
+
+
+TOKENIZER = {"model": {"type": "WordLevel", "vocab": {"one": 0, "two": 1, "?": 2}, "unk_token": "?"}}
+
+
+def test_what_is_read_with_a_note(data, inputs, capsys):
+    """Null is no text; a tokenizer in a file; text that the tokenizer loses; a val.bin without a sequence."""
+    rules = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
+    rules |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    Path("folder/tokenizer.json").write_text(json.dumps(rules | TOKENIZER))
+    module, folder = load_prepare(data, "shakespeare"), data / "shakespeare"
+    given = ["--data_files=null.parquet", "--tokenizer=folder/tokenizer.json"]
+    module.main([*given, "--val_fraction=0.5"])
+    _, train, val = read(folder)
+    assert [*train, *val] == [0, 1]
+    printed = capsys.readouterr().out
+    assert "note: null.parquet: left out 1 records with null at 'text'\n" in printed
+    assert "keep the text" not in printed and "next:" not in printed
+    assert "note: val.bin is shorter than a sequence of 64 tokens: use files with more text\n" in printed
+
+    # each text begins with a byte order mark
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        Path("mark.txt").write_text("one two\nONE\r\n" * 80, encoding=encoding, newline="")
+        module.main(["--data_files=mark.txt", *given[1:]])
+        _, train, val = read(folder)
+        assert [*train, *val] == [0, 1, 2] * 80
+    printed = capsys.readouterr().out
+    assert "note: the tokenizer does not keep the text: 'ONE' becomes '?'\n" in printed
+    assert "note: val.bin is shorter than a sequence of 64 tokens: set --val_fraction=0.55" not in printed
+    module.main(["--data_files=mark.txt", *given[1:], "--val_fraction=0.2"])
+    *_, note, command = capsys.readouterr().out.splitlines()
+    assert note == "note: val.bin is shorter than a sequence of 64 tokens: use files with more text"
+    config = accepted("train.py", *shlex.split(command)[3:])
+    assert config["block_size"] < len(read(folder)[2])
+
+
+def test_the_way_on_from_other_files(data, inputs, capsys):
+    """What the messages advise works when it is typed."""
+    Path("rows.csv").write_text("text,n\none,1\ntwo,2\n")
+    Path("messages.jsonl").write_text(Path("chat.jsonl").read_text() + Path("alpaca.jsonl").read_text())
+    chats = (REPO / "data" / "README.md").read_text().partition("### Chats and instructions")[2]
+    exec(chats.split("```")[1].removeprefix("python"), {})
+    text = "She “said” so, and then he left.\n" * 9
+    Path("windows.txt").write_text(text, encoding="cp1252")
+    module = load_prepare(data, "shakespeare_char")
+    for name, result in (("rows.csv", "rows.parquet"), ("windows.txt", "utf8.txt"), ("chats.jsonl", None)):
+        if result:
+            with pytest.raises(ValueError, match="type: ") as error:
+                module.main([f"--data_files={name}"])
+            command = str(error.value).partition("type: ")[2].replace("python -c", f"{sys.executable} -c")
+            subprocess.run(command, shell=True, check=True)
+        module.main([f"--data_files={result or name}", "--val_fraction=0.5"])
+        expected = {"rows.csv": "one\ntwo", "windows.txt": text}
+        assert decode_characters(data / "shakespeare_char")[1] == expected.get(name, "user: hi\nadd\n3")
 
 
 def test_options_that_do_not_exist_or_are_out_of_range(data, capsys):

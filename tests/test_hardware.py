@@ -14,7 +14,8 @@ from isogpt.launch import device as device_module
 from isogpt.launch.together import Number, gather_numbers, is_connection_lost
 from isogpt.monitor import evaluation, signals
 from isogpt.monitor.signals import Stop
-from isogpt.parallel import gradients, mesh
+from isogpt.nn import kernels
+from isogpt.parallel import context, gradients, mesh
 from isogpt.parallel import mesh as mesh_module
 from isogpt.parallel.mesh import Mesh
 from isogpt.speed import devices
@@ -142,6 +143,31 @@ def test_deterministic_means_inductor_too():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
+
+
+def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
+    """It would drop another share of the weights. Nor does the attention of cp."""
+    cuda, used = torch.device("cuda"), []
+
+    def backends():
+        return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+
+    with kernels.attention_backends(0.0, cuda):
+        assert backends() == (True, True)
+    with kernels.attention_backends(0.1, cuda):
+        assert backends() == (False, True)
+    assert backends() == (True, True)
+    monkeypatch.setattr(
+        kernels.F, "scaled_dot_product_attention", lambda q, *a, **kw: used.append(backends()) or q
+    )
+    choose = kernels.attention_backends
+    for module in (kernels, context):
+        monkeypatch.setattr(module, "attention_backends", lambda dropout, device: choose(dropout, cuda))
+    q = torch.zeros(1, 8, 2, 4)
+    for dropout in (0.0, 0.1):
+        kernels.causal_attention(q, q, q, dropout)
+        context.attend_chunk(q, q, q, None, dropout)
+    assert used == [(True, True)] * 2 + [(False, True)] * 2
 
 
 def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():

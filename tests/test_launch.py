@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, default_plan, free_port, listening, records
+from runs import column, default_plan, free_port, listening, records, start_changed
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
@@ -121,7 +121,7 @@ def test_processes_that_share_cores_are_reported(monkeypatch):
     line = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
     for processes, device, is_said in ((8, "cpu", True), (2, "cpu", False), (8, "cuda", False)):
         ranks = SimpleNamespace(device=torch.device(device), core_sharers=processes)
-        assert (line in banner.about_machine(ranks, plan, None, "")) == is_said
+        assert (line in banner.about_machine(ranks, plan, devices.Peak(ranks.device, "float32"))) == is_said
 
 
 def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
@@ -176,6 +176,36 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     assert re.match(r"iter 7: loss 3\.0000, time 200\.00ms, mfu 5\.00%", line)
     unknown = step_record(progress, numbers, 1e-3, 1e9, None)
     assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown | {"left_s": None})
+
+
+def test_a_peak_that_a_step_exceeds_is_measured_again(monkeypatch):
+    """The machine was busy at the start. No mfu is above 100%, and a data sheet is not measured."""
+    measured = iter([1.0, 3.0, 2.0, 2.0])
+    monkeypatch.setattr(devices, "measured_matmul", lambda *a: next(measured))
+    peak, found = devices.find_peak(CPU, "float32"), []
+    assert devices.fraction_of_peak(2.0, peak.flops) is None and not peak.is_doubtful(1.0)
+    while peak.is_doubtful(9.0):
+        peak.measure()
+        found.append(peak.flops)
+    assert found == [3.0, 3.0, 3.0] and devices.fraction_of_peak(2.4, peak.flops) == pytest.approx(0.8)
+    assert not devices.Peak(CPU, "float32", 1.0, "data sheet").is_doubtful(9.0)
+    assert not devices.Peak(CPU, "float32").is_doubtful(9.0)
+
+
+BUSY_AT_THE_START = """
+from isogpt.speed import devices
+measurements = iter([1.0, 1e14])
+devices.measured_matmul = lambda *a: next(measurements)
+"""
+
+
+def test_all_ranks_measure_the_peak_again(zygote, work):
+    args = ["--out_dir=busy", "--max_iters=3", "--save_checkpoint=False", "--eval_interval=9"]
+    run = start_changed(zygote, BUSY_AT_THE_START, args, work, 2, whole=True).wait()
+    lines = records(work / "busy")
+    assert [r["peak_flops"] for r in lines if "peak_flops" in r] == [2.0, 2e14]
+    assert run.text().count("peak:    200 TFLOP/s (measured matmul), measured again") == 1
+    assert all(0 < r["mfu"] < 0.01 for r in lines if "step_ms" in r)
 
 
 def test_fields_and_events_of_the_metrics(zygote, work):

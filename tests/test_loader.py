@@ -4,10 +4,12 @@ import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import pickle
 import threading
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -434,7 +436,7 @@ def foreign(folder, train, val=None, **meta):
         (WORDS, ("int32", "uint32", "int64", "uint64"), {}, "every second number of 16 bits is 0 or small"),
         (LETTERS, ("int32", "int64"), CHARACTERS, "every second number"),
         (LETTERS % 2, ("int32", "int64"), {}, "every second number"),
-        (np.arange(6000) * 11 % 50_000 + 40_000, ("int32",), {}, "every second number"),
+        (LETTERS * 900 + 30_000, ("int32",), {}, "every second number"),
         (WORDS, ("uint16", "int32"), {"vocab_size": 128_256}, "size is 128256, but ids of 16 bits end at"),
         (LETTERS, ("uint8",), {}, "no byte is above 127, as in files with ids of 8 bits"),
         (LETTERS, ("uint8",), CHARACTERS, "no byte is above 127"),
@@ -467,7 +469,7 @@ def test_uint16_is_never_taken_for_a_different_width(folder):
     rng = np.random.default_rng(2)
     alike = [LETTERS % n for n in (2, 4, 16, 65)] + [WORDS * n for n in (0, 1)] + [WORDS[:100], LETTERS[:37]]
     alike += [np.where(rng.random(6000) < 0.99, 0, LETTERS), np.arange(6000) % 40, np.arange(6000) % 2 * 7]
-    for ids in [*alike, rng.integers(0, 2**16, 6000), rng.integers(32768, 50304, 6000)]:
+    for ids in [*alike, rng.integers(0, 50304, 6000), rng.integers(32768, 50304, 6000)]:
         for meta in ({"vocab_size": 65536}, {}) if ids.max() < GPT2_VOCAB else ({"vocab_size": 65536},):
             foreign(folder, ids.astype(np.uint16), **meta)
             assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
@@ -514,8 +516,14 @@ TEXT = "First Citizen: Before we proceed \u2014 any further, hear me speak.\n".e
     ("content", "message"),
     [
         (in_archive(np.save, WORDS), "is a .npy file, .*: write the ids with numpy's tofile"),
-        (in_archive(np.savez, WORDS), "is a zip archive, such as a .npz: write the ids with numpy's tofile"),
-        (gzip.compress(bytes(9999), mtime=0), "is compressed by gzip: decompress it with gunzip"),
+        (in_archive(np.savez, WORDS), "is a zip archive, such as a .npz or a file of torch.save: write"),
+        (gzip.compress(bytes(9999), mtime=0), "is compressed by gzip: type: gzip -d < train.bin"),
+        (lzma.compress(bytes(9999)), "is compressed by xz: type: xz -d < train.bin"),
+        (b"PAR1" + bytes(99), "is a Parquet file: rename it to train.parquet"),
+        (pickle.dumps(WORDS.tolist()), "is a pickle: write the ids"),
+        (TEXT.decode().replace("\u2014", "\xe9").encode("latin1"), "is text, not token ids"),
+        (TEXT.decode().encode("utf-16"), "is text, not token ids"),
+        (b'{"text": "one"}\n' * 99, "is text, not token ids: rename it to train.jsonl"),
         (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS, .*: run git lfs"),
         (with_header(WORDS.astype(np.uint16), 20240522, 1), "is llm.c's multiple-choice questions"),
         (
@@ -528,3 +536,24 @@ TEXT = "First Citizen: Before we proceed \u2014 any further, hear me speak.\n".e
 def test_files_without_ids_are_named(folder, content, message):
     foreign(folder, content, content)
     refused(f"^data/text/train.bin {message}")
+
+
+def test_numbers_of_16_bits_that_are_not_ids(folder):
+    """No vocabulary size lets them pass, unless the metadata says that they are ids."""
+    random = np.random.default_rng(0)
+    weights = random.normal(0, 0.02, 3000).astype(np.float32)
+    compressed = zlib.compress(random.integers(0, 50000, 9000).astype(np.uint16))
+    for content, reason in (
+        (compressed[: len(compressed) // 2 * 2], "spread evenly over all values of 16 bits"),
+        (weights, "spread evenly"),
+        (random.integers(0, 2**16, 300).astype(np.uint16), "spread evenly"),
+        (WORDS.astype(np.float32), "contains ids as float32: write the ids with numpy's tofile"),
+        (WORDS.astype(np.float64), "contains ids as float64"),
+        ((random.zipf(1.3, 6000) % 50257).astype(">u2"), r"big-endian.*: write ids.byteswap\(\)"),
+    ):
+        foreign(folder, content, content, vocab_size=65536)
+        refused(f'^data/text/train.bin: .*{reason}.*, declare {{"dtype": "uint16"}} in data/text/meta.json$')
+        foreign(folder, content, content, vocab_size=65536, dtype="uint16")
+        open_dataset("text", BLOCK)
+    foreign(folder, WORDS.astype(np.uint32), vocab_size=50304, dtype="int64")
+    refused("no tokenizer has so many ids: declare the dtype of its ids, as in .* in data/text/meta.json")

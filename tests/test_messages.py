@@ -31,7 +31,8 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, share_checkpoint
 from isogpt.checkpoint.source import WPE, check_weights, open_checkpoint
-from isogpt.checkpoint.state import restore_checkpoint
+from isogpt.checkpoint.start import Start
+from isogpt.checkpoint.state import TrainState, restore_checkpoint
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
@@ -43,6 +44,7 @@ from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.shares import share_of
+from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim
 from isogpt.training.settings import check_training, notes_about_text, read_prompt
 from model import GPT, GPTConfig
@@ -295,18 +297,20 @@ def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
 def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
     """The limit on the size of files cuts a write off, as a full disk does."""
     metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}, 3)
-    metrics.write({"iter": 1}, "")
+    logger = Logger(Progress(1), [metrics])
+    logger.write({"iter": 1})
     path = tmp_path / "metrics.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         for _ in range(2):
-            metrics.write({"iter": 2}, "")
+            logger.write({"iter": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    metrics.write({"iter": 3}, "")
+    logger.write({"iter": 3})
     assert [json.loads(line)["iter"] for line in path.read_text().splitlines()] == [1, 3]
-    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 1
+    said = f"warning: MetricsFile failed ([Errno 28] No space left on device: '{path}'); training continues"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -460,12 +464,58 @@ def test_mistakes_of_sample_py(at, capsys):
     assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
     with pytest.raises(ValueError, match=re.escape(problem)):
         export.convert("bad/out", "hf")
+    checkpoint, model = open_checkpoint(newest_checkpoint("bad/out")[0]), tiny_model()
+    optimizers = optim.make_optimizers(model, train_defaults())
+    state = TrainState(model, optimizers, None, Progress(64), SlowNetwork(model, None, None))
+    for is_resume in (True, False):
+        with pytest.raises(SystemExit):
+            Start("resume", is_resume, checkpoint).load(state, seed=0)
+        assert capsys.readouterr().err == f"error: {problem}: {advice}\n"
     shutil.rmtree("data")
     unknown = (
         "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say "
         "what they mean"
     )
     assert unknown in fails("--start=A")
+
+
+def test_the_optimizers_state_may_be_infinite_but_not_nan():
+    model = tiny_model()
+    optimizers = optim.make_optimizers(model, train_defaults())
+    state = TrainState(model, optimizers, None, Progress(64), None)
+    state.check_finite("out")
+    for optimizer in optimizers:
+        for p in optimizer.param_groups[0]["params"]:
+            optimizer.state[p] = {"step": torch.ones(()), "exp_avg": torch.zeros_like(p)}
+            optimizer.state[p]["exp_avg_sq"] = torch.full_like(p, torch.inf)
+    state.check_finite("out")
+    optimizer.state[p]["exp_avg"][0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"the optimizer's state in out is NaN \(.*\.exp_avg\): use an older"
+    ):
+        state.check_finite("out")
+
+
+def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
+    """For example the .gguf file that llama.cpp's converter writes next to the model."""
+
+    def save(folder, *_):
+        (folder / "config.json").write_text("new")
+
+    at.set(export.tokenizer, "save_tokenizer", lambda folder, *_: folder.mkdir())
+    at.set(export.huggingface, "save", save)
+    (at.path / "hf").mkdir()
+    for name in ("config.json", "model.gguf"):
+        (at.path / "hf" / name).write_text("old")
+    for kept in ("hf_1", "", "hf_2"):
+        if kept == "hf_2":
+            (at.path / "hf/notes").mkdir()
+        assert export.write_hf(str(at.path), tiny_model(), None) == at.path / "hf"
+        assert [path.name for path in (at.path / "hf").iterdir()] == ["config.json"]
+        assert (at.path / "hf/config.json").read_text() == "new"
+        said = capsys.readouterr().err
+        assert (f"it is now {at.path / kept}\n" in said) if kept else not said
+    assert (at.path / "hf_1/model.gguf").read_text() == "old" and (at.path / "hf_2/notes").is_dir()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -620,4 +670,4 @@ def test_messages_of_slurm_sh(at):
         assert run.returncode == (0 if is_requeued else 1), run.stderr
         assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
         assert Path("asked").read_text() == "requeue 7\n" * is_requeued
-    assert run.stderr.count("not requeued: submit it with a longer --time") == 1
+    assert run.stderr.count("not requeued: submit it with a longer --time, and") == 1

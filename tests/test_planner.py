@@ -271,6 +271,17 @@ def test_settings_that_no_layout_can_have(settings, message):
         layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
 
 
+def test_schedules_that_need_kept_results_twice_are_not_planned():
+    """Zero-bubble schedules crash in the first step with selective recomputation."""
+    plans = [p.settings for p in layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16), HARDWARE["a100"], 8)]
+    tried = {(p["activation_checkpointing"], p["pp_schedule"]) for p in plans if p["pp"] > 1}
+    assert {("selective", "interleaved"), ("none", "zero_bubble")} <= tried
+    assert tried.isdisjoint({("selective", "zero_bubble"), ("selective", "zbv")})
+    typed = {"activation_checkpointing": "selective", "pp": 2, "pp_schedule": "zbv"}
+    with pytest.raises(ValueError, match="set --activation_checkpointing=full, or --pp_schedule=interleaved"):
+        layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, **typed), HARDWARE["a100"], 8)
+
+
 def test_shares_choose_the_number_of_data_parallel_ranks():
     plans = layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, shares="2,1"), HARDWARE["h100"], 8)
     assert plans and all(16 // (p.settings["tp"] * p.settings["pp"] * p.settings["cp"]) == 2 for p in plans)

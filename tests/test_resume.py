@@ -270,7 +270,11 @@ def test_tensorboard_has_each_step_once(zygote, work):
     for name, key in (("loss", "loss"), ("val/loss", "val_loss")):
         logged = column(work / "out", key)
         assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
-    assert {"lr", "mfu", "train/loss", "grad_norm"} <= set(events.Tags()["scalars"])
+    tags = set(events.Tags()["scalars"])
+    assert {"lr", "mfu", "train/loss", "grad_norm"} <= tags and "iter" not in tags
+    for name in tags:  # no number twice at a step with an evaluation
+        steps = [e.step for e in events.Scalars(name)]
+        assert len(steps) == len(set(steps)), name
 
 
 def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, work):

@@ -23,7 +23,7 @@ TRAIN = str(REPO / "train.py")
 LONG = [*TINY, "--max_iters=100000", "--out_dir=out"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-MPIRUN += ["--mca", "odls_base_sigkill_timeout", "10"]  # as the page advises
+MPIRUN += ["--mca", "odls_base_sigkill_timeout", "5"]  # as the page advises
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
@@ -76,7 +76,7 @@ def started(receiver, work):
     elif receiver in ("torchrun", "a worker"):
         command = [*TORCHRUN, "--standalone", TRAIN, *LONG]
     elif receiver == "mpirun":
-        command = [*MPIRUN, *command]
+        command = [*MPIRUN, *command, "--log_interval=100"]  # a longer output would make rank 0 wait
     elif receiver == "a pod":
         command, env = pod(LONG, work / "out", 1)
         command = [*NAMESPACE, *command]

@@ -5,6 +5,7 @@ Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preem
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -179,7 +180,8 @@ def test_a_signal_to_a_job(slurm, work, names):
         for name in names:
             step = steps_in(out) if (out / "metrics.jsonl").exists() else -1
             wait_for(lambda: steps_in(out) > step + 5, 180)
-            slurm.ask("scancel", *flags, f"--signal={name}", job)
+            number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
+            slurm.ask("scancel", *flags, f"--signal={number}", job)
             wait_for(lambda: (out / "PREEMPTED").exists(), 60)
             mark = json.loads((out / "PREEMPTED").read_text())
             assert mark["reason"] == f"SIG{name}" and (out / f"step_{mark['iter']:08d}").is_dir()

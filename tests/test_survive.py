@@ -154,6 +154,7 @@ def test_time_limit(zygote, work):
     started = time.monotonic()
     run = zygote.start([*TINY, "--out_dir=out", "--max_iters=1000000", "--time_limit_s=6"], work, 2).wait()
     assert time.monotonic() - started < 30 and "stopped on request" in run.text()
+    assert re.search(r"^stopped: \d+ steps in", run.text(), re.M) and "done: " not in run.text()
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
     assert mark["reason"] == "time_limit_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
 

@@ -78,7 +78,7 @@ def test_gpt2s_tokenizer(tmp_path):
     # a model with a custom tokenizer class
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
-    assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
+    assert [*ids.values()] == [None, 50256, 50256, list(range(50257, 50304))]
     saved = AutoTokenizer.from_pretrained(tmp_path)
     assert (len(saved), saved.model_max_length, saved.eos_token_id) == (50257, 1024, 50256)
     assert_equal(saved, tiktoken.get_encoding("gpt2"), random_texts(300))
@@ -94,7 +94,7 @@ def test_an_encoding_of_tiktoken(tmp_path, monkeypatch, pattern):
     tokens = set(tokenizer.of_encoding(encoding).get_vocab()) - SPECIAL.keys()
     assert sum(len(model.tokenize(token)) > 1 for token in tokens) > 10  # tokens that no merges lead to
     ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 2011, 64)
-    assert ids == {"bos_token_id": None, "eos_token_id": 2000, "pad_token_id": 2000}
+    assert [*ids.values()] == [None, 2000, 2000, None]
     saved = AutoTokenizer.from_pretrained(tmp_path)
     assert (saved.model_max_length, saved.eos_token_id, saved.pad_token_id) == (64, 2000, 2000)
     assert_equal(saved, encoding, random_texts(300))
@@ -105,8 +105,19 @@ def test_an_encoding_without_end_of_text(tmp_path, monkeypatch):
         "small", pat_str="(?s).", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}
     )
     ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 256, 64)
-    assert ids == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    assert_equal(AutoTokenizer.from_pretrained(tmp_path), encoding, random_texts(20))
+    assert [*ids.values()] == [None, 256, 256, [256]]  # one more id than the model's
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert_equal(saved, encoding, random_texts(20))
+    assert (saved.eos_token_id, saved.pad_token_id, saved.unk_token) == (256, 256, None)
+    read = vocabulary.tokenizer_in(tmp_path)
+    assert read.size == 256 and tokenizer.load(read).encode("a") == [97]
+
+
+def test_ids_with_holes_get_no_more_tokens(tmp_path):
+    """The id after the others is then taken for a token's."""
+    content = json.loads(tokenizer.of_table(Vocabulary("table", {"a": 0, "b": 5})).to_str())
+    ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tokenizer.json", json.dumps(content)), 8, 64)
+    assert [*ids.values()] == [None, None, None, [6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -127,16 +138,22 @@ def test_characters(tmp_path, model):
     if model:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
     stoi = {c: i for i, c in enumerate(CHARACTERS)}
-    ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("table", stoi), 300, 64)
-    assert ids == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ids, n = tokenizer.save_tokenizer(tmp_path, Vocabulary("table", stoi), 300, 64), len(stoi)
+    assert [*ids.values()] == [None, n, n, list(range(n, 300))]
     saved, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices(CHARACTERS, k=30) + rng.choices(" \n\t.,'?", k=20))
         assert saved.encode(text) == saved(text)["input_ids"] == [stoi[c] for c in text]
         assert saved.decode(saved.encode(text)) == text
     assert saved.decode([stoi["a"], 299, stoi["b"]]) == "ab"  # 299 exists in the model only
-    with pytest.raises(Exception, match="Missing .UNK. token"):
-        saved.encode("a\u0416")
+    assert (
+        saved.encode("a\u0416") == [stoi["a"], n]
+        and saved.decode([stoi["a"], n], skip_special_tokens=True) == "a"
+    )
+    read = tokenizer.load(vocabulary.tokenizer_in(tmp_path))
+    assert read.n_ids == n and read.decode(read.encode("a\n")) == "a\n"
+    with pytest.raises(ValueError, match="Missing .UNK. token"):  # nothing is trained on an unknown token
+        read.encode("a\u0416")
 
 
 def test_characters_that_no_text_has(tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 
 from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.checkpoint.manifest import LARGEST_STEP
+from isogpt.checkpoint.other_files import about_content, about_file
 from isogpt.common.files import about_pointer, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
@@ -42,29 +43,43 @@ def read_file(path: Path, verify: bool = False) -> dict:
         raise ValueError(f"{path} is {pointer}")
     try:
         os.close(regular_file(path, os.O_RDONLY))
+    except OSError as e:
+        raise ValueError(f"{path} cannot be loaded: {reason_of(e)}") from e
+    if text := about_file(path):
+        raise ValueError(f"{path} is {text}")
+    try:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         with torch.serialization.safe_globals(PLAIN):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(state, dict):
-            raise ValueError(f"it contains a {type(state).__name__}, not a dict")
-        if missing := [key for key in ("model", "model_args", "iter_num") if key not in state]:
+        if text := about_content(state):
+            raise ValueError(text)
+        if missing := [key for key in ("model", "model_args") if key not in state]:
             raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
+        state = {"iter_num": 0, **state}
         for name in ("model", "model_args", "config", "isogpt"):
             is_none = name == "config" and state.get(name) is None
             if not (name not in state or is_none or isinstance(state[name], dict)):
                 raise ValueError(f"{name} is of type {type(state[name]).__name__}, not a dict")
+        for name in ("model_args", "config"):
+            state[name] = {key: plain(value) for key, value in (state.get(name) or {}).items()}
         if not 0 <= state["iter_num"] < LARGEST_STEP:
             raise ValueError(f"iter_num is {state['iter_num']}")
-        best = state.get("best_val_loss")  # in nanoGPT's a tensor
+        best = state.get("best_val_loss")  # in nanoGPT's a tensor, which may be NaN
+        best = math.inf if best is None else float(best)
         return {
             **state,
             "iter_num": int(state["iter_num"]),
-            "best_val_loss": math.inf if best is None else float(best),
-            "config": state.get("config") or {},
+            "best_val_loss": math.inf if math.isnan(best) else best,
         }
     except Exception as e:  # a damaged or hostile file raises nearly anything
         raise ValueError(f"{path} cannot be loaded: {why_not_loaded(e)}") from e
+
+
+def plain(value: object) -> object:
+    """A setting without numpy's or PyTorch's type, which JSON does not know."""
+    is_number = isinstance(value, np.generic) or (torch.is_tensor(value) and value.dim() == 0)
+    return value.item() if is_number else value
 
 
 def why_not_loaded(error: Exception) -> str:

@@ -27,7 +27,6 @@ from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
 from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
-    advice_on_folder,
     damage,
     is_run,
     make_manifest,
@@ -38,9 +37,12 @@ from isogpt.checkpoint.manifest import (
     steps_in,
     unfinished_folder,
 )
+from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
     StoredCheckpoint,
+    about_folder,
+    advice_on_folder,
     best_checkpoint,
     best_folder,
     newest_checkpoint,
@@ -50,7 +52,7 @@ from isogpt.common import console
 from isogpt.common.files import TEMPORARY, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts_left
+from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts, restarts_left
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -88,23 +90,31 @@ def look_for_start(
                 text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
                 console.print_line(text)
             return newest, True, reports
-        if reports or init_from == "resume":
-            raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
+        if reports:
+            raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
+        if init_from == "resume":
+            raise ValueError(about_missing(out_dir, resume_step))
+    warnings = []
+    if restarts() and not is_restart:
+        text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
+        warnings.append(text + "if a config computes out_dir, such as from the time, set --out_dir= after it")
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
-        return open_bare(file, read_file(file, verify=True)), False, []
+        return open_bare(file, read_file(file, verify=True)), False, warnings
     if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
-        return best, False, reports
-    return None, False, []
+        return best, False, warnings + reports
+    if file.is_dir() and not is_of_transformers(file) and (text := about_folder(file)):
+        raise ValueError(text)
+    return None, False, warnings
 
 
 def about_missing(out_dir: str, resume_step: int) -> str:
     """Say that there is no checkpoint to resume from, and what to type."""
     if resume_step == -1:
-        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder()}"
+        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder(out_dir)}"
     steps = ", ".join(map(str, steps_in(out_dir))) or "no checkpoints"
     return (
         f"no step {resume_step} to resume from in {out_dir}, which contains {steps}: set --resume_step= to "
@@ -174,7 +184,10 @@ def about_space(out: Path, plan: Plan) -> str:
     """
     size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
     needed = size * (1 if step_folders(out) else 2)
-    disk = shutil.disk_usage(out)
+    try:
+        disk = shutil.disk_usage(out)
+    except OSError:
+        return ""
     if disk.free >= needed or disk.total == 0:  # some network file systems do not tell
         return ""
     return (
@@ -268,8 +281,13 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
         f"{shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
-        "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines "
-        "share"
+        "resume, a rollback or a restart: set --out_dir= "
+    )
+    is_one_machine = len(set(ranks.hosts)) == 1
+    text += (
+        "after the config that computes it, such as from the time"
+        if is_one_machine
+        else "to one folder on a file system that all machines share"
     )
     with exit_together():
         if blind and (is_sharded or restarts_left()):
@@ -280,38 +298,43 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
         console.print_line(f"warning: {text}, or copy them before a resume")
 
 
-def mark_preempted(folder: RunFolder, step: int, reason: str, steps_taken: int) -> None:
+def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -> None:
     """
-    Write the file that says that the run was stopped on request before its end, and after how many steps of
-    this start: a job that takes none again and again must not be requeued. The next start removes the file.
+    Write the file that says that the run was stopped on request before its end, and how many steps of this
+    start a resume need not repeat: a job that gains none again and again must not be requeued. The next start
+    removes the file.
 
     Raises:
         ValueError: a different run has claimed the folder. A file here would put that run back into the
             queue.
     """
     check_owner(folder.path, folder.owner)
-    mark = {"iter": step, "reason": reason, "steps": steps_taken}
+    mark = {"iter": step, "reason": reason, "steps": steps_kept}
     write_whole(folder.path / MARK, json.dumps(mark) + "\n")
 
 
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
-    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, so
-    that the first checkpoint does not overwrite it.
+    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, and
+    kept under a different name, since this run deletes step folders.
     """
     out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
+    abandon_bare(out / "ckpt_best.pt")
     if resumed.is_bare:
         unfinished = out / f"unfinished_step_{resumed.step:08d}"
         remove(unfinished)
         unfinished.mkdir()
-        try:  # a second name for the file: no copy, and no moment without a name
-            os.link(resumed.path.resolve(), unfinished / "ckpt.pt")
-        except OSError:
-            shutil.copyfile(resumed.path, unfinished / "ckpt.pt")
+        original = free_name(out, "original_ckpt.pt")
+        for path in (original, unfinished / "ckpt.pt"):
+            try:  # a second name for the file: no copy, and no moment without a name
+                os.link(resumed.path.resolve(), path)
+            except OSError:
+                shutil.copyfile(resumed.path, path)
+        console.print_line(f"{resumed.path}, which this run did not write, is kept as {original}")
         manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
         commit_checkpoint(unfinished, manifest, keep_last=0)
-    elif bare.exists() and not bare.is_symlink():
+    else:
         abandon_bare(bare, resumed.step)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
@@ -323,15 +346,19 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
 
 
-def abandon_bare(bare: Path, step: int) -> None:
+def abandon_bare(bare: Path, step: int | None = None) -> None:
     """
-    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if the next start would prefer
-    it to the step that a run resumes from, or if a link would replace it.
+    Rename a ckpt.pt or ckpt_best.pt that is neither a link nor of this run: a link would replace it, and the
+    next start might prefer it to the step that a run resumes from. On a file system without links, a copy of
+    a checkpoint, such as export.py also writes, is in its place, of this step if it is given.
     """
-    with suppress(ValueError):  # what cannot be read is never chosen
+    if not bare.exists() or bare.is_symlink():
+        return
+    with suppress(ValueError):
         state = read_file(bare)
-        if "isogpt" not in state or state["iter_num"] != step:
-            os.rename(bare, free_name(bare.parent, "abandoned_ckpt.pt"))
+        if "isogpt" in state and step in (None, state["iter_num"]):
+            return
+    os.rename(bare, free_name(bare.parent, f"abandoned_{bare.name}"))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
@@ -347,7 +374,7 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not is_run(out_dir) and not has_logged_steps:
+    if not is_run(out_dir) and not has_logged_steps and not (out / "ckpt_best.pt").exists():
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

@@ -24,11 +24,13 @@ def nanogpt_args(path: Path, saved: object) -> dict:
     Raises:
         ValueError: a field is missing, or there is a field of a fork that may change what the model computes.
     """
-    saved = saved if isinstance(saved, dict) else {}
+    # nanoGPT before February 2023 had no setting bias, and biases
+    saved = {"bias": True, **saved} if isinstance(saved, dict) else {}
     absent = [name for name in MODEL_ARGS if name not in saved]
     if absent:
         raise ValueError(f"{path}: model_args lacks {', '.join(absent)}")
-    args = {name: saved[name] for name in MODEL_ARGS} | {"dropout": saved.get("dropout") or 0.0}
+    args = {name: whole_number(path, name, saved[name]) for name in MODEL_ARGS}
+    args |= {"bias": bool(args["bias"]), "dropout": saved.get("dropout") or 0.0}
     others = [f"{name}={saved[name]!r}" for name in saved if name not in args and name not in HARMLESS]
     if others:
         raise ValueError(
@@ -36,6 +38,13 @@ def nanogpt_args(path: Path, saved: object) -> dict:
             "program that saved it, or delete from model_args what changes no result"
         )
     return args
+
+
+def whole_number(path: Path, name: str, value: object) -> int:
+    """A size in model_args, which may be stored as a float. Raises ValueError if it is something else."""
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise ValueError(f"{path}: {name} in model_args is {value!r}, not a whole number")
 
 
 def shortened(names: list[str]) -> str:

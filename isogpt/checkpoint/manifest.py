@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.common.console import visible
 from isogpt.common.files import parse_json, read_text, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
@@ -59,15 +58,6 @@ def steps_in(folder: str) -> list[int]:
 def is_run(folder: str) -> bool:
     """Whether a folder contains checkpoints of a run: ours or nanoGPT's."""
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
-
-
-def advice_on_folder() -> str:
-    """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    runs = sorted(visible(str(path)) for path in Path().iterdir() if is_run(str(path)))
-    if not runs:
-        return "set --out_dir= to the run's folder, or train first, see README.md"
-    more = ", ..." if len(runs) > 4 else ""
-    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
 
 
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:
@@ -145,8 +135,9 @@ def damage(folder: Path) -> str:
     if not manifest:
         with suppress(OSError):
             checked_sha256(folder / "manifest.json")
-    if not manifest or step_of(folder) != manifest["step"]:
         return "manifest.json is missing or damaged"
+    if step_of(folder) != manifest["step"]:
+        return f"it was renamed: its checkpoint is that of step {manifest['step']}"
     problems = (damaged_file(folder / name, manifest["files"]) for name in manifest["files"])
     return next(filter(None, problems), "")
 

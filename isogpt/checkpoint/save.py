@@ -202,7 +202,7 @@ class Saver:
         return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
-        """Save a state that could not be evaluated, since the run ends now, and record why (all ranks)."""
+        """Save a state for which data cannot be read, since the run ends now, and record why (all ranks)."""
         self.save(state)
         self.wait()
         self.log.failed(reason)
@@ -230,7 +230,8 @@ class Saver:
             if self.problem:
                 raise ValueError(f"the final checkpoint could not be written to {self.config['out_dir']}")
             if preempted_by and is_main() and self.run_folder.owner:
-                mark_preempted(self.run_folder, state.step, preempted_by, steps_taken)
+                steps_kept = steps_taken if self.config["save_checkpoint"] else 0
+                mark_preempted(self.run_folder, state.step, preempted_by, steps_kept)
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""

@@ -1,5 +1,6 @@
 """Find the checkpoint to load: the newest or the best that is not damaged."""
 
+import re
 import socket
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
     damage,
     damaged_file,
+    is_run,
     read_manifest,
     sha256_of,
     step_folder,
@@ -16,6 +18,8 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
 )
 from isogpt.checkpoint.measures import best_step_of, changed_measures
+from isogpt.checkpoint.other_files import about_file, is_of_transformers
+from isogpt.common.console import visible
 from isogpt.launch.network import this_machine
 from isogpt.launch.together import broadcast
 
@@ -170,3 +174,45 @@ def check_same(stored: StoredCheckpoint) -> None:
             f"{where} is damaged, or not the checkpoint that rank 0 found: {problem}. Copy it from rank 0's "
             "machine again"
         )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# if there is none
+
+
+def about_folder(folder: Path) -> str:
+    """What to do about what a folder contains in place of a run's checkpoint; '' if nothing is recognized."""
+    models = [folder, *sorted(folder.glob("checkpoint-*"), key=number_in)]  # those of transformers' Trainer
+    if model := next(filter(is_of_transformers, reversed(models)), None):
+        return (
+            f"{model} contains a model of transformers: set --init_from={model}, or see export.py --from=hf"
+        )
+    files = sorted(filter(Path.is_file, folder.glob("*")), key=number_in)
+    checkpoints = [path for path in files if path.suffix in (".pt", ".pth", ".ckpt")]
+    if not checkpoints:
+        return next((f"{path} is {text}" for path in files if (text := about_file(path))), "")
+    newest = checkpoints[-1]
+    try:
+        read_file(newest)
+    except ValueError as e:
+        return str(e)
+    return f"{newest} is not called ckpt.pt: type: cp {newest} {folder / 'ckpt.pt'}"
+
+
+def number_in(path: Path) -> tuple[bool, int, str]:
+    """The last number in a file's name, to sort by; files of an optimizer come first."""
+    numbers = re.findall(r"\d+", path.stem)
+    return "optim" not in path.name, int(numbers[-1]) if numbers else -1, path.name
+
+
+def advice_on_folder(out_dir: str) -> str:
+    """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
+    if Path(out_dir).is_file():
+        return f"it is a file: set --out_dir={Path(out_dir).parent}"
+    if not is_run(out_dir) and (text := about_folder(Path(out_dir))):
+        return text
+    runs = sorted(visible(str(path)) for path in Path().iterdir() if is_run(str(path)))
+    if not runs:
+        return "set --out_dir= to the run's folder, or train first, see README.md"
+    more = ", ..." if len(runs) > 4 else ""
+    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"

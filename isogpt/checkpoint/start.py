@@ -89,15 +89,18 @@ class Start:
         """
         if self.is_resume:
             do_together(state.load, self.checkpoint)
-            return
-        if self.checkpoint:
+        elif self.checkpoint:
             do_together(restore_checkpoint, self.checkpoint, state.model, (), seed)
         elif self.pretrained:
             do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
             with exit_together():
                 init_weights(state.model, seed)
-        state.slow_network.restart(state.step)
+        if self.checkpoint or self.pretrained:
+            with exit_together():
+                state.check_finite(self.checkpoint.stored.path if self.checkpoint else self.name)
+        if not self.is_resume:
+            state.slow_network.restart(state.step)
 
 
 def find_start(

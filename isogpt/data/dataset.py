@@ -14,6 +14,7 @@ from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
+MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
 
 
@@ -153,7 +154,10 @@ def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size:
     if len(tokens) < block_size + 1:
         need = f"block_size {block_size} needs {block_size + 1} or more"
         shorter = f"set --block_size={len(tokens) - 1} or less, or " if len(tokens) > 1 else ""
-        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}use more text")
+        more = (
+            "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
+        )
+        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
     return tokens
 
 
@@ -209,8 +213,28 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
             f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
         )
     if highest >= vocab_size:
-        advice = f"set --vocab_size={highest + 1} or more, or run prepare.py again (meta.json may be wrong)"
+        advice = f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file"
+        advice = f"{advice} or the metadata next to it is wrong: prepare it again"
+        if highest >= MOST_IDS:
+            advice = (
+                f'declare the dtype of its ids, as in {{"dtype": "uint16"}} in {path.with_name("meta.json")}'
+            )
+            advice = f"no tokenizer has so many ids: {advice}, or prepare it again"
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
+
+
+def check_length(tokens: np.ndarray, path: Path) -> None:
+    """
+    Raise DataError if a mapped file has become shorter: reading beyond its end would end the process with
+    SIGBUS. A new file of the same name is a different file, and the old one stays whole while it is mapped.
+    """
+    if isinstance(tokens.base, mmap.mmap):
+        try:
+            size = tokens.base.size()  # of the file that is mapped
+        except OSError as e:  # it was deleted on a file server
+            raise DataError(f"{path} can no longer be read: {e.strerror}") from e
+        if size < tokens.offset + tokens.nbytes:
+            raise DataError(f"{path} has been truncated since the start of the run")
 
 
 def release_pages(tokens: np.ndarray) -> None:

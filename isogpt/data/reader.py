@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
-from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
+from isogpt.data.dataset import DataError, Dataset, check_ids, check_length, release_pages
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -50,6 +50,7 @@ class Reader:
     # of the data ranks, whose shares are in proportion; (): equal; None: as the plan's shares say
     speeds: tuple[float, ...] | None = None
     shift: int = 0  # see shuffled_windows
+    problem: DataError | None = None  # why this rank cannot read the rest of the training data
 
     def __post_init__(self) -> None:
         if self.speeds is None:
@@ -78,7 +79,8 @@ class Reader:
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
-        Yield this rank's micro-batches from `step` on.
+        Yield this rank's micro-batches from `step` on. If data cannot be read, padding follows, see
+        `then_padding`.
 
         Args:
             position: the tokens that the run has read before.
@@ -86,7 +88,19 @@ class Reader:
         """
         self.shift = position // self.block_size - step * self.plan.sequences
         steps = (number for number in count(step) if number not in skipped)
-        return self.read(self.data.train, self.starts, steps, self.share)
+        return self.then_padding(self.read(self.data.train, self.starts, steps, self.share))
+
+    def then_padding(self, batches: Batches) -> Batches:
+        """
+        Yield micro-batches of training. If one of them cannot be read, `problem` is set and padding follows,
+        since other ranks compute the step with this rank: they hear of it at the end of the step.
+        """
+        try:
+            yield from batches
+        except DataError as e:
+            self.problem = e
+        while True:
+            yield self.padding_batch()
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
@@ -127,19 +141,16 @@ class Reader:
             starts_of: the starts of a step's windows, for the global batch.
 
         Raises:
-            DataError: an id is outside the vocabulary.
+            DataError: the file was truncated, or an id is outside the vocabulary.
         """
         path = Path(getattr(tokens, "filename", None) or "the data")
-        end_of_file = getattr(tokens, "offset", 0) + tokens.nbytes
         positions = self.mesh.own_positions(self.block_size)
 
         # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"
 
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            # reading beyond the end of the file would end the process with SIGBUS
-            if path.exists() and path.stat().st_size < end_of_file:
-                raise DataError(f"{path} has been truncated since the start of the run")
+            check_length(tokens, path)
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
             check_ids(max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"], path, int(x.min()))
             release_pages(tokens)

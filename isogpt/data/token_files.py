@@ -4,6 +4,8 @@ The format of a file of token ids: as llm.c's header or the metadata declares, e
 Files that are probably something else are refused, since they would give wrong tokens.
 """
 
+import codecs
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,19 @@ DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # number of tokens
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # number: (version, dtype of the tokens)
 HEADER_BYTES = 1024
+TOFILE = "write the ids with numpy's tofile, ids.astype(numpy.uint16).tofile('train.bin')"
 # how files without bare ids begin, and what to do about them
 OTHER_FILES = {
-    b"\x93NUMPY": "a .npy file, whose header would be read as tokens: write the ids with numpy's tofile",
-    b"PK\x03\x04": "a zip archive, such as a .npz: write the ids with numpy's tofile",
-    b"\x1f\x8b\x08": "compressed by gzip: decompress it with gunzip",
+    b"\x93NUMPY": f"a .npy file, whose header would be read as tokens: {TOFILE}",
+    b"PK\x03\x04": f"a zip archive, such as a .npz or a file of torch.save: {TOFILE}",
+    b"\x80\x04\x95": f"a pickle: {TOFILE}",
+    b"\x80\x02\x8a\nl\xfc\x9c": f"a file of torch.save: {TOFILE}",
+    b"PAR1": "a Parquet file: rename it to train.parquet, and run prepare.py with --data_files=",
+    b"ARROW1": f"an Arrow file: {TOFILE}",
+    b"\x1f\x8b\x08": "compressed by gzip: type: gzip -d < train.bin > ids.bin",
+    b"\xfd7zXZ\x00": "compressed by xz: type: xz -d < train.bin > ids.bin",
+    b"BZh": "compressed by bzip2: type: bzip2 -d < train.bin > ids.bin",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: type: zstd -d < train.bin > ids.bin",
     b"version https://git-lfs": "a pointer of Git LFS, not the file itself: run git lfs pull in its folder",
     np.int32(20240522).tobytes(): "llm.c's multiple-choice questions, not a text: use a different data set",
 }
@@ -61,6 +71,7 @@ def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, i
     check_kind(path, start[: 2**16], may_be_text=declared == "uint8")
     if not declared:
         check_width(path, np.frombuffer(start[: len(start) // 2 * 2], np.uint16), vocab_size)
+        check_values(path, start)
     return declared or "uint16", 0
 
 
@@ -90,7 +101,7 @@ def check_kind(path: Path, start: bytes, may_be_text: bool) -> None:
         if start.startswith(beginning):
             raise ValueError(f"{path} is {kind}")
     if is_text(start) and not may_be_text:
-        text = path.with_suffix(".txt")
+        text = path.with_suffix(".jsonl" if start.startswith(b"{") else ".txt")
         raise ValueError(
             f"{path} is text, not token ids: rename it to {text.name}, then run: python "
             f"data/shakespeare/prepare.py --data_files={text} --out={path.parent}"
@@ -98,9 +109,48 @@ def check_kind(path: Path, start: bytes, may_be_text: bool) -> None:
 
 
 def is_text(start: bytes) -> bool:
-    """Whether the beginning of a file is UTF-8 without control characters, which ids below 8192 contain."""
-    text = start.decode("utf-8", "replace").rstrip("\ufffd")  # the last character may be incomplete
-    return len(text) >= 64 and not any(c == "\ufffd" or (c < " " and c not in "\t\n\r\f") for c in text)
+    """
+    Whether the beginning of a file is text: UTF-16 with a byte order mark, or without the control characters
+    that ids below 8192 contain, in UTF-8 or an encoding with one byte for each letter.
+    """
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return True
+    return len(start) >= 64 and not any(byte < 32 and byte not in b"\t\n\r\f" for byte in start)
+
+
+def check_values(path: Path, start: bytes) -> None:
+    """Raise ValueError if numbers of 16 bits are probably not ids: other data, floats, or bytes reversed."""
+    ids = np.frombuffer(start[: len(start) // 2 * 2], np.uint16)
+    problem = ""
+    if any(map(is_spread_evenly, (ids, ids[0::2], ids[1::2]))):
+        problem = (
+            "its numbers are spread evenly over all values of 16 bits, as in compressed files and in "
+            f"weights, but not in texts: {TOFILE}"
+        )
+    for dtype in ("float32", "float64"):
+        numbers = np.frombuffer(start[: len(start) // 8 * 8], dtype)
+        with np.errstate(invalid="ignore"):  # ids form arbitrary floats
+            if numbers.max(initial=0) >= 1 and np.all((numbers % 1 == 0) & (numbers >= 0)):
+                problem = f"it contains ids as {dtype}: {TOFILE}"
+    low, high = ids & 0xFF, ids >> 8
+    reaches_further = low.max(initial=0) < high.max(initial=0)  # the high byte of ids below 65280 does not
+    if reaches_further and np.mean(low == 0) > 0.1 and np.mean(high == 0) < 0.05:
+        problem = "the bytes of its numbers are in reverse order (big-endian): write ids.byteswap()"
+    if problem:
+        declare = f'declare {{"dtype": "uint16"}} in {path.with_name("meta.json")}'
+        raise ValueError(f"{path}: {problem}. If these are ids of 16 bits all the same, {declare}")
+
+
+def is_spread_evenly(numbers: np.ndarray) -> bool:
+    """
+    Whether numbers of 16 bits reach both ends of the range and repeat as rarely as random ones. A text
+    repeats frequent tokens.
+    """
+    n, values = len(numbers), 2**16
+    if n < 256 or np.ptp(numbers) < 0.98 * values:
+        return False
+    different_if_random = values * (1 - math.exp(-n / values))
+    return len(np.unique(numbers)) > 0.9 * different_if_random
 
 
 def check_width(path: Path, ids: np.ndarray, vocab_size: int) -> None:
@@ -108,12 +158,14 @@ def check_width(path: Path, ids: np.ndarray, vocab_size: int) -> None:
     Raise ValueError if a file without a declared dtype probably does not contain ids of 16 bits. `ids` are
     the first of them, if they are.
     """
-    first, second, low, high = (part.max(initial=0) for part in (ids[0::2], ids[1::2], ids & 0xFF, ids >> 8))
+    parts = (ids[0::2], ids[1::2], ids[2::4], ids & 0xFF, ids >> 8)
+    first, second, third, low, high = (part.max(initial=0) for part in parts)
     dtype = "uint32"
     if vocab_size > 2**16:
         reason = f"the vocabulary size is {vocab_size}, but ids of 16 bits end at 65535"
     elif second < 16 <= first or second == 0 < first:  # the upper half of ids below 2**20
         reason = "every second number of 16 bits is 0 or small, as in files with ids of 32 or 64 bits"
+        dtype = "int64" if second == third == 0 else dtype
     elif low < 128 and 0 < high < 128:
         reason, dtype = "no byte is above 127, as in files with ids of 8 bits", "uint8"
     else:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isogpt.common.packages import needed_by
-from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary, check_size
+from isogpt.data.vocabulary import END_OF_TEXT, UNTRAINED, Vocabulary, check_size
 
 if TYPE_CHECKING:
     import tiktoken
@@ -185,16 +185,16 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
 # Hugging Face's format
 
 
-def save_tokenizer(
-    folder: Path, vocabulary: Vocabulary, vocab_size: int, block_size: int
-) -> dict[str, int | None]:
+def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_size: int) -> dict:
     """
     Write tokenizer.json, tokenizer_config.json and chat_template.jinja, which transformers.AutoTokenizer
     reads.
 
     encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages
-    and adds nothing. A character that the vocabulary does not contain raises an exception in encode: an
-    unknown token would need an id that the model was not trained on.
+    and adds nothing. Padded batches, transformers' Trainer and lm_eval need tokens that a vocabulary may
+    lack: then UNTRAINED is added, with the id after the others, which is beyond the model's ids if they are
+    all used. It pads a batch, ends a text if no other token does, and stands for characters that a table does
+    not contain. Ids with holes get no such token.
 
     Args:
         vocab_size: the model's number of ids. Ids beyond the tokenizer's exist only in the model.
@@ -203,7 +203,8 @@ def save_tokenizer(
     Returns:
         bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
         token. The defaults of LlamaConfig and GPT2Config would end the text at any character with the id of
-        their token.
+        their token. suppress_tokens: the ids that must not be generated, since sample.py does not sample them
+        either.
 
     Raises:
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
@@ -212,19 +213,31 @@ def save_tokenizer(
         import tokenizers  # noqa: F401  (which `converted` imports)
         from transformers import PreTrainedTokenizerFast
 
-    tokenizer = converted(vocabulary)
-    check_size(max(tokenizer.get_vocab().values()) + 1, vocab_size)
+    tokenizer, is_table = converted(vocabulary), vocabulary.kind == "table"
+    n_ids = max(tokenizer.get_vocab().values()) + 1
+    check_size(n_ids, vocab_size)
     end = vocabulary.end_of_text if vocabulary.end_of_text in tokenizer.get_vocab() else None
+    pad = end
+    if is_table:
+        tokenizer = of_table(replace(vocabulary, content=vocabulary.content | {UNTRAINED: n_ids}))
+        pad = UNTRAINED
+    elif end is None and tokenizer.get_vocab_size() == n_ids:
+        tokenizer.add_special_tokens([UNTRAINED])
+        pad = UNTRAINED
+    end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=end,
-        pad_token=end,
+        pad_token=pad,
+        unk_token=pad if is_table else None,
         chat_template=CHAT_TEMPLATE,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
-    end_id = None if end is None else tokenizer.token_to_id(end)
-    return {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": end_id}
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
+    ids = {name: token and tokenizer.token_to_id(token) for name, token in ids.items()}
+    n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
+    return ids | {"suppress_tokens": list(range(n_ids, n_generated)) or None}
 
 
 def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
@@ -240,16 +253,15 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
 def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
-    Make a tokenizer with the tokens of a table, to which each character is encoded. Without an unknown token,
-    it raises an exception for a character that is not a token.
+    Make a tokenizer with the tokens of a table, to which each character is encoded. A character that is not a
+    token becomes UNTRAINED if the table contains that, and otherwise raises an exception.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
 
     # no text in UTF-8 contains a lone surrogate
     vocab = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
-    unknown = "<unk>" if "<unk>" not in vocab else "<none>"
-    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token=unknown))
+    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token=UNTRAINED))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()  # the default joins tokens with spaces
     return tokenizer

@@ -3,6 +3,7 @@ The meaning of the token ids of a data set or a model, as plain values that a ch
 makes encoders and decoders from these values.
 """
 
+import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from isogpt.common.files import about_pointer, parse_json, read_text
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
+# a token that only exported tokenizers contain, see tokenizer.save_tokenizer: no model is trained on it
+UNTRAINED = "<|untrained|>"
 # files of tokenizers that are not read: next to them, ids are not taken for GPT-2's
 UNREAD = ("vocab.*", "merges.txt", "*.model")
 
@@ -137,7 +140,8 @@ def declared_vocabulary(meta: dict, folder: Path) -> Vocabulary | None:
 
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     """
-    Read the tokenizer.json in a folder, and which token ends a document; None without this file.
+    Read the tokenizer.json in a folder, and which token ends a document; None without this file. UNTRAINED is
+    left out.
 
     Raises:
         ValueError: the file cannot be read.
@@ -147,12 +151,24 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     if not path.exists():
         return None
     try:
-        text = read_text(path)
+        text = without_untrained(read_text(path))
         tokens = ids_in_json(text)
     except Exception as e:  # a file of any other form raises nearly anything
         reason = " ".join(str(e).split())[:200]
         raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or reason}") from e
     return Vocabulary("tokenizer.json", text, end_of_text_in(folder, tokens))
+
+
+def without_untrained(text: str) -> str:
+    """The text of a tokenizer.json without the token UNTRAINED. Raises an exception of any type."""
+    if UNTRAINED not in text:
+        return text
+    content = parse_json(text)
+    added = content.get("added_tokens") or []
+    content["added_tokens"] = [token for token in added if token["content"] != UNTRAINED]
+    if isinstance(vocab := content["model"]["vocab"], dict):
+        vocab.pop(UNTRAINED, None)
+    return json.dumps(content, ensure_ascii=False)
 
 
 def ids_in_json(text: str) -> dict[str, int]:
@@ -206,7 +222,26 @@ def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
         return None
     return Vocabulary(
         "unknown",
-        f"{folder} contains {names[0]}, but only a tokenizer.json is read: write it with transformers' "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). If the ids of a data set are GPT-2's "
-        'all the same, write {"tokenizer": "gpt2"} to its meta.json',
+        f"{folder} contains {names[0]}, but only a tokenizer.json is read: "
+        f"{how_to_write_json(Path(folder))}. If the ids of a data set are GPT-2's all the same, write "
+        '{"tokenizer": "gpt2"} to its meta.json',
+    )
+
+
+def how_to_write_json(folder: Path) -> str:
+    """
+    How to make a tokenizer.json of another form in a folder. Without a configuration, transformers' choice of
+    a class may give other ids.
+    """
+    name = ""
+    if any((folder / config).exists() for config in ("tokenizer_config.json", "config.json")):
+        name = "AutoTokenizer"
+    elif all((folder / file).exists() for file in ("vocab.json", "merges.txt")):
+        name = "GPT2Tokenizer"
+    if name:
+        place = repr(str(folder))
+        return f"write it with transformers' {name}.from_pretrained({place}).save_pretrained({place})"
+    return (
+        "copy the tokenizer_config.json of its model to this folder and write it with transformers' "
+        "AutoTokenizer, or write the ids with the package sentencepiece, as data/README.md shows"
     )

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from isogpt.common import console
 from isogpt.launch.launchers import stop_signals
-from isogpt.launch.network import loopback
+from isogpt.launch.network import interfaces, loopback
 
 
 def main() -> None:
@@ -44,12 +44,10 @@ def serve_at_loopback() -> TCPStore:
     static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no other.
     """
     host = loopback()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, 0), family=family)
-    except OSError as e:
-        console.print_error(f"nproc needs the loopback address {host} ({e.strerror}): type ip link set lo up")
+    if sys.platform == "linux" and host not in interfaces():
+        console.print_error("nproc needs the network interface lo, which is down: type ip link set lo up")
         sys.exit(1)
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return TCPStore(host, port, is_master=True, **options)

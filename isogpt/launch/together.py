@@ -156,6 +156,12 @@ def restarts_left() -> int:
     return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
 
 
+def restarts() -> int:
+    """How many times torchrun or Slurm has started this run again."""
+    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    return max(int(count) for count in counts if count.isdigit())
+
+
 class Failure(NamedTuple):
     """Why a rank failed."""
 

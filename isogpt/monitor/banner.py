@@ -11,6 +11,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
+from isogpt.speed.devices import Peak
 from isogpt.training import optim
 
 
@@ -76,10 +77,14 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     return lines
 
 
-def about_machine(ranks: Ranks, plan: Plan, peak_flops: float | None, peak_source: str) -> list[str]:
+def peak_text(peak: Peak) -> str:
+    """The peak of the devices and its source."""
+    return f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})" if peak.flops else "unknown, no mfu"
+
+
+def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> list[str]:
     """The peak of the devices, the micro-batches, the cores and the threads."""
-    peak = f"{peak_flops / 1e12:.3g} TFLOP/s ({peak_source})" if peak_flops else "unknown, no mfu"
-    lines = [f"peak:    {peak}"]
+    lines = [f"peak:    {peak_text(peak)}"]
     if plan.micro_batch < plan.batch_size:
         lines.append(
             f"memory:  micro-batches of {plan.micro_batch} instead of {plan.batch_size}, "

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.data.dataset import DataError
 from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
@@ -55,14 +54,11 @@ def explain_crashes(watchdog: Watchdog) -> None:
 
 def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object) -> None:
     """
-    Print a message instead of a traceback if the cause of an exception is known: a different rank, the data
-    or too little memory. If several ranks run out of memory, the first rank explains it.
+    Print a message instead of a traceback if the cause of an exception is known: a different rank or too
+    little memory. If several ranks run out of memory, the first rank explains it.
     """
     error = cause_of(raised)
-    if isinstance(error, DataError):
-        console.print_error(str(error), f"rank {watchdog.ranks.rank}: ")
-        watchdog.logger.failed(str(error))
-    elif watchdog.memory_use and is_out_of_memory(error):
+    if watchdog.memory_use and is_out_of_memory(error):
         if watchdog.is_first("out of memory"):
             explain_out_of_memory(watchdog, error)
         else:  # rank 0 records and alerts, whichever rank explains

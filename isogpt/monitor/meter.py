@@ -1,11 +1,13 @@
 """What a step's numbers contain besides the loss and the gradient: times, memory, and requests to stop."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from isogpt.checkpoint.save import Saver
+from isogpt.data.reader import Reader
 from isogpt.launch.together import Gathered, gather_numbers
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.parallelize import take_routing
@@ -24,6 +26,7 @@ class Meter:
     clock: Clock
     stop: Stop
     saver: Saver
+    reader: Reader
     log_interval: int
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
 
@@ -40,7 +43,8 @@ class Meter:
         coarse, fine = grad_square
         return gather_numbers(
             StepNumbers(
-                loss=loss,
+                # a step with padding in place of data must not be taken, on any rank: see NanPolicy.recover
+                loss=math.nan if self.reader.problem else loss,
                 grad_square=coarse,
                 grad_square_fine=fine,
                 step_ms=step_s * 1e3,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch.nn as nn
@@ -56,14 +57,20 @@ class NanPolicy:
         Report a step that is not taken, while the gradients are still there. Then skip the step, or go back
         to the last checkpoint and exclude the steps that were not finite, or exit with a message (all ranks).
         Returns the batches to continue with.
+
+        If the step is not finite because a rank could not read its data, the state before the step is saved,
+        and the run exits with a message.
         """
+        state.slow_network.forget()  # compression errors, which may not be finite either
+        with exit_together(partial(saver.save_and_fail, state)):
+            if reader.problem:
+                raise reader.problem
         decision = self.decide()
         problem, facts = describe_not_finite(state.step, numbers, state.model, reader)
         text = f"warning: {problem}: the step is skipped" if decision == "skip" else ""
         logger.event("not_finite", text, **facts)
         state.skip()
         state.model.reset_routing(reader.device)  # the routers' numbers may not be finite either
-        state.slow_network.forget()  # compression errors, which may not be finite either
         if decision == "stop":
             saver.wait()  # a checkpoint may be under way
             with exit_together(logger.failed):

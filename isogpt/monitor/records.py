@@ -8,6 +8,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.console import duration
+from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
 CLOSING = ("end", "preempted")  # the last event of a run that closes its files
@@ -62,7 +63,7 @@ def step_record(
         "memory_gb": mean.memory_gb,
         "memory_gb_max": most.memory_gb,
         "tokens_per_s": progress.tokens_per_step / step_s,
-        "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
+        "mfu": fraction_of_peak(flops_per_step / step_s, peak_flops),
         "tokens": progress.tokens + progress.tokens_per_step,
     }
 

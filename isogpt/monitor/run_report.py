@@ -9,6 +9,7 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.common.console import duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
+from isogpt.monitor import banner
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
@@ -16,6 +17,7 @@ from isogpt.monitor.records import Means, routing_record, step_record, waiting_p
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import Clock, over_ranks
+from isogpt.speed.devices import Peak
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
 
@@ -38,7 +40,7 @@ class RunReport:
     max_iters: int
     log_interval: int
     flops_per_step: float
-    peak_flops: float | None  # None: unknown, then the mfu is None
+    peak: Peak  # if it is unknown, the mfu is None
     steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
     began: float = field(default_factory=time.perf_counter)
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
@@ -59,9 +61,11 @@ class RunReport:
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
         """
         Return the record of a step that is logged; None for other steps, and on other ranks than 0. Report a
-        loss spike or a slow rank if there is one.
+        loss spike or a slow rank if there is one (all ranks).
         """
         self.steps_taken += 1
+        if self.progress.step % self.log_interval == 0:
+            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
         if not self.ranks.is_main:
             return None
         if self.steps_taken == 1 and (report := compile_report()):
@@ -75,7 +79,7 @@ class RunReport:
         self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
         if self.progress.step % self.log_interval:
             return None
-        record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
+        record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak.flops)
         record["gpu_percent"] = utilization(self.ranks.device)
         record |= self.since_log.read()
         if self.meter.routing is not None:
@@ -83,6 +87,15 @@ class RunReport:
         record["left_s"] = self.seconds_left()
         self.look_for_anomalies(record["loss"], numbers)
         return record
+
+    def check_peak(self, flops_per_s: float) -> None:
+        """Measure the peak again if a step was faster: the machine was busy at the start (all ranks)."""
+        if not self.peak.is_doubtful(flops_per_s):
+            return
+        self.meter.clock.pause()  # not a part of a step
+        self.peak.measure()
+        text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
+        self.logger.event("peak", text, peak_flops=self.peak.flops)
 
     def seconds_left(self) -> float | None:
         """
@@ -115,20 +128,26 @@ class RunReport:
         for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
+    def is_stopped(self) -> bool:
+        """Whether all ranks have agreed to stop before the end, see Progress.is_unfinished."""
+        return self.meter.stop.agreed != 0 and self.progress.is_unfinished(self.max_iters)
+
     def done(self, advice: str) -> None:
         """Report the end of training, and advice for the user; nothing if no step was taken."""
         if not self.steps_taken:
             return
         p, took = self.progress, duration(time.perf_counter() - self.began)
         best = last = ""
-        if p.val_loss is not None and not p.is_best:
+        # a loss that is as low as the best to the last digit is not repeated
+        if p.val_loss is not None and f"{p.val_loss:.4f}" != f"{p.best_val_loss:.4f}":
             last = f", val loss {p.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
-        self.logger.print(f"done: {self.steps_taken} steps in {took}{last}{best}")
+        verb = "stopped" if self.is_stopped() else "done"
+        self.logger.print(f"{verb}: {self.steps_taken} steps in {took}{last}{best}")
         if advice:
             self.logger.print(advice)
 
@@ -137,7 +156,7 @@ class RunReport:
         Report the end of the run, or that it stopped early, and close the sinks (all ranks).
         """
         spans_ms = over_ranks(gather_objects(clock.medians()))
-        if stop.agreed and self.progress.is_unfinished(self.max_iters):
+        if self.is_stopped():
             hint = "there is no checkpoint to resume"
             if is_run(out_dir):
                 hint = "resume with --init_from=resume or auto"

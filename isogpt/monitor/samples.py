@@ -1,5 +1,6 @@
 """Samples of what a model writes: during training, and the command that prints samples afterwards."""
 
+import os
 import shlex
 import textwrap
 from contextlib import AbstractContextManager, suppress
@@ -11,12 +12,14 @@ from torch import nn
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
+from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.data.vocabulary import Vocabulary, check_size
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import exit_together
 from isogpt.monitor.log import Logger
+from isogpt.options.values import as_typed
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import problem_of_samples
 
@@ -106,4 +109,5 @@ def how_to_sample(out_dir: str, vocabulary: Vocabulary) -> str:
     """The command that prints samples of a run's model; "" without a checkpoint or a vocabulary."""
     if not is_run(out_dir) or vocabulary.kind == "unknown":
         return ""
-    return f"try: python sample.py --out_dir={shlex.quote(out_dir)}"
+    script = shlex.quote(os.path.relpath(REPOSITORY / "sample.py"))
+    return f"try: python {script} --out_dir={as_typed(out_dir)}"

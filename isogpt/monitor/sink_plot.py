@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from pathlib import Path
 
 from isogpt.common import console
@@ -10,7 +11,7 @@ from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
 
-FEW = 20  # so few points are shown completely, and are not smoothed
+FEW = 20  # so few points are not smoothed
 
 Points = list[tuple[float, float]]  # (step, loss)
 
@@ -54,24 +55,13 @@ def smoothed(points: Points) -> Points:
     return means
 
 
-def highest_shown(training: Points, evaluations: Points) -> float | None:
-    """
-    The top of the loss axis; None: the highest loss. The losses of the first twentieth of the steps are far
-    above the others and would leave little height to them.
-    """
-    if len(training) < FEW:
-        return None
-    first = training[0][0] + (training[-1][0] - training[0][0]) / 20
-    shown = [loss for step, loss in [*training, *evaluations] if step >= first]
-    return max(shown) + 0.05 * (max(shown) - min(shown))
-
-
 def plot_loss(out_dir: Path) -> Path:
     """
     Plot metrics.jsonl to loss.png: the loss of each logged step, the smoothed loss of all steps, and the
     evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
     exception.
     """
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's kernel sets one that only its environment has installed
     with needed_by("it", "matplotlib"):
         from matplotlib.figure import Figure
 
@@ -81,7 +71,7 @@ def plot_loss(out_dir: Path) -> Path:
         key: [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
         for key in ("loss", "loss_mean", "train_loss", "val_loss")
     }
-    training, evaluations = losses["loss"], losses["train_loss"] + losses["val_loss"]
+    training = losses["loss"]
     lines = [
         ("training step", training, dict(color="0.8", linewidth=1)),
         (
@@ -95,7 +85,6 @@ def plot_loss(out_dir: Path) -> Path:
     for label, points, style in lines:
         if points:
             axes.plot(*zip(*points, strict=True), label=f"{label}: {points[-1][1]:.4f} at the end", **style)
-    axes.set_ylim(top=highest_shown(training, evaluations))
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     # a $ in the name does not begin a formula
     axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)
@@ -103,6 +92,8 @@ def plot_loss(out_dir: Path) -> Path:
         axes.legend()
     axes.grid(alpha=0.3)
     image = io.BytesIO()
-    axes.figure.savefig(image, format="png", dpi=110)
+    with warnings.catch_warnings():  # the font may lack characters of the folder's name
+        warnings.filterwarnings("ignore", message="Glyph ")
+        axes.figure.savefig(image, format="png", dpi=110)
     write_whole(out_dir / "loss.png", image.getvalue())
     return out_dir / "loss.png"

@@ -62,7 +62,7 @@ class TensorBoard:
     def add(self, record: dict) -> None:
         """`write` to the open file."""
         for name, value in chart_values(record).items():
-            if isinstance(value, int | float):
+            if name != "iter" and isinstance(value, int | float):
                 self.writer.add_scalar(name, value, record["iter"])
         event = record.get("event")
         if event == "rollback" or event in CLOSING:

@@ -40,10 +40,9 @@ ARCHS = {
 # the smallest values of fields, also for models that are made without train.py, which checks its settings
 LEAST = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "n_expert_active": 1}
 LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
-# the largest values: more blocks take minutes to build, and the bytes of a wider model's largest matrix
-# do not fit an int64
-MOST = dict.fromkeys(("n_head", "n_embd", "n_kv_head", "n_hidden"), 2**22)
-MOST |= {"n_layer": 10_000, "n_expert": 2**16, "block_size": 2**31, "vocab_size": 2**31}
+# the largest values, beyond which building a model takes minutes or a matrix has no size in bytes
+MOST = dict.fromkeys(("n_head", "n_embd", "n_kv_head"), 2**25)
+MOST |= {"n_layer": 10_000, "n_hidden": 2**27, "n_expert": 2**16, "block_size": 2**31, "vocab_size": 2**31}
 # the fields that a run may set anew for weights that exist; the others describe the weights
 OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss")
 

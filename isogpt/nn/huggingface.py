@@ -94,6 +94,8 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 # otherwise transformers asks at the terminal whether to run a folder's Python files
 RUN_NO_CODE = {"trust_remote_code": False}
 OTHER_FORMS = "set --to=ckpt.pt or --to=shards"  # advice if a model cannot be exported
+# the rows of these weights are tokens
+ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
 CHECKED_TOKENS = 2048  # length of the sequence on which an exported model is compared with ours, at most
 
 
@@ -109,7 +111,12 @@ def load(name: str) -> "PreTrainedModel":
         import transformers
 
     try:
-        kind = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE).model_type
+        check_adapter(Path(name))
+        config = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE)
+        kind = config.model_type
+        if quantization := getattr(config, "quantization_config", None):
+            method = dict(quantization).get("quant_method", "an unknown method")
+            raise ValueError(f"its weights are quantized by {method}: use the model that was quantized")
         if kind not in CLASSES:
             raise ValueError(f"the model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
@@ -134,6 +141,14 @@ def load(name: str) -> "PreTrainedModel":
         shapes = f"{key} is {tuple(saved)}, but config.json says {tuple(expected)}"
         raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {shapes}")
     return hf
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise ValueError if a folder contains an adapter of PEFT, such as LoRA, which is no model by itself."""
+    if (folder / "adapter_config.json").exists():
+        merge = f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+        command = f'python -c "from peft import *; {merge}.save_pretrained({f"{folder}-merged"!r})"'
+        raise ValueError(f"it is an adapter (LoRA): type: {command}, then use {folder}-merged")
 
 
 def reason_of(name: str, error: Exception) -> str:
@@ -172,14 +187,28 @@ def model_args(config: "PretrainedConfig") -> dict:
         raise ValueError(f"this {kind} uses settings that are not supported: {', '.join(unsupported)}")
     if kind == "gpt2":
         args = {ours: getattr(config, theirs) or 0 for theirs, ours in GPT2_FIELDS.items()}
+        args["vocab_size"] = trained_rows(config)
         return args | {"gelu": GELUS[config.activation_function], "bias": getattr(config, "bias", True)}
     args = {ours: getattr(config, theirs) for theirs, ours in FIELDS_OF[kind].items()}
+    args["vocab_size"] = trained_rows(config)
     arch = "llama" if kind == "mixtral" else kind
     return args | {"arch": arch, "bias": False, "rope_theta": float(rope.get("rope_theta", 10000.0))}
 
 
+def trained_rows(config: "PretrainedConfig") -> int:
+    """The number of ids of a model, without those that `with_added_rows` has added."""
+    rows = getattr(config, "trained_vocab_size", None)
+    return rows if isinstance(rows, int) and 0 < rows < config.vocab_size else config.vocab_size
+
+
 def our_weights(hf: nn.Module) -> dict[str, Tensor]:
     """A transformers model's weights under our names."""
+    rows, ours = trained_rows(hf.config), all_our_weights(hf)
+    return {name: w[:rows] if name in ROWS_OF_TOKENS else w for name, w in ours.items()}
+
+
+def all_our_weights(hf: nn.Module) -> dict[str, Tensor]:
+    """`our_weights` with the rows that `with_added_rows` has added."""
     kind, n_layer, theirs = hf.config.model_type, hf.config.num_hidden_layers, hf.state_dict()
     if kind == "gpt2":
         has_bias = getattr(hf.config, "bias", True)
@@ -211,13 +240,14 @@ def names(kind: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
             yield f"{ours}{mine}.weight", [f"{theirs}{other}.weight"]
 
 
-def save(folder: Path, model: nn.Module, token_ids: dict[str, int | None]) -> None:
+def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
     """
     Write config.json, generation_config.json and model.safetensors.
 
     Args:
         model: a GPT with float32 weights on the CPU.
-        token_ids: bos_token_id, eos_token_id and pad_token_id.
+        token_ids: see tokenizer.save_tokenizer; of these, suppress_tokens may be missing. If one of them is
+            beyond the model's, the exported model gets more ids.
 
     Raises:
         ValueError: transformers contains no class for this model, or its class computes other logits.
@@ -227,7 +257,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict[str, int | None]) -> No
     hf.save_pretrained(folder)
 
 
-def converted(model: nn.Module, token_ids: dict[str, int | None]) -> "PreTrainedModel":
+def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
     """
     Make the model of transformers with the weights of a GPT; most tensors are shared. Raises ValueError if
     its class contains other weights than the GPT.
@@ -235,16 +265,23 @@ def converted(model: nn.Module, token_ids: dict[str, int | None]) -> "PreTrained
     with needed_by("an export to transformers", "transformers"):
         import transformers
 
-    args, weights = model.describe(), model.state_dict()
+    args, suppressed = model.describe(), token_ids.get("suppress_tokens")
+    token_ids = {name: i for name, i in token_ids.items() if name != "suppress_tokens"}
+    rows = max(args["vocab_size"], *(i + 1 for i in token_ids.values() if i is not None), 0)
+    weights = with_added_rows(model.state_dict(), rows - args["vocab_size"])
     kind = kind_of(args)
-    fields = {theirs: args[ours] for theirs, ours in FIELDS_OF[kind].items()}
+    fields = {theirs: args[ours] for theirs, ours in FIELDS_OF[kind].items()} | token_ids
+    if rows > args["vocab_size"]:
+        fields |= {"vocab_size": rows, "trained_vocab_size": args["vocab_size"]}
     if kind == "gpt2":
         gelu = {"none": "gelu", "tanh": "gelu_new"}[args["gelu"]]
-        config = transformers.GPT2Config(**fields, **token_ids, activation_function=gelu, bias=args["bias"])
+        # llama.cpp's converter reads n_ctx, the former name of n_positions
+        fields |= {"n_ctx": args["block_size"], "activation_function": gelu, "bias": args["bias"]}
+        config = transformers.GPT2Config(**fields)
     else:
         rope = {"rope_type": "default", "rope_theta": args["rope_theta"]}
         config_class = getattr(transformers, CLASSES[kind]).config_class
-        config = config_class(**fields, **token_ids, rope_parameters=rope)
+        config = config_class(**fields, rope_parameters=rope)
     with torch.device("meta"):
         hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if kind != "gpt2":  # its frequencies are not weights, and must not stay on the meta device
@@ -272,7 +309,23 @@ def converted(model: nn.Module, token_ids: dict[str, int | None]) -> "PreTrained
             f"the weights of model.py do not fit {CLASSES[kind]} of transformers: {OTHER_FORMS} ({reason})"
         ) from e
     hf.tie_weights()
+    hf.generation_config.suppress_tokens = suppressed
     return hf.eval()
+
+
+def with_added_rows(weights: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+    """
+    Add n tokens to a model's weights. Their rows are the mean of the others, so that their logit is the mean
+    logit, and a new token's probability is at most the mean probability of the others.
+    """
+    if not n:
+        return weights
+    longer = {
+        name: torch.cat((weights[name], weights[name].mean(0, keepdim=True).expand(n, -1)))
+        for name in ROWS_OF_TOKENS
+        if name in weights
+    }
+    return weights | longer
 
 
 @torch.no_grad()
@@ -286,7 +339,8 @@ def check_logits(model: nn.Module, hf: "PreTrainedModel") -> None:
     for seed in range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1):
         tokens = pseudo_random_tokens((1, min(c.block_size, CHECKED_TOKENS)), c.vocab_size, seed)  # (1, T)
         logits, _ = model(tokens, tokens)  # (1, T, V)
-        difference, size = largest_difference(hf(tokens, use_cache=False).logits, logits)
+        their_logits = hf(tokens, use_cache=False).logits[..., : c.vocab_size]
+        difference, size = largest_difference(their_logits, logits)
         differences.append(difference)
         if is_rounding(difference, size, torch.float32):
             break

@@ -7,6 +7,7 @@ cross-entropy never holds all the logits of a large vocabulary in memory.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 IGNORE = -1  # targets with this value do not contribute to the loss
 
@@ -274,18 +276,29 @@ def causal_attention(
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     elif is_fixed:
         mask = cache.is_written()
-    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. So no order
-    # is forced here
-    y = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=not has_previous,
-        enable_gqa=k.size(1) < q.size(1),
-    )
+    with attention_backends(dropout, q.device):
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=not has_previous,
+            enable_gqa=k.size(1) < q.size(1),
+        )
     return y.transpose(1, 2).flatten(2)
+
+
+def attention_backends(dropout: float, device: torch.device) -> AbstractContextManager:
+    """
+    In the context, PyTorch chooses among the back ends that drop attention weights with this probability.
+
+    On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. But cuDNN
+    rounds the probability to sixteenths: 0.1 becomes 0.125 or 0.0625. FlashAttention rounds to 1 / 256.
+    """
+    if not dropout or device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class CPUHalfAttention(torch.autograd.Function):

@@ -7,7 +7,7 @@ from isogpt.launch.together import gather_objects
 from isogpt.nn import generation
 from isogpt.nn.kernels import summed_loss
 from isogpt.parallel.attach import replace_seams
-from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import Plan
 
 
@@ -34,9 +34,18 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     torch._dynamo.config.suppress_errors = True
     if plan.exact:  # other layouts have no buckets at which DDP's graphs would be divided
         torch._dynamo.config.optimize_ddp = False
+    if mesh.pp > 1 and splits_backward(plan.pp_schedule):
+        keep_what_a_second_backward_pass_needs()
     by_block = plan.zero >= 2 or mesh.splits_model or plan.exact
     compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
+
+
+def keep_what_a_second_backward_pass_needs() -> None:
+    """Let no compiled backward pass overwrite what it reads: torch.compile would refuse a second one."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
 
 
 def trial_compilation(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.nn.kernels import causal_attention
+from isogpt.nn.kernels import attention_backends, causal_attention
 from isogpt.parallel.attach import check_seam, replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather
@@ -99,7 +99,8 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
     if mask is None:
         q, k, v = (t.float() for t in (q, k, v))
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    with attention_backends(dropout, q.device):  # the mask of the first chunk leaves the choice to PyTorch
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2).flatten(2).to(dtype)
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded, local
-from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import LayoutError, Plan
 
 
@@ -40,7 +40,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     blocks, prefetch = list(dict.fromkeys(model.transformer.h)), plan.fsdp_prefetch
     if name := shared_parameter(model, [[block] for block in blocks]):
         raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
-    delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
+    delays_weights = mesh.pp > 1 and splits_backward(plan.pp_schedule)
     reshards = plan.zero == 3 and not delays_weights
     for block in blocks:
         if isinstance(block.mlp, MoE):

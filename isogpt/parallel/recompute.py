@@ -9,6 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
+from isogpt.parallel.mesh import splits_backward
+
 # FSDP's hooks mark gathers for the profiler, and a recomputed forward pass gathers at different times
 SAC_IGNORED_OPS.update(
     (
@@ -49,6 +51,14 @@ def recompute(model: nn.Module, mode: str) -> None:
 
     for block in model.transformer.h[::every] if every else []:
         block.seams = replace(block.seams, block=recomputed_block)
+
+
+def fits_schedule(mode: str, pp: int, pp_schedule: str) -> bool:
+    """
+    Whether a pipeline's schedule allows this recomputation: what 'selective' has kept can be used once, and a
+    second backward pass finds nothing.
+    """
+    return mode != "selective" or pp == 1 or not splits_backward(pp_schedule)
 
 
 def recompute_every(mode: str) -> int:

@@ -112,6 +112,8 @@ GPUS = {
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
+DATA_SHEET = "data sheet"  # a source of peaks
+MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 PCIE_4, SLOW_NETWORK = Link(1e-5, 20e9), Link(5e-5, 1.2e9)
 
@@ -230,7 +232,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     if device.type == "cuda" and dtype != "float32":
         gpu = known_gpu(torch.cuda.get_device_name(device))
         if gpu:
-            return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
+            return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), DATA_SHEET
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
@@ -242,14 +244,47 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
         forget_peak_memory(device)  # up to 0.8 GB that no step needs
 
 
-def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+@dataclass
+class Peak:
     """
-    Return the sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's
-    figure.
+    The matmul FLOP/s of all ranks' devices together. A figure that was measured while other programs used
+    the machine is too low, and can be measured again; the best measurement counts.
+
+    Args:
+        flops: None: unknown.
+        source: of rank 0's figure, see peak_flops.
     """
-    peak, source = peak_flops(device, dtype)
-    peaks = gather_objects(peak)
-    return (sum(peaks), source) if all(peaks) else (None, "unknown")
+
+    device: torch.device
+    dtype: str
+    flops: float | None = None
+    source: str = "unknown"
+    measurements: int = 0
+
+    def measure(self) -> None:
+        """Find the figure, or measure it again (all ranks)."""
+        self.measurements += 1
+        mine, source = peak_flops(self.device, self.dtype)
+        peaks = gather_objects(mine)
+        if all(peaks):
+            self.flops, self.source = max(self.flops or 0.0, sum(peaks)), source
+
+    def is_doubtful(self, flops_per_s: float) -> bool:
+        """Whether a step was faster than the peak, and the peak may be measured again."""
+        may_be_measured = self.flops is not None and self.source != DATA_SHEET
+        return may_be_measured and flops_per_s > self.flops and self.measurements < MOST_MEASUREMENTS
+
+
+def find_peak(device: torch.device, dtype: str) -> Peak:
+    """The peak of all ranks' devices (all ranks)."""
+    peak = Peak(device, dtype)
+    peak.measure()
+    return peak
+
+
+def fraction_of_peak(flops_per_s: float, peak: float | None) -> float | None:
+    """Which fraction of a peak is reached; None if the peak is unknown, or too low to be one."""
+    return flops_per_s / peak if peak and flops_per_s <= peak else None
 
 
 def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from isogpt.common.files import read_records
+from isogpt.speed.devices import fraction_of_peak
 from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
 
@@ -123,7 +124,10 @@ def figures(out: Path, steps: int) -> dict:
     timed = [record for record in records if "step_ms" in record][-steps:]
     config, step_ms = start["config"], median(record["step_ms"] for record in timed)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
+    # a later event contains a better measurement
+    peak = [record["peak_flops"] for record in records if "peak_flops" in record][-1]
+    flops_per_s = start["flops_per_step"] / step_ms * 1e3
+    return {name: start[name] for name in ("dtype", "micro_batch", "parameters")} | {
         "processes": start["world_size"],
         "tokens_a_step": tokens,
         "tokens_per_s": tokens / step_ms * 1e3,
@@ -131,6 +135,8 @@ def figures(out: Path, steps: int) -> dict:
         "spans_ms": records[-1]["spans_ms"],
         "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
         "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
-        "mfu": median(record["mfu"] for record in timed) if start["peak_flops"] else None,
+        "flops_per_s": flops_per_s,
+        "peak_flops": peak,
+        "mfu": fraction_of_peak(flops_per_s, peak),
         "settings": config,
     }

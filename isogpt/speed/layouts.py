@@ -10,6 +10,7 @@ from itertools import product
 
 from isogpt.parallel.mesh import make_mesh, stages_per_rank
 from isogpt.parallel.plan import UNDIVIDED, Plan
+from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
@@ -91,7 +92,8 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware, per_node: int) -> I
     possible = [s for s in schedules if wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(s)]
     for mode in fixed_or(wanted, "activation_checkpointing", RECOMPUTE):
         fits = 0
-        for schedule, size in product(possible, micro_batches(wanted, layout)):
+        allowed = [s for s in possible if fits_schedule(mode, layout.pp, s)]
+        for schedule, size in product(allowed, micro_batches(wanted, layout)):
             plan = replace(
                 layout,
                 pp_schedule=schedule,

@@ -9,9 +9,9 @@ import torch
 from isogpt.launch.network import own_cores
 from isogpt.parallel.mesh import bubble_formula
 from isogpt.parallel.shares import share_of
-from isogpt.speed.devices import measured_matmul
+from isogpt.speed.devices import MOST_MEASUREMENTS, fraction_of_peak, measured_matmul
 from isogpt.speed.launches import Launches
-from isogpt.training.precision import set_numerics
+from isogpt.training.precision import is_emulated, set_numerics
 
 # files that a launch with a profile may write, and where to look at them. memory.pickle: on a GPU
 VIEWERS = {"trace.json": "ui.perfetto.dev", "memory.pickle": "pytorch.org/memory_viz"}
@@ -36,8 +36,12 @@ def report_step(launches: Launches, settings: dict, steps: int, device: torch.de
         raise ValueError(f"train.py failed: {runs[-1]['problem']}")
     if launches.rank > 0:
         return {}
-    run, peak = runs[0], matmul_peak(runs[0], device)
-    reached = run["mfu"] * run["peak_flops"] / peak if run["mfu"] else None
+    run, peak = runs[0], 0.0
+    for _ in range(MOST_MEASUREMENTS):
+        peak = max(peak, matmul_peak(run, device))
+        if run["flops_per_s"] <= peak:  # otherwise, other programs use the machine now
+            break
+    reached = fraction_of_peak(run["flops_per_s"], peak)
     report = {"run": run, "split_ms": split_step(*runs), "matmul_flops": peak, "matmul_ratio": reached}
     print_step(report, steps)
     if launches.profile:
@@ -74,12 +78,14 @@ def keep_profile(out: Path) -> str:
 
 def matmul_peak(run: dict, device: torch.device) -> float:
     """Measure the FLOP/s of large matmuls on the devices of a run; the processes of a machine share a CPU."""
-    set_numerics(device, run["dtype"], False)
+    # see devices.peak_flops
+    dtype = "float32" if is_emulated(run["dtype"], device) else run["dtype"]
+    set_numerics(device, dtype, False)
     if device.type != "cpu":
-        return run["processes"] * measured_matmul(device, run["dtype"])
+        return run["processes"] * measured_matmul(device, dtype)
     torch.set_num_threads(len(own_cores()))  # torchrun sets one thread
     machines = run["processes"] // int(os.environ.get("LOCAL_WORLD_SIZE", run["processes"]))
-    return machines * measured_matmul(device, run["dtype"])
+    return machines * measured_matmul(device, dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------

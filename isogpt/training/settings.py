@@ -17,7 +17,9 @@ from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import problem_of_folder
+from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
+from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training import optim
@@ -191,6 +193,12 @@ def rules_of_memory(c: Plan | Settings) -> Iterator[str]:
             f"activation_checkpointing is {c.activation_checkpointing!r}; possible are none, full, selective "
             "and every:K (K >= 1)"
         )
+    if not fits_schedule(c.activation_checkpointing, c.pp, c.pp_schedule):
+        yield (
+            "activation_checkpointing 'selective' keeps results for one backward pass, and pp_schedule "
+            f"{c.pp_schedule!r} needs them in two: set --activation_checkpointing=full, or "
+            "--pp_schedule=interleaved"
+        )
     if c.cuda_graphs and not c.compile:
         yield "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"
     if c.cuda_graphs and c.zero >= 2:
@@ -233,7 +241,7 @@ def rules_of_exact_pipeline(c: Settings) -> Iterator[str]:
             "in a pipeline, zero 2 and 3 add a rank's micro-batches before they can be rounded: set "
             f"{unsharded}, or --pp=1"
         )
-    if c.pp_schedule in ("zero_bubble", "zbv"):
+    if splits_backward(c.pp_schedule):
         yield f"pp_schedule {c.pp_schedule!r} mixes several micro-batches' gradients: set --pp_schedule=1f1b"
     if c.dropout > 0:
         yield "in a pipeline, dropout masks depend on the stages: set --dropout=0.0, or --pp=1"
@@ -326,6 +334,12 @@ def check_sampling(config: dict) -> None:
         ValueError: init_from names nothing.
     """
     init_from = config["init_from"]
+    if os.path.isfile(init_from):
+        folder = os.path.dirname(init_from) or "."
+        raise ValueError(
+            f"init_from {init_from} is a file: set --out_dir={folder} for a run's ckpt.pt in this folder, or "
+            f"--init_from={folder} for a model of transformers"
+        )
     if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
         raise ValueError(
             f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], or "
