@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, default_plan, script_that_fails, start_changed, train_defaults
+from runs import REPO, TINY, default_plan, script_that_fails, settings_of_train, start_changed, train_defaults
 
 import configurator
 import export
@@ -43,6 +43,7 @@ from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
+from isogpt.options import ranges
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim
@@ -406,11 +407,12 @@ def test_names_that_are_no_folders(at, path, said):
     at.chdir(at.path)
     Path("link").symlink_to("nowhere")
     Path("loop").symlink_to("loop")
-    for name in ("out_dir", "dataset") if said else ():
-        with pytest.raises(ValueError, match=f"^{name} is .*$") as error:
-            check_training(train_defaults(**{name: path}))
-        assert said in str(error.value)
-    check_training(train_defaults(out_dir=path if not said else "out"))
+    settings = settings_of_train()
+    for name in ("out_dir", "dataset", "init_from"):
+        sentences = ranges.problems(settings, train_defaults(**{name: path}))
+        assert [sentence.startswith(f"{name} is ") for sentence in sentences] == [True] * bool(said)
+        assert said in "".join(sentences)
+    assert not ranges.problems(settings, train_defaults(init_from="auto:/runs/a"))
 
 
 def test_advice_on_heads_of_keys_and_values_works_with_gpt2():

@@ -315,7 +315,7 @@ def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not()
     """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
     exited = subprocess.Popen(["true"])
     exited.wait()
-    here, number = network.own_process()
+    here, number = network.this_process()
 
     def seconds_until_lost(process, timeout_s):
         silence, beat = Silence(), json.dumps([17, "step 3, forward", process])

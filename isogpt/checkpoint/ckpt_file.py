@@ -1,6 +1,5 @@
 """Read and write a ckpt.pt: torch.load of a file that may be damaged or hostile, torch.save."""
 
-import errno
 import math
 import os
 import re
@@ -14,7 +13,7 @@ from torch import nn
 from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.checkpoint.manifest import LARGEST_STEP
 from isogpt.checkpoint.other_files import about_content, about_file
-from isogpt.common.files import about_pointer, reason_of, regular_file
+from isogpt.common.files import about_pointer, check_no_link, check_regular, reason_of
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -42,7 +41,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
     if pointer := about_pointer(path):
         raise ValueError(f"{path} is {pointer}")
     try:
-        os.close(regular_file(path, os.O_RDONLY))
+        check_regular(path)
     except OSError as e:
         raise ValueError(f"{path} cannot be loaded: {reason_of(e)}") from e
     if text := about_file(path):
@@ -113,8 +112,7 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
 def write_file(path: Path, state: dict) -> None:
     """Write a ckpt.pt to the disk, in a new folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.parent.is_symlink():  # nobody may remove the link, in a folder with the sticky bit
-        raise OSError(errno.ELOOP, "it is a link", str(path.parent))
+    check_no_link(path.parent)
     with open(path, "wb") as f:
         try:
             torch.save(state, f)

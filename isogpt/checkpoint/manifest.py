@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.common.files import parse_json, read_text, regular_file
+from isogpt.common.files import parse_json, read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
 # errors in reading what may be intact, unlike a file that is missing
@@ -89,7 +89,7 @@ def sealed(manifest: dict) -> str:
 def read_manifest(folder: Path) -> dict:
     """The manifest of a step folder; empty if it is missing or damaged, or not one that a run writes."""
     try:
-        text = read_text(folder / "manifest.json")
+        text = read_utf8(folder / "manifest.json")
         manifest = {k: v for k, v in parse_json(text).items() if k != "manifest_sha256"}
         is_valid = is_manifest(manifest) and text == sealed(manifest)
     except (OSError, ValueError, AttributeError):

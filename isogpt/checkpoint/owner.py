@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from isogpt.common.files import parse_json, read_text, write_whole
+from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.launch.launchers import Launch
 
 
@@ -22,7 +22,7 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file, or something else is in it."""
     with suppress(OSError, ValueError):
-        record = parse_json(read_text(out / "owner"))
+        record = parse_json(read_utf8(out / "owner"))
         return record if isinstance(record, dict) and isinstance(record.get("owner"), str) else {}
     return {}
 

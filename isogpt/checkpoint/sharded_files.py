@@ -3,8 +3,6 @@ Checkpoints in shards: each rank writes the parts that it holds with torch.distr
 parameter name, and reads the parts that it holds from shards of any layout.
 """
 
-import errno
-import os
 import pickle
 import socket
 import warnings
@@ -22,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.checkpoint.manifest import damaged_file
-from isogpt.common.files import load_pickle, reason_of, regular_file
+from isogpt.common.files import check_no_link, check_regular, load_pickle, reason_of
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
@@ -107,8 +105,7 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, *args: object) -> object:
         try:
-            if Path(self.path).is_symlink():  # nobody may remove the link, in a folder with the sticky bit
-                raise OSError(errno.ELOOP, "it is a link", str(self.path))
+            check_no_link(Path(self.path))
             return super().write_data(*args)
         # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
         except Exception as e:
@@ -178,7 +175,7 @@ class PlainReader(dcp.FileSystemReader):
         OSError if it is not a file.
         """
         for name in names:
-            os.close(regular_file(Path(self.path) / name, os.O_RDONLY))
+            check_regular(Path(self.path) / name)
         for name in sorted(names & self.unverified.keys()):
             if problem := damaged_file(Path(self.path) / name, self.unverified):
                 host = socket.gethostname()

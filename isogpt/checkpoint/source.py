@@ -206,9 +206,10 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         shapes = sharded_files.shapes(stored.path, unverified)
         return OpenCheckpoint(stored, stored.manifest["run"], shapes, unverified=unverified)
     path, state = stored.path, read_file(stored.path)
-    if not isinstance(state["model"], dict) or not all(map(is_weight, state["model"].items())):
+    saved = state["model"]
+    if not isinstance(saved, dict) or not all(isinstance(n, str) and is_plain(w) for n, w in saved.items()):
         raise ValueError(f"{path}: the model is not a dict of tensors")
-    weights = {without_wrappers(name): w for name, w in state["model"].items()}
+    weights = {without_wrappers(name): w for name, w in saved.items()}
     # nanoGPT without flash attention stores the causal mask of each block
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
@@ -226,17 +227,15 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
     except (RuntimeError, TypeError, ValueError) as e:
         raise ValueError(f"{path}: the state of the optimizer does not consist of numbers ({e})") from e
-    if unusable := [name for name, tensor in tensors.items() if not is_weight((name, tensor))]:
+    if unusable := [name for name, tensor in tensors.items() if not is_plain(tensor)]:
         raise ValueError(f"{path} contains tensors that are not plain numbers: {shortened(unusable)}")
     return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
 
 
-def is_weight(item: tuple[object, object]) -> bool:
-    """Whether a name and a value are a tensor of real numbers in memory, and its name."""
-    name, value = item
+def is_plain(value: object) -> bool:
+    """Whether a value is a tensor of real numbers in memory."""
     return (
-        isinstance(name, str)
-        and torch.is_tensor(value)
+        torch.is_tensor(value)
         and value.layout == torch.strided
         and value.device.type == "cpu"
         and not (value.is_complex() or value.is_quantized)

@@ -35,6 +35,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def check_no_link(folder: Path) -> None:
+    """
+    Raise OSError if a link has taken the place of a folder to write to. It is not removed: other ranks may
+    have created the folder, and in a folder with the sticky bit only the owner of a link may remove it.
+    """
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """
     Write a small file: after a kill or a power failure, `path` contains either the old content or all of the
@@ -102,7 +111,12 @@ def regular_file(path: str | os.PathLike, flags: int) -> int:
     return descriptor
 
 
-def read_text(path: Path) -> str:
+def check_regular(path: Path) -> None:
+    """Raise OSError if a file that another library opens is missing or not a regular file."""
+    os.close(regular_file(path, os.O_RDONLY))
+
+
+def read_utf8(path: Path) -> str:
     """Read a file in UTF-8. Raises OSError or ValueError if this is not possible."""
     with open(path, encoding="utf-8", opener=regular_file) as f:
         if (size := os.fstat(f.fileno()).st_size) > LARGEST_TEXT:
@@ -151,7 +165,7 @@ def about_pointer(path: Path) -> str:
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        content = parse_json(read_text(path))
+        content = parse_json(read_utf8(path))
         return content[path.stem] if content["job"] == job else None
 
 

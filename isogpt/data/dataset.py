@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isogpt.common.console import visible
-from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_text
+from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_utf8
 from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
@@ -122,7 +122,7 @@ def read_meta(folder: Path) -> dict:
 def read_dict(path: Path) -> dict:
     """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
     try:
-        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else parse_json(read_text(path))
+        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else parse_json(read_utf8(path))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not a dict")
     except Exception as e:  # a damaged pickle raises nearly anything

@@ -87,7 +87,7 @@ def load_encoding(name: str) -> "tiktoken.Encoding":
 
 def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     """`load` for a tokenizer.json."""
-    tokenizer = parse_json(vocabulary.content)
+    tokenizer = parse_tokenizer(vocabulary.content)
     tokenizer.encode_special_tokens = not special_tokens
 
     def encoding_of(text: str) -> "tokenizers.Encoding":
@@ -110,7 +110,7 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     return Tokenizer(encode, begin, decode, n_ids, tokenizer.token_to_id(vocabulary.end_of_text))
 
 
-def parse_json(text: str) -> "tokenizers.Tokenizer":
+def parse_tokenizer(text: str) -> "tokenizers.Tokenizer":
     """
     Parse the text of a tokenizer.json, without the file's padding and truncation, which transformers also
     ignores. Raises ValueError if the text is damaged.
@@ -245,7 +245,7 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     if vocabulary.kind == "table":
         return of_table(vocabulary)
     if vocabulary.kind == "tokenizer.json":
-        return parse_json(vocabulary.content)
+        return parse_tokenizer(vocabulary.content)
     if vocabulary.kind == "tiktoken":
         return of_encoding(load_encoding(vocabulary.content))
     raise ValueError(f"the ids cannot be decoded: {vocabulary.content}")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isogpt.common.files import about_pointer, parse_json, read_text
+from isogpt.common.files import about_pointer, parse_json, read_utf8
 
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
@@ -151,7 +151,7 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     if not path.exists():
         return None
     try:
-        text = without_untrained(read_text(path))
+        text = without_untrained(read_utf8(path))
         tokens = ids_in_json(text)
     except Exception as e:  # a file of any other form raises nearly anything
         reason = " ".join(str(e).split())[:200]
@@ -185,7 +185,7 @@ def ids_in_json(text: str) -> dict[str, int]:
 def end_of_text_in(folder: Path, tokens: dict[str, int]) -> str:
     """The token that ends a document according to a folder's tokenizer_config.json, or <|endoftext|>."""
     with suppress(OSError, ValueError, AttributeError):
-        token = parse_json(read_text(folder / "tokenizer_config.json")).get("eos_token")
+        token = parse_json(read_utf8(folder / "tokenizer_config.json")).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token in tokens:
             return token

@@ -243,7 +243,7 @@ def this_machine() -> tuple[str, str]:
     return socket.gethostname(), kernel
 
 
-def own_process() -> tuple[str, int]:
+def this_process() -> tuple[str, int]:
     """Return (what numbers this process, number): its container on its machine; '' if this is not known."""
     boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     is_known = boot.exists() and numbers.is_symlink()
@@ -251,9 +251,9 @@ def own_process() -> tuple[str, int]:
 
 
 def has_exited(process: tuple[str, int]) -> bool:
-    """Whether the `own_process` of a different rank has exited; False if this cannot be seen from here."""
+    """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
-    if not numbered_by or numbered_by != own_process()[0]:
+    if not numbered_by or numbered_by != this_process()[0]:
         return False
     try:
         return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
@@ -383,8 +383,8 @@ def interfaces() -> dict[str, str]:
 def address_of(host: str) -> str:
     """The address, of IPv4 if there is one, to which the host name resolves on this machine; '' if none."""
     with suppress(OSError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-        return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0].partition("%")[0]
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0].partition("%")[0]
     return ""
 
 

@@ -110,7 +110,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """Write the position of this rank to the store, and read those of its neighbors, until the end."""
-        process, reached = network.own_process(), time.monotonic()
+        process, reached = network.this_process(), time.monotonic()
         # two neighbors: only a rank of the same machine can see that a process has exited
         neighbors = {(self.ranks.rank + step) % self.ranks.world_size: Silence() for step in (1, -1)}
         for number in count():

@@ -13,12 +13,11 @@ import operator
 import re
 from collections.abc import Mapping
 
-from isogpt.common.console import visible
-from isogpt.options.values import FRACTIONS, Setting, Value
+from isogpt.options.values import FRACTIONS, Setting, Value, problem_of_folder
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
-NAMES = ("out_dir", "dataset", "init_from")  # of files and folders, which messages repeat
+FOLDERS = ("out_dir", "dataset", "init_from")  # settings that can name a folder
 LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -36,18 +35,13 @@ def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> li
     Raises:
         ValueError: a range is not understood.
     """
-    sentences = [about_name(name, values[name]) for name in NAMES if name in values]
+    sentences = [
+        problem_of_folder(name, values[name].removeprefix("auto:")) for name in FOLDERS if name in values
+    ]
     for name, value in values.items():
         check = problem_of_choice if "|" in settings[name].range else problem_of_limits
         sentences.append(check(settings[name], value))
     return [sentence for sentence in sentences if sentence]
-
-
-def about_name(name: str, value: str) -> str:
-    """A sentence if the name of a file or folder would change what a terminal shows; else ""."""
-    if value == visible(value):
-        return ""
-    return f"{name} is {value!r}: rename the file or folder, whose name contains control characters"
 
 
 def problem_of_choice(setting: Setting, value: Value) -> str:

@@ -11,6 +11,8 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 
+from isogpt.common.console import visible
+
 Value = int | float | bool | str
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -71,7 +73,12 @@ class Setting:
 
 
 def problem_of_folder(option: str, path: str) -> str:
-    """A sentence if `path`, the value of `option`, names a folder that nobody means, else ""."""
+    """
+    A sentence if `path`, the value of `option`, names a folder that nobody means, or that would change what a
+    terminal shows; else "".
+    """
+    if path != visible(path):
+        return f"{option} is {path!r}: rename the file or folder, whose name contains control characters"
     shown = f"{option} is {path:.60}"
     if address := ADDRESS.match(path):
         return f"{shown}, an address of {address[0][:-2]}: set the path of a folder, such as a mounted bucket"

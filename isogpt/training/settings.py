@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
-from isogpt.options.values import problem_of_folder
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.recompute import fits_schedule
@@ -74,7 +73,6 @@ def rules_of_start(c: Settings) -> Iterator[str]:
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
-    yield from filter(None, (problem_of_folder(n, getattr(c, n)) for n in ("out_dir", "dataset")))
     if weights not in ("scratch", *GPT2) and not os.path.exists(weights):
         yield (
             f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
