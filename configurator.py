@@ -280,7 +280,7 @@ def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting])
         meant = nearest(name, known)
         if meant and isinstance(value, Value) and not name.startswith("_"):
             note = f"note: {config}: {name} is not used: no such setting; did you mean {meant}?"
-            print(note, file=sys.stderr, flush=True)
+            console.print_to_stderr(note)
 
 
 def _about_exception(error: BaseException, path: str) -> str:

@@ -162,7 +162,9 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
             names = {path.name for path in (unfinished / "hf").iterdir()}
             if others := sorted(path.name for path in target.iterdir() if path.name not in names):
                 kept = target.rename(free_name(Path(out_dir), "hf", first=1))
-                print(f"note: {target} also contained {shortened(others)}: it is now {kept}", file=sys.stderr)
+                console.print_to_stderr(
+                    f"note: {target} also contained {shortened(others)}: it is now {kept}"
+                )
             else:
                 target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)

@@ -15,7 +15,6 @@ rounding.
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -99,12 +98,12 @@ with exit_together():
             problems = damaged or [advice_on_folder(out_dir)]
             raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
         for report in damaged:
-            print(f"warning: {report}", file=sys.stderr)
+            console.print_to_stderr(f"warning: {console.visible(report)}")
         loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
-        print(f"{stored.path}: step {stored.step}, val loss {loss}", file=sys.stderr)
+        console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
     if ranks.is_main:
         for note in notes_about_text(start, stop):
-            print(f"note: {note}", file=sys.stderr)
+            console.print_to_stderr(f"note: {note}")
         text = read_prompt(start)
 stored, text = broadcast((stored, text))
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
@@ -128,7 +127,7 @@ with exit_together():
     tokenizer = load_tokenizer(vocabulary, special_tokens)
     check_size(tokenizer.n_ids, model_args["vocab_size"])
     if tokenizer.note and ranks.is_main:
-        print(f"note: {tokenizer.note}", file=sys.stderr)
+        console.print_to_stderr(f"note: {tokenizer.note}")
     try:
         prompt = tokenizer.begin(text)
     except ValueError as e:
@@ -166,19 +165,19 @@ if mesh.splits_model:
 if compile:
     note = compile_generation(model, ranks.device, mesh.splits_model)
     if note and ranks.is_main:
-        print(f"note: {note}", file=sys.stderr)
+        console.print_to_stderr(f"note: {note}")
 # an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
 problem = generation.problem_of_cache(
     model, torch.tensor([prompt], device=ranks.device), max_new_tokens, splits_layers=pp > 1
 )
 problem = next(filter(None, gather_objects(problem)), "")
 if problem and ranks.is_main:
-    print(f"note: {problem}", file=sys.stderr)
+    console.print_to_stderr(f"note: {problem}")
 if not mesh.splits_model:  # an edited model may not survive this either
     small = layout_check.small_model(GPT, plan, ranks.device)
     note = generation.problem_of_prepare(small.eval(), plan.torch_dtype)
     if note and ranks.is_main:
-        print(f"note: {note}", file=sys.stderr)
+        console.print_to_stderr(f"note: {note}")
     if not note:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)
         context = nullcontext()
@@ -208,9 +207,8 @@ seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
         console.print_result(f"{sample}\n---------------")
-    print(
-        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
-        file=sys.stderr,
+    console.print_to_stderr(
+        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)"
     )
 del model, mesh  # a model that still refers to the process group can abort the process at its end
 leave_process_group()

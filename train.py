@@ -381,7 +381,7 @@ while not is_complete:
         break
 
 # 7. the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
-is_preempted = stop.agreed != 0 and progress.is_unfinished(max_iters)
+is_preempted = report.is_stopped()  # before its end
 if stop.agreed:
     with clock.part("save"):
         saver.save(state)

@@ -108,7 +108,8 @@ class Saver:
         if not self.config["save_checkpoint"]:
             return
         if state.step == self.step:
-            self.record_loss(state.progress)
+            with exit_together(self.log.failed):
+                self.record_loss(state.progress)
             return
         self.wait()
         self.began = time.perf_counter()
@@ -133,11 +134,15 @@ class Saver:
         self.stall = time.perf_counter() - self.began
 
     def record_loss(self, progress: Progress) -> None:
-        """Record the loss of a state that was evaluated only after its checkpoint was written (rank 0)."""
+        """
+        Record the loss of a state that was evaluated only after its checkpoint was written (rank 0). Raises
+        ValueError if a different run has claimed the folder.
+        """
         out, folder = self.run_folder.path, step_folder(self.run_folder.path, self.step)
         manifest = read_manifest(folder) if is_main() and self.run_folder.owner else {}
         if not manifest or val_loss_of(manifest) is not None or progress.val_loss is None:
             return
+        check_owner(out, self.run_folder.owner)
         names = ("val_loss", "best_val_loss", "best_step", "measures")
         manifest |= {name: getattr(progress, name) for name in names}
         with only_warned(folder):

@@ -213,13 +213,15 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
             f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
         )
     if highest >= vocab_size:
-        advice = f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file"
-        advice = f"{advice} or the metadata next to it is wrong: prepare it again"
+        advice = (
+            f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or "
+            "the metadata next to it is wrong: prepare it again"
+        )
         if highest >= MOST_IDS:
             advice = (
-                f'declare the dtype of its ids, as in {{"dtype": "uint16"}} in {path.with_name("meta.json")}'
+                'no tokenizer has so many ids: declare the dtype of its ids, as in {"dtype": "uint16"} in '
+                f"{path.with_name('meta.json')}, or prepare it again"
             )
-            advice = f"no tokenizer has so many ids: {advice}, or prepare it again"
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
 
 
