@@ -63,11 +63,13 @@ def replace_files(unfinished: Path, folder: Path) -> None:
 
 @contextmanager
 def only_warned(folder: Path) -> Iterator[None]:
-    """Print a warning if the block fails: what it does is not a part of the checkpoint in `folder`."""
+    """Print a warning if the block fails, since the checkpoint in `folder` is complete without it."""
     try:
         yield
     except OSError as e:
-        console.print_to_stderr(f"warning: {folder} is complete, but then: {reason_of(e)}")
+        console.print_to_stderr(
+            f"warning: {folder} is complete, but the run's folder could not be updated: {reason_of(e)}"
+        )
 
 
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:

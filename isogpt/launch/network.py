@@ -60,8 +60,12 @@ class Process:
 
 def store_address() -> str:
     """The address of the store, for messages."""
-    address = os.environ.get("MASTER_ADDR", "")
-    return f"{f'[{address}]' if ':' in address else address}:{os.environ.get('MASTER_PORT')}"
+    return with_port(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT"))
+
+
+def with_port(address: str, port: object) -> str:
+    """HOST:PORT, with an address of IPv6 in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def attempts(timeout_s: float) -> Iterator[bool]:

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from isogpt.common import console
 from isogpt.launch.launchers import stop_signals
-from isogpt.launch.network import interfaces, loopback
+from isogpt.launch.network import interfaces, loopback, with_port
 
 
 def main() -> None:
@@ -22,10 +22,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[0] == "--standalone":
         store = serve_at_loopback()
-        host = f"[{store.host}]" if ":" in store.host else store.host
         # all of them, since variables such as PET_RDZV_BACKEND are torchrun's defaults
         rendezvous = ["--nnodes=1", "--node-rank=0", "--rdzv-backend=static"]
-        arguments[:1] = [*rendezvous, f"--rdzv-endpoint={host}:{store.port}"]
+        arguments[:1] = [*rendezvous, f"--rdzv-endpoint={with_port(store.host, store.port)}"]
     try:
         run.main([f"--signals-to-handle={','.join(s.name for s in stop_signals())}", *arguments])
     except ChildFailedError as e:
@@ -45,7 +44,7 @@ def serve_at_loopback() -> TCPStore:
     """
     host = loopback()
     if sys.platform == "linux" and host not in interfaces():
-        console.print_error("nproc needs the network interface lo, which is down: type ip link set lo up")
+        console.print_error("nproc needs the network interface lo, which is down: type: ip link set lo up")
         sys.exit(1)
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
