@@ -325,10 +325,11 @@ def test_nproc_in_a_pod_starts_processes_on_each_machine(monkeypatch, given, opt
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     """
     alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's
-    number.
+    number, and no interface that leads nowhere from a different machine.
     """
     names = ("GROUP_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "ISOGPT_STARTED")
     of_a_rank = TORCHRUN | OMPI | MPICH | dict.fromkeys((*names, "SLURM_STEP_ID"), "0")
+    of_a_rank |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     variables(monkeypatch, of_a_rank | {"SLURM_JOB_ID": "17", "MAIL": "me"})
     command = f"env > {tmp_path}/env; cat > {tmp_path}/event"
     Alerts({"alert_command": command, "out_dir": "out"}).write({"event": "end"}, "")

@@ -29,6 +29,8 @@ OF_A_PROCESS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|ISOGPT_STARTED|TORCHELASTIC_|OMPI_|PMI|MPI_LOCAL|"
     "SLURM_(PROCID|LOCALID|NODEID|STEP_)"
 )
+# what network.choose_interface sets on a single machine. A command may submit a job for several machines
+OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 # the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
 ACCELERATE = (
     "ACCELERATE_USE_FSDP",
@@ -158,7 +160,11 @@ def tasks_of_nodes(tasks: str) -> list[int]:
 
 def environment_without_launcher() -> dict[str, str]:
     """The environment for a command that is not a rank of this run, although a rank starts it."""
-    return {name: value for name, value in os.environ.items() if not OF_A_PROCESS.match(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not OF_A_PROCESS.match(name) and OF_ONE_MACHINE.get(name) != value
+    }
 
 
 def start_workers(nproc: int, script: str) -> None:
