@@ -20,7 +20,9 @@ WANTED = {bool: "True or False", int: "a whole number", float: "a finite number"
 # in the range of a number of steps: a config of nanoGPT may compute max_iters = 3e9 / 491520
 FRACTIONS = "fractions"
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # s3://bucket; Path removes a slash
-VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # which only a shell replaces
+VARIABLE = re.compile(
+    r"\$[A-Z]\w*|\$\{\w+\}"
+)  # of the environment, which only a shell replaces; a$b is a name
 
 
 @dataclass(frozen=True)
