@@ -99,8 +99,8 @@ def read_manifest(folder: Path) -> dict:
 
 def is_manifest(content: dict) -> bool:
     """
-    Whether each field of make_manifest has its type, and each file is in the folder: the checksum tells
-    damage, not who has written a manifest.
+    Whether each field of make_manifest has its type, and no file is outside the folder: a checksum says
+    nothing about who has written the manifest.
     """
     files = content.get("files")
     return (
@@ -133,7 +133,7 @@ def damage(folder: Path) -> str:
     """
     manifest = read_manifest(folder)
     if not manifest:
-        with suppress(OSError):
+        with suppress(OSError):  # missing; raises ValueError if it may be intact
             checked_sha256(folder / "manifest.json")
         return "manifest.json is missing or damaged"
     if step_of(folder) != manifest["step"]:

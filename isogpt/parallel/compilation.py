@@ -35,17 +35,11 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     if plan.exact:  # other layouts have no buckets at which DDP's graphs would be divided
         torch._dynamo.config.optimize_ddp = False
     if mesh.pp > 1 and splits_backward(plan.pp_schedule):
-        keep_what_a_second_backward_pass_needs()
+        # torch.compile refuses a second backward pass if the first may overwrite what both read
+        torch._functorch.config.donated_buffer = False
     by_block = plan.zero >= 2 or mesh.splits_model or plan.exact
     compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
-
-
-def keep_what_a_second_backward_pass_needs() -> None:
-    """Let no compiled backward pass overwrite what it reads: torch.compile would refuse a second one."""
-    from torch._functorch import config
-
-    config.donated_buffer = False
 
 
 def trial_compilation(device: torch.device) -> str:
