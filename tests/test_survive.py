@@ -297,7 +297,7 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     # the step before the signal is saved, although the run began beyond it; what was restored is not saved
     # again
     assert "saved out/step_00000005" not in text and "saved out/step_00000010" in text
-    assert "done: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
+    assert "stopped: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
     assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 10
     assert "step_00000010/ckpt.pt, step 10\n" in faulty(args).wait().text()
     assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (11, 12, 13)]

@@ -3,7 +3,6 @@ What token ids mean: read from metadata, recorded by a run, and used by sample.p
 """
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -15,10 +14,6 @@ import numpy as np
 import pytest
 import torch
 from runs import REPO, script, script_that_fails
-
-sys.path.insert(0, str(REPO / "data"))
-
-import bins
 
 import export
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
@@ -167,27 +162,6 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     assert note.endswith("--vocab_size=58")
     data.highest = 50256
     assert vocabulary_for_run(data, None, "scratch", 50304, False) == (gpt2, [])
-
-
-def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
-    """A prepare.py that is killed between two renames leaves no data set."""
-    rename = os.replace
-    for last in range(4):
-        bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("ABC" * 100, {}))
-        renamed = []
-
-        def killed_later(old, new, last=last, renamed=renamed):
-            if len(renamed) == last:
-                raise InterruptedError
-            renamed.append(new)
-            rename(old, new)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "replace", killed_later)
-            with pytest.raises(InterruptedError):
-                bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("XYZ" * 100, {}))
-        with pytest.raises(ValueError, match=r"no train\.bin in"):
-            open_dataset(str(tmp_path), 16)
 
 
 def test_a_tokenizer_json_next_to_the_data(tmp_path):

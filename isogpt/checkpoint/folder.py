@@ -278,13 +278,11 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     out, names = folder.path.absolute(), rank_names(ranks.hosts)
     seen = gather_objects((is_owned(out, folder.owner, patience_s), str(out)))
     blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
-    advice = "to one folder on a file system that all machines share"
-    if len(set(ranks.hosts)) == 1:
-        advice = "after the config that computes it, such as from the time"
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
         f"{shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
-        f"resume, a rollback or a restart: set --out_dir= {advice}"
+        "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines "
+        "share, after any config that computes it"
     )
     with exit_together():
         if blind and (is_sharded or restarts_left()):
