@@ -101,12 +101,13 @@ def look_for_start(
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, warnings
-    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
+    is_name = weights_from in ("scratch", "resume", "auto", *GPT2)  # not a folder that has the same name
+    if not is_name and is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
         return best, False, warnings + reports
-    if file.is_dir() and not is_of_transformers(file) and (text := about_folder(file)):
+    if not is_name and not is_of_transformers(file) and (text := about_folder(file)):
         raise ValueError(text)
     return None, False, warnings
 
