@@ -19,6 +19,7 @@ import torch
 from runs import default_plan
 
 from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
 from isogpt.data import dataset
@@ -138,8 +139,9 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
         run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": 9.0, "config": {}}
         run["model_args"] = {}
         progress, again = Progress(tokens_per_step=n * BLOCK), Progress(tokens_per_step=n * BLOCK)
+        stored = StoredCheckpoint(Path(__file__), progress.step)  # any file
         for loaded in (progress, again):
-            loaded.load(OpenCheckpoint(stored=None, run=run, shapes={"optim.": ()}))
+            loaded.load(OpenCheckpoint(stored, run=run, shapes={"optim.": ()}))
         reader = reader_of_steps(n, progress)
         for i in range(steps):
             read += reader.starts(progress.step).tolist()
