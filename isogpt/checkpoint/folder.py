@@ -98,10 +98,12 @@ def look_for_start(
     if restarts() and not is_restart:
         text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
         warnings.append(text + "if a config computes out_dir, such as from the time, set --out_dir= after it")
+    if weights_from in ("scratch", "resume", "auto", *GPT2):  # also if a folder here has this name
+        return None, False, warnings
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, warnings
-    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
+    if is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
