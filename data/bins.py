@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
 from isogpt.common.console import visible
-from isogpt.common.files import REPOSITORY, sync_folder
+from isogpt.common.files import REPOSITORY, parse_json, sync_folder
 from isogpt.common.packages import needed_by
 from isogpt.data.text_files import read_text
 from isogpt.data.tokenizer import Tokenizer, load
@@ -402,7 +402,7 @@ def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{path}:{number}", json.loads(line)
+                yield f"{path}:{number}", parse_json(line)
             except ValueError as error:  # invalid JSON or UTF-8
                 raise ValueError(f"{path}:{number}: not JSON ({error})") from error
 

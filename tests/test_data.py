@@ -572,6 +572,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=chat.jsonl": r"chat.jsonl:1: no string at 'text' in .*; write one text .*'Chats and instr",
     "--data_files=list.jsonl": r"list.jsonl:1: no string at 'text' in \[1\]",
     "--data_files=bad.jsonl": "bad.jsonl:2: not JSON",
+    "--data_files=deep.jsonl": "deep.jsonl:1: not JSON .the JSON is nested too deeply",
     "--data_files=latin.txt": "latin.txt is not UTF-8: byte 0 is 0xe9. Save it as UTF-8$",
     "--data_files=windows.txt": "windows.txt is not UTF-8: byte 4 is 0x93. If this looks right: 'She “said” "
     "so, and .*', type: iconv -f cp1252 -t utf-8 windows.txt",
@@ -613,6 +614,7 @@ def inputs(tmp_path, monkeypatch):
         "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',
         "list.jsonl": "[1]\n",
         "bad.jsonl": '{"text": "one"}\n{"text": \n',
+        "deep.jsonl": "[" * 200_000,
         "empty.txt": "",
         "letter.txt": "x",
         "latin.txt": "\xe9",

@@ -139,9 +139,9 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
         run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": 9.0, "config": {}}
         run["model_args"] = {}
         progress, again = Progress(tokens_per_step=n * BLOCK), Progress(tokens_per_step=n * BLOCK)
+        stored = StoredCheckpoint(Path(__file__), progress.step)  # any file
         for loaded in (progress, again):
-            stored = StoredCheckpoint(Path(__file__), progress.step)
-            loaded.load(OpenCheckpoint(stored, run, shapes={"optim.": ()}))
+            loaded.load(OpenCheckpoint(stored, run=run, shapes={"optim.": ()}))
         reader = reader_of_steps(n, progress)
         for i in range(steps):
             read += reader.starts(progress.step).tolist()
@@ -551,6 +551,9 @@ def test_numbers_of_16_bits_that_are_not_ids(folder):
         (random.integers(0, 2**16, 300).astype(np.uint16), "spread evenly"),
         (WORDS.astype(np.float32), "contains ids as float32: write the ids with numpy's tofile"),
         (WORDS.astype(np.float64), "contains ids as float64"),
+        ((WORDS % 100).astype(np.float16), "contains ids as float16"),
+        ((WORDS % 100).astype(">u2"), r"big-endian.*: write ids.byteswap\(\)"),  # no byte is above 127
+        ((WORDS % 100).astype(">u4"), r"big-endian.*: write ids.byteswap\(\)"),
         ((random.zipf(1.3, 6000) % 50257).astype(">u2"), r"big-endian.*: write ids.byteswap\(\)"),
     ):
         foreign(folder, content, content, vocab_size=65536)

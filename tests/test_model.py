@@ -122,7 +122,7 @@ def test_defaults_are_nanogpts():
             "n_embd is 34: it must be a multiple of 2 n_head, 4: set --n_embd=32",
         ),
         (dict(arch="llama", n_kv_head=3), "n_kv_head is 3: it must divide n_head, 2: set --n_kv_head=1"),
-        (dict(n_embd=48, n_head=12, n_kv_head=8), "it must divide n_head, 12: set --n_kv_head=4"),
+        (dict(n_embd=48, n_head=12, n_kv_head=8), "it must divide n_head, 12: set --n_kv_head=0"),
     ],
 )
 def test_impossible_configs_are_refused(wrong, said):

@@ -58,6 +58,15 @@ def start(init_from, out_dir="none"):
 # what is read
 
 
+@pytest.mark.parametrize("name", ["scratch", "auto", "gpt2"])
+def test_a_folder_with_the_name_of_a_start(tmp_path, monkeypatch, name):
+    """`--init_from=scratch`, the default, does not read a folder `scratch`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    torch.save({"weight": torch.zeros(2)}, tmp_path / name / "model.pt")
+    assert look_for_start(name, "out", -1, Launch())[:2] == (None, False)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

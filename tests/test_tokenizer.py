@@ -150,10 +150,27 @@ def test_characters(tmp_path, model):
         saved.encode("a\u0416") == [stoi["a"], n]
         and saved.decode([stoi["a"], n], skip_special_tokens=True) == "a"
     )
-    read = tokenizer.load(vocabulary.tokenizer_in(tmp_path))
+    imported = vocabulary.tokenizer_in(tmp_path)
+    read = tokenizer.load(imported)
     assert read.n_ids == n and read.decode(read.encode("a\n")) == "a\n"
-    with pytest.raises(ValueError, match="Missing .UNK. token"):  # nothing is trained on an unknown token
+    with pytest.raises(ValueError, match="does not contain: '\u0416'"):  # nothing is trained on such a token
         read.encode("a\u0416")
+    assert tokenizer.save_tokenizer(tmp_path / "again", imported, 300, 64) == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("a\u0416") == [stoi["a"], n]
+
+
+def test_characters_that_share_an_id(tmp_path):
+    """A table may ignore capital letters: all are encoded, and an id is decoded as its first character."""
+    table = Vocabulary("table", {"a": 0, "A": 0, "b": 1, "B": 1, "\\": 2, "/": 2, "AB": 0})
+    tokenizer.save_tokenizer(tmp_path, table, 3, 64)
+    exported, ours = AutoTokenizer.from_pretrained(tmp_path), tokenizer.load(table)
+    read = tokenizer.load(vocabulary.tokenizer_in(tmp_path))
+    assert (
+        exported.encode("BAab/\\") == read.encode("BAab/\\") == ours.encode("BAab/\\") == [1, 0, 0, 1, 2, 2]
+    )
+    assert exported.decode([0, 1, 2]) == read.decode([0, 1, 2]) == ours.decode([0, 1, 2]) == "ab\\"
+    with pytest.raises(ValueError, match="characters share their id with 'ab'"):
+        tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {"ab": 0, "a": 0}), 1, 64)
 
 
 def test_characters_that_no_text_has(tmp_path):

@@ -98,16 +98,17 @@ def look_for_start(
     if restarts() and not is_restart:
         text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
         warnings.append(text + "if a config computes out_dir, such as from the time, set --out_dir= after it")
+    # these are no paths, also if a folder here has this name
+    is_path = weights_from not in ("scratch", "resume", "auto", *GPT2)
     file = Path(weights_from)
-    if file.is_file():  # a ckpt.pt
+    if is_path and file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, warnings
-    is_name = weights_from in ("scratch", "resume", "auto", *GPT2)  # not a folder that has the same name
-    if not is_name and is_run(weights_from):
+    if is_path and is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
         return best, False, warnings + reports
-    if not is_name and not is_of_transformers(file) and (text := about_folder(file)):
+    if is_path and file.is_dir() and not is_of_transformers(file) and (text := about_folder(file)):
         raise ValueError(text)
     return None, False, warnings
 

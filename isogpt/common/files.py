@@ -124,7 +124,7 @@ def read_utf8(path: Path) -> str:
         return f.read()
 
 
-def parse_json(text: str) -> object:
+def parse_json(text: str | bytes) -> object:
     """Parse JSON. Raises ValueError also if it is nested too deeply for Python."""
     try:
         return json.loads(text)

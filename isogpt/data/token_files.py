@@ -127,14 +127,15 @@ def check_values(path: Path, start: bytes) -> None:
             "its numbers are spread evenly over all values of 16 bits, as in compressed files and in "
             f"weights, but not in texts: {TOFILE}"
         )
-    for dtype in ("float32", "float64"):
+    for dtype in ("float16", "float32", "float64"):
         numbers = np.frombuffer(start[: len(start) // 8 * 8], dtype)
         with np.errstate(invalid="ignore"):  # ids form arbitrary floats
             if numbers.max(initial=0) >= 1 and np.all((numbers % 1 == 0) & (numbers >= 0)):
                 problem = f"it contains ids as {dtype}: {TOFILE}"
     low, high = ids & 0xFF, ids >> 8
     reaches_further = low.max(initial=0) < high.max(initial=0)  # the high byte of ids below 65280 does not
-    if reaches_further and np.mean(low == 0) > 0.1 and np.mean(high == 0) < 0.05:
+    is_low_zero = low.max(initial=0) == 0 or np.mean(low == 0) > 0.1 and np.mean(high == 0) < 0.05
+    if reaches_further and is_low_zero:
         problem = "the bytes of its numbers are in reverse order (big-endian): write ids.byteswap()"
     if problem:
         declare = f'declare {{"dtype": "uint16"}} in {path.with_name("meta.json")}'
@@ -166,7 +167,7 @@ def check_width(path: Path, ids: np.ndarray, vocab_size: int) -> None:
     elif second < 16 <= first or second == 0 < first:  # the upper half of ids below 2**20
         reason = "every second number of 16 bits is 0 or small, as in files with ids of 32 or 64 bits"
         dtype = "int64" if second == third == 0 else dtype
-    elif low < 128 and 0 < high < 128:
+    elif 0 < low < 128 and 0 < high < 128:  # low is 0 if the bytes of small ids are in reverse order
         reason, dtype = "no byte is above 127, as in files with ids of 8 bits", "uint8"
     else:
         return

@@ -255,15 +255,28 @@ def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
     Make a tokenizer with the tokens of a table, to which each character is encoded. A character that is not a
     token becomes UNTRAINED if the table contains that, and otherwise raises an exception.
+
+    Raises:
+        ValueError: characters share their id with a longer token.
     """
-    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
 
     # no text in UTF-8 contains a lone surrogate
-    vocab = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
+    ids = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
+    firsts = {i: token for token, i in reversed(ids.items())}
+    vocab = {token: i for i, token in firsts.items()}
     tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token=UNTRAINED))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()  # the default joins tokens with spaces
+    # WordLevel keeps one token for each id: the others become this one before they are encoded
+    others = {token: firsts[i] for token, i in ids.items() if token not in vocab and len(token) == 1}
+    if long := [first for first in others.values() if len(first) != 1]:
+        problem = f"characters share their id with {long[0]!r}"
+        raise ValueError(f"transformers contains no tokenizer for this vocabulary: {problem}")
+    if others:
+        replacements = [normalizers.Replace(token, first) for token, first in others.items()]
+        tokenizer.normalizer = normalizers.Sequence(replacements)
     return tokenizer
 
 

@@ -141,7 +141,7 @@ def declared_vocabulary(meta: dict, folder: Path) -> Vocabulary | None:
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     """
     Read the tokenizer.json in a folder, and which token ends a document; None without this file. UNTRAINED is
-    left out.
+    left out. A table that export.py has written is a table again: its next export needs UNTRAINED again.
 
     Raises:
         ValueError: the file cannot be read.
@@ -151,12 +151,15 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     if not path.exists():
         return None
     try:
-        text = without_untrained(read_utf8(path))
+        original = read_utf8(path)
+        text = without_untrained(original)
         tokens = ids_in_json(text)
+        is_table = UNTRAINED in ids_in_json(original) and is_of_table(text)
     except Exception as e:  # a file of any other form raises nearly anything
         reason = " ".join(str(e).split())[:200]
         raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or reason}") from e
-    return Vocabulary("tokenizer.json", text, end_of_text_in(folder, tokens))
+    end_of_text = end_of_text_in(folder, tokens)
+    return Vocabulary(*(("table", tokens) if is_table else ("tokenizer.json", text)), end_of_text)
 
 
 def without_untrained(text: str) -> str:
@@ -169,6 +172,12 @@ def without_untrained(text: str) -> str:
     if isinstance(vocab := content["model"]["vocab"], dict):
         vocab.pop(UNTRAINED, None)
     return json.dumps(content, ensure_ascii=False)
+
+
+def is_of_table(text: str) -> bool:
+    """Whether tokenizer.of_table has written the text of a tokenizer.json, with one token for each id."""
+    content = parse_json(text)
+    return content["model"].get("unk_token") == UNTRAINED and not content.get("normalizer")
 
 
 def ids_in_json(text: str) -> dict[str, int]:
