@@ -43,7 +43,8 @@ def bench(zygote, work, *args, ok=True, addresses=None):
 
 def launch(at, world_size):
     """As if a launcher had started this process as rank 0."""
-    variables = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in variables.items():
         at.env(name, str(value))
 

@@ -134,7 +134,8 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
-    assert output.err.splitlines()[-1].startswith("error: --start: the tokenizer cannot encode the text: ")
+    missing = "error: --start: the text contains characters that the vocabulary does not contain: 'x'"
+    assert output.err.splitlines()[-1].startswith(missing)
 
 
 def test_a_folder_without_a_tokenizer(at, capsys):
