@@ -115,7 +115,7 @@ def write_file(path: Path, state: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent.is_symlink():  # nobody may remove the link, in a folder with the sticky bit
         raise OSError(errno.ELOOP, "it is a link", str(path.parent))
-    with open(path, "wb") as f:
+    with open(path, "xb") as f:  # x: it does not follow a link (O_EXCL)
         try:
             torch.save(state, f)
         except RuntimeError as e:  # torch.save hides an OSError, such as a full disk

@@ -70,8 +70,8 @@ def make_plan(
 
 def recorded_micro_batch(plan: Plan, out_dir: str) -> int:
     """
-    The smaller size that an attempt at the same job has recorded if it ran out of memory, else the batch_size:
-    the global batch and the curve stay the same.
+    The smaller size that an attempt at the same job has recorded if it ran out of memory, else batch_size.
+    The global batch and the curve stay the same.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, plan.job())
     return rows if isinstance(rows, int) and rows > 0 else plan.batch_size
