@@ -46,6 +46,7 @@ from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
 from isogpt.common.files import recorded, write_whole
 from isogpt.data.dataset import open_dataset
+from isogpt.launch import start_checks
 from isogpt.launch.launchers import Launch
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.parallel.local_parts import local_part_of
@@ -248,6 +249,12 @@ def test_what_is_no_file(copy_of, kind, at):
         shutil.rmtree(out)
 
 
+def test_a_model_of_transformers_whose_config_is_no_file(at):
+    os.mkfifo(at.path / "config.json")
+    with within_limit():
+        assert start_checks.start_facts({"init_from": str(at.path)})["has_weights"]
+
+
 def test_a_pickle_of_anything(at, runs):
     rng = random.Random(0)
     data = Path(shutil.copytree(runs / "data/tiny", at.path / "data/tiny"))
@@ -274,6 +281,8 @@ end_of_start = RunReport.__post_init__
 def plant(self):
     end_of_start(self)
     os.symlink(os.path.abspath("victim/folder"), "out/unfinished_00000000_step_00000006")
+    os.mkdir("out/unfinished_00000000_step_00000008")
+    os.symlink(os.path.abspath("victim/file"), "out/unfinished_00000000_step_00000008/ckpt.pt")
 RunReport.__post_init__ = plant
 """
 
@@ -314,11 +323,17 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
     assert "a checkpoint failed" not in run.text()
     zygote.train([*args, "--max_iters=100000", "--time_limit_s=1"], tmp_path)  # PREEMPTED, previous_
     assert (out / "PREEMPTED").is_file() and not (out / "PREEMPTED").is_symlink()
-    files = [path for path in victim.rglob("*") if path.is_file()]
-    assert len(files) == 4 and all(path.read_text() == "precious" for path in files)
     for write in (write_shards, write_ckpt):  # a link that nobody may remove
         with pytest.raises(OSError, match="it is a link"):
             write(out / "link")
+        (out / "new").mkdir()
+        for name in ("ckpt.pt", "__0_0.distcp"):
+            (out / "new" / name).symlink_to(victim / "file")
+        with pytest.raises(OSError, match="File exists"):
+            write(out / "new")
+        shutil.rmtree(out / "new")
+    files = [path for path in victim.rglob("*") if path.is_file()]
+    assert len(files) == 4 and all(path.read_text() == "precious" for path in files)
 
 
 def write_shards(folder):

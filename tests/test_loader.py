@@ -562,3 +562,11 @@ def test_numbers_of_16_bits_that_are_not_ids(folder):
         open_dataset("text", BLOCK)
     foreign(folder, WORDS.astype(np.uint32), vocab_size=50304, dtype="int64")
     refused("no tokenizer has so many ids: declare the dtype of its ids, as in .* in data/text/meta.json")
+
+
+def test_batches_end_silently_with_the_process(monkeypatch):
+    """Python then clears modules first: an exit with a message would be followed by a traceback."""
+    batches = Reader.then_padding(SimpleNamespace(problem=None), iter([1, 2]))
+    assert next(batches) == 1
+    monkeypatch.setattr("isogpt.data.reader.DataError", None)
+    batches.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from itertools import count
 from types import SimpleNamespace
@@ -133,6 +134,30 @@ def test_a_console_on_a_full_disk(monkeypatch, tmp_path):
         with pytest.raises(OSError, match="No space left on device"):
             lines.write({"event": "end"}, "the last line")
     # closing stdout has raised nothing
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot tell")
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["a pager", "Ctrl-S"])
+def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys, opened):
+    monkeypatch.setattr(console, "PATIENCE_S", 0.01, raising=False)
+    read, write = opened()
+    os.set_blocking(write, False)  # a line that would wait raises BlockingIOError
+    if opened is os.openpty:
+        termios.tcflow(write, termios.TCOOFF)
+    logger = Logger(Progress(1), [Console(max_iters=9)])
+    with open(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        for _ in range(2000):
+            logger.print("x" * 60)
+        assert capsys.readouterr().err.count("warning: Console failed (nobody reads stdout") == 1
+        assert console.is_blocked(stdout, 0)
+        if opened is os.openpty:
+            termios.tcflow(write, termios.TCOON)
+        else:
+            os.read(read, 2**20)
+        logger.print("read again")
+        assert b"read again" in os.read(read, 2**16)
+    os.close(read)
 
 
 def test_messages_of_a_process_whose_stderr_is_full(monkeypatch, zygote, work):

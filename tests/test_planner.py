@@ -10,12 +10,13 @@ import torch
 from edits import COUNTED_SHAPE, edited_gpt
 from runs import column, default_plan, records, train_defaults
 
+from isogpt.common.files import record
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
-from isogpt.speed import layouts, memory, plan_report, prediction
+from isogpt.speed import layouts, memory, plan_report, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
@@ -324,3 +325,17 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     huge = ["--n_layer=48", "--n_embd=8192", "--n_head=64", "--layout=auto"]
     text = zygote.train(huge, work, 2, ok=False).text()
     assert text.count("error: no layout fits on 2 devices: start with ") == 1 and "Traceback" not in text
+
+
+def test_what_somebody_else_has_recorded_is_no_plan(tmp_path):
+    """An optimizer from a file would run code, and other values would end the start with a traceback."""
+    plan = default_plan()
+    for rows, expected in ((3, 3), (0, 12), (-5, 12), ("1", 12), (None, 12)):
+        record(tmp_path / planner.MICRO_BATCH, plan.job(), rows)
+        assert planner.recorded_micro_batch(plan, str(tmp_path)) == expected
+    good = plan.layout_settings()
+    assert planner.is_layout(good, plan)
+    changes = [{"optimizer": "evil.py:Evil"}, {"tp": "2"}, {"tp": True}, {"pp": -1}, {"zero": 4}, {"cp": 0}]
+    bad = [good | change for change in [*changes, {"batch_size": good["batch_size"] * 2}]]
+    for settings in [*bad, {"optimizer": "evil.py:Evil"}, {}, [1], "ab", None, 3]:
+        assert not planner.is_layout(settings, plan), settings

@@ -113,7 +113,7 @@ def write_file(path: Path, state: dict) -> None:
     """Write a ckpt.pt to the disk, in a new folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_no_link(path.parent)
-    with open(path, "wb") as f:
+    with open(path, "xb") as f:  # x: it does not follow a link (O_EXCL)
         try:
             torch.save(state, f)
         except RuntimeError as e:  # torch.save hides an OSError, such as a full disk

@@ -121,14 +121,13 @@ class Saver:
         with exit_together(self.log.failed):
             self.check_weights(state)  # also waits until a GPU has copied
             lost = self.claim_folder()
+            # where the folder is not shared, rank 0 could not discard this rank's shards of one that failed
+            self.discard()
+            self.step, self.problem = state.step, ""
+            self.discard()  # what somebody has put there; no rank writes yet
         if lost:
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
-        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        self.discard()
-        self.step, self.problem = state.step, ""
         if self.is_sharded or is_main():
-            if self.unfinished().is_symlink():  # somebody has put it there, to a folder elsewhere
-                self.discard()
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began

@@ -7,7 +7,7 @@ import pickle
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -96,12 +97,20 @@ def shapes(folder: Path, unverified: dict) -> dict[str, torch.Size]:
         return {str(name): torch.Size(tensor.size) for name, tensor in saved.items()}
 
 
+class NewFiles(FileSystem):
+    """DCP's file system, with new files only: no link to a file elsewhere is followed."""
+
+    def create_stream(self, path: str | os.PathLike, mode: str) -> AbstractContextManager:
+        return super().create_stream(path, mode.replace("w", "x"))
+
+
 class Writer(dcp.FileSystemWriter):
     """DCP's writer, with errors that say why a file could not be written."""
 
     def __init__(self, folder: Path) -> None:
         # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
         super().__init__(folder, per_thread_copy_ahead=0)
+        self.fs = NewFiles()
 
     def write_data(self, *args: object) -> object:
         try:

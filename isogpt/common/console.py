@@ -3,8 +3,10 @@
 import atexit
 import errno
 import json
+import math
 import os
 import re
+import select
 import sys
 import time
 from contextlib import suppress
@@ -17,6 +19,7 @@ ERASE = "\r\x1b[J"
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
+PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 
 
 def prepare() -> None:
@@ -73,11 +76,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:
+    """
+    Return whether printing would wait for longer than patience_s, since Ctrl-S has stopped the terminal or a
+    pager reads no further (not on Windows). A run would wait with it, and end after dist_timeout_s.
+    """
+    with suppress(OSError, AttributeError, ValueError):  # not a file, or closed
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return not poll.poll(1000 * patience_s)
+    return False
+
+
 def print_to_stderr(text: str) -> None:
     """
-    Print lines to stderr, in place of a status line if there is one. They are lost if stderr is closed or on
-    a full disk.
+    Print lines to stderr, in place of a status line if there is one. They are lost if stderr is closed, on a
+    full disk or blocked.
     """
+    if is_blocked(sys.stderr):
+        return
     with suppress(OSError):
         print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
 
@@ -128,8 +145,13 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_line(text: str, end: str = "\n") -> OSError | None:
-    """Print a line to stdout and flush it. Never raises OSError: returns what `flush` returns."""
+def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSError | None:
+    """
+    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s. Never raises
+    OSError: returns what `flush` returns.
+    """
+    if patience_s < math.inf and is_blocked(sys.stdout, patience_s):
+        return TimeoutError("nobody reads stdout, and lines are lost")
     try:
         print(text, end=end)
     except OSError as e:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)

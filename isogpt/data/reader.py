@@ -95,10 +95,13 @@ class Reader:
         Yield micro-batches of training. If one of them cannot be read, `problem` is set and padding follows,
         since other ranks compute the step with this rank: they hear of it at the end of the step.
         """
-        try:
-            yield from batches
-        except DataError as e:
-            self.problem = e
+        while not self.problem:
+            try:
+                batch = next(batches)
+            except DataError as e:
+                self.problem = e
+            else:  # outside of `try`: at the end of the process, DataError may be gone before this generator
+                yield batch
         while True:
             yield self.padding_batch()
 

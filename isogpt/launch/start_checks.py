@@ -43,7 +43,7 @@ def start_facts(config: dict) -> dict:
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
     facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
-    if (weights / "config.json").exists():  # not a run: search.check_same compares runs
+    if (weights / "config.json").is_file():  # not a run: search.check_same compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
         facts |= {
             "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,8 @@ def running_s() -> float:
     """
     started = agent_start()
     if started is not None:
-        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
+        # not /proc/uptime, which LXC replaces by the uptime of the container
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - PROCESS_START
 
 
@@ -94,7 +94,8 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
             stop.signal = number
             text = f"{erase}{signal.Signals(number).name}: stopping after this step\n"
             with suppress(OSError):  # a full disk, or no terminal after SIGHUP
-                os.write(2, text.encode())  # print could be interrupted by itself
+                if not console.is_blocked(sys.stderr, 0):
+                    os.write(2, text.encode())  # print could be interrupted by itself
 
     for number in stop_signals():
         signal.signal(number, record)

@@ -13,7 +13,8 @@ REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 
 class Console:
     """
-    Prints to stdout. A closed pipe, such as `| head`, costs lines, and so does a full disk.
+    Prints to stdout. A closed pipe, such as `| head`, costs lines, and so do a full disk and a terminal that
+    was stopped with Ctrl-S.
 
     On a terminal, see console.is_screen, the newest step is drawn in the last line, in place, and other lines
     are printed above. The cursor waits at the start of this line, from where console.ERASE erases it.
@@ -25,6 +26,7 @@ class Console:
         self.status = ""
         self.val_loss: float | None = None
         self.drawn_at = 0.0
+        self.is_blocked = False  # whether the last line was lost for this reason
 
     def write(self, record: dict, text: str) -> None:
         """Print the line of a record, if there is one."""
@@ -47,7 +49,10 @@ class Console:
             # in the last column, a terminal would move the cursor to the next row
             status = self.status[: shutil.get_terminal_size().columns - 1]
             output = f"{console.ERASE}{output}{status}\r"
-        error = console.print_line(output, end="") if output else None
+        if not output:
+            return
+        error = console.print_line(output, "", 0 if self.is_blocked else console.PATIENCE_S)
+        self.is_blocked = isinstance(error, TimeoutError)
         if record.get("event") in CLOSING and error:
             console.discard_output()  # else Python would report the lines again, and exit with status 120
         if error and error.errno in console.CLOSED:

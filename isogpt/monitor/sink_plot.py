@@ -31,7 +31,7 @@ class Plot:
             self.result = self.draw()
         self.has_new_steps = "step_ms" in record or (self.has_new_steps and "val_loss" not in record)
         if is_end and self.result:
-            console.print_line(self.result)
+            console.print_line(self.result, patience_s=console.PATIENCE_S)
 
     def draw(self) -> str:
         """Plot the loss curve; returns a sentence about the plot."""

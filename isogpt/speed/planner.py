@@ -63,11 +63,18 @@ def make_plan(
         plan = with_best_layout(plan, ranks, config["out_dir"])
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
-    # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
-    # curve stay the same. All ranks look, since the rank that ran out may be on a different machine
-    rows = recorded(Path(config["out_dir"]) / MICRO_BATCH, plan.job())
-    rows = gather_objects(rows if isinstance(rows, int) else plan.batch_size)
+    # all ranks look, since the rank that ran out of memory may be on a different machine
+    rows = gather_objects(recorded_micro_batch(plan, config["out_dir"]))
     return replace(plan, micro_batch=min(plan.batch_size, *rows))
+
+
+def recorded_micro_batch(plan: Plan, out_dir: str) -> int:
+    """
+    The smaller size that an attempt at the same job has recorded if it ran out of memory, else batch_size.
+    The global batch and the curve stay the same.
+    """
+    rows = recorded(Path(out_dir) / MICRO_BATCH, plan.job())
+    return rows if isinstance(rows, int) and rows > 0 else plan.batch_size
 
 
 def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
@@ -77,6 +84,22 @@ def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
         if ranks.is_main:
             settings = choose_layout(plan, ranks, out_dir)
     return replace(plan, **broadcast(settings))
+
+
+def is_layout(settings: object, plan: Plan) -> bool:
+    """
+    Whether these are settings that `choose_layout` may have recorded for this plan. Others, such as an
+    optimizer from a file, would run code that somebody has put there.
+    """
+    chosen = plan.layout_settings()
+    return (
+        isinstance(settings, dict)
+        and settings.keys() == chosen.keys()
+        and all(type(value) is type(chosen[name]) for name, value in settings.items())
+        and min(value for name, value in settings.items() if isinstance(value, int) and name != "zero") > 0
+        and settings["zero"] in range(4)
+        and settings["batch_size"] * settings["gradient_accumulation_steps"] == plan.sequences
+    )
 
 
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
@@ -94,7 +117,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     make_writable(out_dir)
     path = Path(out_dir) / LAYOUT_FILE
     settings = recorded(path, job)
-    if settings and is_valid(replace(plan, **settings)):  # someone may have edited it
+    if is_layout(settings, plan) and is_valid(replace(plan, **settings)):  # someone may have edited it
         console.print_line(f"layout:  {typed(settings)}, recorded in {path}")
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
