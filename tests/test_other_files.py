@@ -234,6 +234,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 65, "hidden_size": 8, "num_attenti
         ),
         ({"config": LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}}, "quantized by awq"),
         ({"config": LLAMA | {"quantization_config": {"bits": 4}}}, "quantized by an unknown method"),
+        ({"config": LLAMA | {"num_hidden_layers": 5_000_000}}, "5,000,000 layers: at most 10,000"),
     ],
 )
 def test_folders_of_transformers_that_are_no_whole_models(at, files, message):

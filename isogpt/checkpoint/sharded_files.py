@@ -3,6 +3,7 @@ Checkpoints in shards: each rank writes the parts that it holds with torch.distr
 parameter name, and reads the parts that it holds from shards of any layout.
 """
 
+import os
 import pickle
 import socket
 import warnings

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isogpt.common.files import about_pointer
 from isogpt.common.packages import needed_by
-from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.architecture import MOST, GPTConfig
 from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ def load(name: str) -> "PreTrainedModel":
             raise ValueError(f"its weights are quantized by {method}: use the model that was quantized")
         if kind not in CLASSES:
             raise ValueError(f"the model_type is {kind!r}; possible are {', '.join(CLASSES)}")
+        if config.num_hidden_layers > MOST["n_layer"]:  # building them could take hours
+            layers = f"{config.num_hidden_layers:,} layers"
+            raise ValueError(f"config.json says {layers}: at most {MOST['n_layer']:,} are possible")
         cls = getattr(transformers, CLASSES[kind])
         # eager: config.json may name an attention kernel on the Hub, which would run code
         hf, report = cls.from_pretrained(
