@@ -42,7 +42,7 @@ def hide(monkeypatch):
 
     def without(package):
         for name in [*sys.modules]:
-            if name.partition(".")[0] == package:
+            if name.partition(".")[0] == package or name.startswith(f"torch.utils.{package}"):
                 monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(sys, "meta_path", [Missing({package}), *sys.meta_path])  # noqa: F821
 
