@@ -197,6 +197,16 @@ def test_the_log_is_opened_again_by_its_name(tmp_path):
     assert [r["iter"] for r in records(tmp_path)] == [0, 1, 2] and logger.failed_sinks == {"MetricsFile"}
 
 
+def test_a_log_that_was_removed_is_begun_anew(tmp_path):
+    write_owner(tmp_path, "me", None)
+    log = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}, 0, owner="me")
+    logger = Logger(Progress(1), [log])
+    logger.write({"iter": 0})
+    log.path.unlink()
+    logger.write({"iter": 1})
+    assert [r["iter"] for r in records(tmp_path)] == [1] and not logger.failed_sinks
+
+
 def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
     board = TensorBoard(str(tmp_path), step=0)

@@ -53,7 +53,7 @@ class MetricsFile:
         line = f"{json.dumps(record)}\n".encode()
         try:
             self.append(line)
-        except OSError:  # of a stale handle (NFS), for instance
+        except OSError:  # of a stale handle (NFS) or a file that was removed, for instance
             self.open_again()
             self.append(line)
         if record.get("event") == "rollback":
@@ -63,9 +63,11 @@ class MetricsFile:
     def append(self, line: bytes) -> None:
         """Append a line, or nothing: the next line must not follow a torn line."""
         try:
-            before = os.fstat(self.file.fileno()).st_size
+            status = os.fstat(self.file.fileno())
+            if status.st_nlink == 0:  # somebody has removed it: the lines would be lost
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             if self.file.write(line) < len(line):
-                os.ftruncate(self.file.fileno(), before)
+                os.ftruncate(self.file.fileno(), status.st_size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             e.filename = str(self.path)  # for the message
