@@ -97,8 +97,7 @@ class Start:
             with exit_together():
                 init_weights(state.model, seed)
         if self.checkpoint or self.pretrained:
-            with exit_together():
-                state.check_finite(self.checkpoint.stored.path if self.checkpoint else self.name)
+            do_together(state.check_finite, self.checkpoint.stored.path if self.checkpoint else self.name)
         if not self.is_resume:
             state.slow_network.restart(state.step)
 
