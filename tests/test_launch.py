@@ -192,6 +192,16 @@ def test_a_peak_that_a_step_exceeds_is_measured_again(monkeypatch):
     assert not devices.Peak(CPU, "float32").is_doubtful(9.0)
 
 
+def test_ranks_with_different_devices_agree_whether_to_measure_a_peak_again(monkeypatch):
+    """Measuring is a collective: a rank with a data sheet must not leave the others waiting."""
+    sheet, measured = (4.0, devices.DATA_SHEET), (1.0, "measured")
+    monkeypatch.setattr(devices, "gather_objects", lambda _: [measured, sheet])
+    for figure in (measured, sheet):
+        monkeypatch.setattr(devices, "peak_flops", lambda *_, figure=figure: figure)
+        peak = devices.find_peak(CPU, "float32")
+        assert peak.flops == 5.0 and peak.is_doubtful(9.0), figure
+
+
 BUSY_AT_THE_START = """
 from isogpt.speed import devices
 measurements = iter([1.0, 1e14])

@@ -264,10 +264,11 @@ class Peak:
     def measure(self) -> None:
         """Find the figure, or measure it again (all ranks)."""
         self.measurements += 1
-        mine, source = peak_flops(self.device, self.dtype)
-        peaks = gather_objects(mine)
+        figures = gather_objects(peak_flops(self.device, self.dtype))
+        peaks = [flops for flops, _ in figures]
         if all(peaks):
-            self.flops, self.source = max(self.flops or 0.0, sum(peaks)), source
+            # rank 0's source, since devices may differ, and all ranks must measure again or none
+            self.flops, self.source = max(self.flops or 0.0, sum(peaks)), figures[0][1]
 
     def is_doubtful(self, flops_per_s: float) -> bool:
         """Whether a step was faster than the peak, and the peak may be measured again."""
