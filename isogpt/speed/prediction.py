@@ -23,6 +23,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
 IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
+# memory traffic on a GPU as a multiple of `traffic_s`. Eager is fitted to published runs (docs/scaling.md);
+# compiled is what Triton's kernels move in GPT-2's step (docs/benchmarks.md)
+EAGER, COMPILED = 1.8, 0.72
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,12 @@ def linear_s(hw: Hardware, m: float, k: float, n: float, size: int) -> Passes:
     return Passes(matmul_s(hw, m, k, n, size), matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size))
 
 
+def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
+    """Seconds to read or write `size` bytes between matmuls. torch.compile does so in fewer kernels."""
+    on_gpu = COMPILED if plan.compile else EAGER
+    return (on_gpu if plan.device_type == "cuda" else 1) * size / hw.bytes_per_s
+
+
 def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
     """
     Return the seconds of a block on `plan.micro_batch` sequences.
@@ -106,7 +115,7 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
         (n_mlp, linear_s(hw, mlp_tokens, hidden / tp, C, size)),
     ]
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
-    traffic = block_activations(plan).kept * tokens / tp / hw.bytes_per_s
+    traffic = traffic_s(hw, plan, block_activations(plan).kept * tokens / tp)
     edited = matrices / unedited  # 1 without an edit
     forward = edited * sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
     backward = edited * sum(n * seconds.backward for n, seconds in linears)
@@ -124,7 +133,7 @@ def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     if part.edge_matrices:
         head = linear_s(hw, tokens, C, part.edge_matrices / C / plan.tp, size)
     # logits in the computing dtype and in float32, log_softmax, and the gradients
-    traffic = tokens * V / hw.bytes_per_s if part.has_loss else 0.0
+    traffic = traffic_s(hw, plan, tokens * V) if part.has_loss else 0.0
     return Passes(head.forward + (8 + 2 * size) * traffic, head.backward + (4 + 2 * size) * traffic)
 
 
@@ -143,7 +152,7 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     if plan.torch_dtype.itemsize == 2 and plan.zero < 2:
         forward += 6 * parameters / hw.bytes_per_s
     backward += 12 * parameters / hw.bytes_per_s  # adding to the gradient reads two tensors and writes one
-    return Passes(forward, backward)
+    return Passes(forward + hw.micro_step_s, backward)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -158,13 +167,24 @@ class Rings:
     mesh: Mesh
     per_node: int
 
-    def seconds(self, axes: tuple[str, ...], size: float, count: int = 1, slowness: float = 1.0) -> float:
+    def all_reduce_s(self, axes: tuple[str, ...], size: float, count: int = 1) -> float:
+        """`seconds` of all-reduces, which move the bytes twice; their messages take trees over machines."""
+        return 2 * self.seconds(axes, size, count, trees=True)
+
+    def seconds(
+        self,
+        axes: tuple[str, ...],
+        size: float,
+        count: int = 1,
+        slowness: float = 1.0,
+        trees: bool = False,
+    ) -> float:
         """
         Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.
 
-        An all-reduce takes twice as long. Latency grows with the logarithm of the ranks, as in trees (Sanders
-        et al. 2009, doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines
-        uses as many of a machine's links as the ring contains ranks on this machine.
+        Bytes move around a ring. Latency grows with the number of machines, or with its logarithm in trees
+        (Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001), which NCCL uses for all-reduces. A ring over
+        several machines uses as many of a machine's links as the ring contains ranks on this machine.
 
         Args:
             size: bytes of all `count` collectives together.
@@ -183,11 +203,18 @@ class Rings:
         bandwidth = local.bytes_per_s if on_machine > 1 else inf
         if machines > 1:
             bandwidth = min(bandwidth, network.bytes_per_s * on_machine / self.per_node)
-        latency = ceil(log2(machines)) * network.latency_s + ceil(log2(on_machine)) * local.latency_s
+        hops = ceil(log2(machines)) if trees else machines - 1
+        latency = hops * network.latency_s + ceil(log2(on_machine)) * local.latency_s
         return count * latency + slowness * size * (n - 1) / n / bandwidth
 
     def all_parameters(
-        self, part: RankPart, axes: tuple[str, ...], size: float, piece: float, slowness: float = 1.0
+        self,
+        part: RankPart,
+        axes: tuple[str, ...],
+        size: float,
+        piece: float,
+        slowness: float = 1.0,
+        reduces: bool = False,
     ) -> float:
         """
         Return the seconds of a collective of all parameters, or of their gradients, over the ranks along some
@@ -196,12 +223,14 @@ class Rings:
         Args:
             size: bytes for a parameter.
             piece: parameters that are sent at once.
+            reduces: whether these are all-reduces.
         """
         expert_axes = tuple(axis for axis in axes if axis != "ep")
-        return sum(
-            self.seconds(along, size * n, ceil(n / piece), slowness)
-            for along, n in ((axes, part.dense), (expert_axes, part.experts))
-        )
+        total = 0.0
+        for along, n in ((axes, part.dense), (expert_axes, part.experts)):
+            sizes = size * n, ceil(n / piece)
+            total += self.all_reduce_s(along, *sizes) if reduces else self.seconds(along, *sizes, slowness)
+        return total
 
 
 def activations_s(rings: Rings, plan: Plan) -> float:
@@ -235,17 +264,21 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
 
     Args:
-        computed: the computation of a micro-step, which may hide collectives.
+        computed: the computation of a micro-step, which hides a part of them.
     """
     part = part_of(plan, 0)
-    hidden_by = computed if rings.hw.overlaps else Passes(0.0, 0.0)
     if plan.zero < 2:
-        exposed = replicated_weights_s(rings, plan, part, micro_steps, hidden_by)
+        exposed = replicated_weights_s(rings, plan, part, micro_steps, computed)
     else:
-        exposed = sharded_weights_s(rings, plan, part, micro_steps, hidden_by)
+        exposed = sharded_weights_s(rings, plan, part, micro_steps, computed)
     count = ceil(part.dense / bucket_size(plan))
-    average = 2 * rings.seconds(("islands",), 4 * (part.dense + part.experts), count)
+    average = rings.all_reduce_s(("islands",), 4 * (part.dense + part.experts), count)
     return exposed + average / plan.local_steps
+
+
+def exposed_s(hw: Hardware, collectives: float, computation: float, least: float) -> float:
+    """The seconds of collectives that computation does not hide, of which `least` cannot be hidden."""
+    return max(collectives - hw.overlap * min(collectives, computation), least)
 
 
 def bucket_size(plan: Plan) -> float:
@@ -254,7 +287,7 @@ def bucket_size(plan: Plan) -> float:
 
 
 def replicated_weights_s(
-    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, hidden_by: Passes
+    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes
 ) -> float:
     """
     `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
@@ -262,15 +295,15 @@ def replicated_weights_s(
     """
     axes, bucket = rings.mesh.replicas.axes, bucket_size(plan)
     reductions = micro_steps if plan.grad_sync == "every" else 1
-    reduction = 2 * rings.all_parameters(part, axes, 4, bucket)
+    reduction = rings.all_parameters(part, axes, 4, bucket, reduces=True)
     last_bucket = min(1.0, bucket / part.dense) * reduction
-    exposed = reductions * max(reduction - hidden_by.backward, last_bucket)
+    exposed = reductions * exposed_s(rings.hw, reduction, computed.backward, last_bucket)
     if plan.zero == 1:
         exposed += rings.all_parameters(part, axes, 4, bucket, rings.hw.gather)
     return exposed
 
 
-def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int, hidden_by: Passes) -> float:
+def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes) -> float:
     """
     `weights_s` of ZeRO-2 and 3. They gather each unit's weights in the computing dtype, ZeRO-3 again in the
     backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
@@ -284,11 +317,12 @@ def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int
     gather = rings.all_parameters(part, shards.axes, size, piece, hw.gather)
     gather_again = gather if plan.zero == 3 else 0.0
     scatter = rings.all_parameters(part, shards.axes, 4, piece, hw.scatter)
-    exposed = micro_steps * max(gather - hidden_by.forward, unit * gather)
-    exposed += reductions * max(gather_again + scatter - hidden_by.backward, unit * scatter)
-    exposed += (micro_steps - reductions) * max(gather_again - hidden_by.backward, unit * gather_again)
-    shard = 4 / shards.size
-    return exposed + reductions * 2 * rings.all_parameters(part, rings.mesh.replicas.axes, shard, piece)
+    exposed = micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
+    exposed += reductions * exposed_s(hw, gather_again + scatter, computed.backward, unit * scatter)
+    others = micro_steps - reductions
+    exposed += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
+    replicas, shard = rings.mesh.replicas.axes, 4 / shards.size
+    return exposed + reductions * rings.all_parameters(part, replicas, shard, piece, reduces=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
