@@ -374,7 +374,7 @@ def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
 # loss
 
 
-def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, int, int]:
+def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int, memory: int = 0) -> tuple[int, int, int]:
     """
     Return the maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte
     logits, in float32 per chunk). On a CPU, these are 64, 64 and 8 MiB. 8 MiB fit the CPU's cache, which
@@ -383,10 +383,14 @@ def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, i
     On a GPU, the maximum without chunks is an eighth of the memory, at the 12 bytes per logit of
     memory.loss_activations, because torch.compile fuses a whole cross-entropy best. A chunk contains 8,192
     rows, so that matmuls fill the GPU, or fewer rows if these logits would take more than that eighth.
+
+    Args:
+        memory: bytes of the GPU's memory (0: those of this process's GPU).
     """
     if on_cpu:
         return 2**24, 2**26 // itemsize, 2**21
-    memory = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0  # bytes
+    if not memory and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties().total_memory
     unchunked, rows = max(2**26, memory // (8 * 12)), 8192
     if memory:
         fitting = unchunked // vocab_size // 128 * 128  # matmuls are fast with whole tiles of 128 rows

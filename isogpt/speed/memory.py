@@ -15,6 +15,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+import torch
+
 from isogpt.nn.counts import Counts, ModelCounts
 from isogpt.nn.kernels import (
     HALF_ATTENTION_CHUNK,
@@ -30,6 +32,9 @@ from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training.optim import moments_of
 
+USUAL_GB = 80  # of a GPU that is neither here nor described
+MOST_GB = 1e6
+
 # matches messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate
 # separately
 OUT_OF_MEMORY = re.compile(
@@ -37,24 +42,29 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-def memory_estimate(plan: Plan) -> dict[str, float]:
+def memory_estimate(plan: Plan, device_gb: float = 0.0) -> dict[str, float]:
     """
     Estimate the GB that a training step of a plan needs on a rank's device.
 
     The parts are weights, gradients, optimizer state (the moments, and what compression and islands keep),
     activations, and the total. In a pipeline, this is the first or the last rank, whichever needs more.
+
+    Args:
+        device_gb: memory of the GPU, on which the size of the loss's chunks depends (0: that of this
+            machine's GPU, or usual without one).
     """
-    return max((rank_estimate(plan, rank) for rank in {0, plan.pp - 1}), key=lambda parts: parts["total"])
+    ranks = (rank_estimate(plan, rank, device_gb) for rank in {0, plan.pp - 1})
+    return max(ranks, key=lambda parts: parts["total"])
 
 
-def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
+def rank_estimate(plan: Plan, pp_rank: int, device_gb: float) -> dict[str, float]:
     """Return `memory_estimate` for one rank of a pipeline."""
-    part = part_of(plan, pp_rank)
+    part, in_flight = part_of(plan, pp_rank), micro_batches_in_flight(plan, pp_rank)
     parts = {
         "weights": weight_bytes(plan, part) / 1e9,
         "gradients": gradient_bytes(plan, part) / 1e9,
         "optimizer": optimizer_bytes(plan, part) / 1e9,
-        "activations": activation_bytes(plan, part, micro_batches_in_flight(plan, pp_rank)) / 1e9,
+        "activations": activation_bytes(plan, part, in_flight, device_gb) / 1e9,
     }
     return parts | {"total": sum(parts.values())}
 
@@ -271,13 +281,14 @@ def micro_batches_in_flight(plan: Plan, pp_rank: int) -> float:
     return min(micro_steps, most)
 
 
-def activation_bytes(plan: Plan, part: RankPart, in_flight: float) -> float:
+def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: float) -> float:
     """
     Return the peak bytes of activations and of the backward pass's temporary tensors in a micro-step: the
     largest of four moments.
 
     Args:
         in_flight: see `micro_batches_in_flight`.
+        device_gb: see `memory_estimate`.
     """
     args, tp = plan.model_args, plan.tp
     L, C = part.layers, args["n_embd"]
@@ -306,7 +317,9 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float) -> float:
 
     # the head and the loss
     head = ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # weights
-    loss_forward, loss_backward = loss_activations(plan, gathered_tokens) if part.has_loss else (0, 0)
+    loss_forward, loss_backward = (0, 0)
+    if part.has_loss:
+        loss_forward, loss_backward = loss_activations(plan, gathered_tokens, device_gb)
 
     end_of_forward = blocks + last_norm + copies + recomputed * dense_copy + copied * head + loss_forward
     start_of_backward = blocks + last_norm + copies + copied * head + loss_backward
@@ -326,6 +339,14 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float) -> float:
     # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
     end_of_backward = (3 if args["tied"] else 1) * 4 * head
     return max(end_of_forward, start_of_backward, last_block, end_of_backward)
+
+
+def is_fused(plan: Plan) -> bool:
+    """
+    Whether compiled kernels compute what lies between two matmuls at once, so that only what matmuls read is
+    kept. On a CPU, training is not compiled.
+    """
+    return plan.compile and plan.device_type == "cuda"
 
 
 def stream_size(plan: Plan) -> int:
@@ -367,14 +388,15 @@ def block_activations(plan: Plan) -> BlockActivations:
         attention_kept += size * (C + keys)  # the rotated queries and keys
 
     norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
-    if arch == "llama":
+    is_gated, keeps_all = arch == "llama", not is_fused(plan)
+    if is_gated and keeps_all:
         norms += 2 * size * C  # outputs before the multiplication by the weights
 
     n_expert = args.get("n_expert", 0)
     active = args["n_expert_active"] if n_expert else 1  # MLPs for each token
-    is_gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
-    # the hidden layer before and after the activation function
-    mlp = (4 if is_gated else 2) * size * hidden * active
+    # the hidden layer before and after the activation function; SwiGLU keeps the gate, its SiLU, the other
+    # factor and the product
+    mlp = (3 + keeps_all if is_gated else 2) * size * hidden * active
     mlp += routing_activations(args, size)
 
     masks = 0
@@ -428,7 +450,7 @@ def routing_activations(model_args: dict, size: int) -> int:
     return rows + (4 - size) * C + 8 * E + 32 * active
 
 
-def loss_activations(plan: Plan, tokens: int) -> tuple[int, int]:
+def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[int, int]:
     """
     Return the bytes that the head and the loss (isogpt.nn.kernels.summed_loss) of a micro-batch's tokens
     allocate in the forward pass and in the backward pass.
@@ -436,9 +458,13 @@ def loss_activations(plan: Plan, tokens: int) -> tuple[int, int]:
     args, size, on_cpu = plan.model_args, plan.torch_dtype.itemsize, plan.device_type == "cpu"
     V, C = ceil(args["vocab_size"] / plan.tp), args["n_embd"]
     # nanochat's soft cap keeps float32 logits before and after tanh
-    capped = 8 * tokens * V if args["arch"] == "nanochat" else 0
-    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
+    capped = 8 * tokens * V if args["arch"] == "nanochat" and not is_fused(plan) else 0
+    device_gb = device_gb or (0 if torch.cuda.is_available() else USUAL_GB)
+    memory = int(min(device_gb, MOST_GB) * 1e9)
+    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V, memory)
     if tokens <= max(1, unchunked // V):
+        if is_fused(plan):  # the gradient takes the place of the logits
+            return size * tokens * V, size * tokens * V
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
         # gradients
         return capped + 10 * tokens * V, capped + 12 * tokens * V

@@ -334,7 +334,7 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
     mesh = make_mesh(0, plan)
     share = share_of(plan.sequences, 0, mesh.data_size, plan.batch_size, plan.pp)
     plan = replace(plan, micro_batch=share.rows)
-    gb = memory_estimate(plan)["total"] + hw.fixed_gb
+    gb = memory_estimate(plan, hw.memory_gb)["total"] + hw.fixed_gb
     if gb > hw.memory_gb:
         return Prediction(plan, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
