@@ -38,6 +38,7 @@ from isogpt.launch.process_group import connect_store
 from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
+from isogpt.speed.devices import HARDWARE
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import about_edited_modules, memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
@@ -101,7 +102,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     planned = workload.plan(world_size, card)
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
-    for name, gb in memory_estimate(planned).items():
+    device_gb = 0 if card == "this" else HARDWARE[card].memory_gb
+    for name, gb in memory_estimate(planned, device_gb).items():
         say(f"  {name:12} {gb:8.3f}")
     if note := about_edited_modules(planned):
         say(note)

@@ -245,7 +245,7 @@ def test_a_step_is_not_faster_than_the_peak(at, capsys, peaks, said):
 def test_the_rows_of_a_sweep(capsys, swept, weak, micro_batches, batches):
     """The global batch grows with weak scaling only; a layout's row is launched twice."""
     settings = DEFAULTS | {"gradient_accumulation_steps": micro_batches, "nproc": 2}
-    workload = Workload(settings, {}, {}, torch.device("cpu"), 2, weak, is_random=False, model_class=GPT)
+    workload = Workload(settings, {}, [], {}, torch.device("cpu"), 2, weak, is_random=False, model_class=GPT)
     launches, launched = launches_of(figures())
     rows = run_sweep(launches, workload, {name: list(values) for name, values in swept.items()}, 3)
     out = capsys.readouterr().out

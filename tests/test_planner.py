@@ -1,20 +1,24 @@
 """The planner's formulas, its choice of layouts, and its predictions of published runs."""
 
+import csv
 import json
+import math
 from dataclasses import asdict, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import ceil, log2
+from statistics import median
 
 import pytest
 import torch
 from edits import COUNTED_SHAPE, edited_gpt
-from runs import column, default_plan, records, train_defaults
+from runs import REPO, column, default_plan, records, train_defaults
 
 from isogpt.common.files import record
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
+from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import share_of
 from isogpt.speed import layouts, memory, plan_report, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
@@ -22,7 +26,7 @@ from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
 
 DEFAULTS = train_defaults()
-GPT2 = {"bias": False}
+GPT2 = {"bias": False, "vocab_size": 50304}
 LLAMA_7B = {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hidden": 11008}
 LLAMA_7B |= {"vocab_size": 32000, "block_size": 4096}
 LLAMA_8B = LLAMA_7B | {"n_kv_head": 8, "n_hidden": 14336, "vocab_size": 128256, "block_size": 8192}
@@ -65,10 +69,13 @@ def test_a_ring_uses_the_links_of_its_ranks(devices, settings):
         if crossings:
             bandwidths.append(NETWORK.bytes_per_s * on_machine / min(devices, per_node))
         expected = 8e9 * (n - 1) / n / min(bandwidths) if n > 1 else 0
-        latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(on_machine)) * 1e-6
+        machines, local = max(1, crossings), ceil(log2(on_machine)) * 1e-6
+        latency = (machines - 1) * 1e-5 + local
         assert rings.seconds(axes, 8e9) == pytest.approx(expected + latency), (axes, group)
         three = rings.seconds(axes, 8e9, count=3, slowness=2.0)
         assert three == pytest.approx(2 * expected + 3 * latency), (axes, group)
+        in_trees = 2 * (expected + ceil(log2(machines)) * 1e-5 + local)
+        assert rings.all_reduce_s(axes, 8e9) == pytest.approx(in_trees), (axes, group)
 
 
 def test_layers_are_cut_as_well_as_any_cut_does():
@@ -151,7 +158,7 @@ def test_slower_networks_change_the_choice():
     fast, slow = (
         layouts.ranked(wanted, changed_hardware(HARDWARE["h100"], gbit, 0, 0), 8)[0] for gbit in (0, 1)
     )
-    assert fast.settings["zero"] == 3 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
+    assert fast.settings["zero"] >= 2 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
     sharded = prediction.predict(replace(wanted, zero=3), changed_hardware(HARDWARE["h100"], 1, 0, 0), 8)
     assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
 
@@ -203,37 +210,138 @@ def test_the_calibration_makes_a_step_take_what_was_measured():
     assert seconds["compute"] + seconds["optimizer"] == pytest.approx(7.0, rel=0.02)
 
 
-# docs/scaling.md names the sources. The H100s of torchtitan's benchmarks have 500 W instead of 700 and slower
-# memory.
-A100_40GB = replace(HARDWARE["a100"], memory_gb=40, bytes_per_s=0.85 * 1.555e12)
-COMPOSED = replace(A100_40GB, attention=0.55 / 7)  # FlashAttention-2 is 5 to 9 times as fast (Dao 2023)
-H100_500W = replace(HARDWARE["h100"], memory_gb=103, matmul=0.65 * 835e12, bytes_per_s=0.85 * 2.4e12)
-TITAN = dict(zero=3, activation_checkpointing="selective")
+# docs/scaling.md and docs/memory.md name the sources. The H100s of torchtitan's benchmarks have 500 W instead
+# of 700 and slower memory.
+H100_500W = replace(HARDWARE["h100"], memory_gb=103, matmul=0.71 * 835e12, bytes_per_s=0.85 * 2.4e12)
+A100, A100_40GB, H200 = HARDWARE["a100"], HARDWARE["a100-40gb"], HARDWARE["h200"]
+COMPOSED = replace(A100_40GB, attention=A100_40GB.attention / 7)  # FlashAttention-2 is 5 to 9 times as fast
+LLAMA_70B = LLAMA_8B | {"n_layer": 80, "n_head": 64, "n_embd": 8192, "n_hidden": 28672}
+LLAMA_2_7B, LLAMA_2_13B = LLAMA_7B | {"block_size": 2048}, LLAMA_7B | {"n_layer": 40, "n_head": 40}
+LLAMA_2_13B |= {"n_embd": 5120, "n_hidden": 13824}
+NANOCHAT = GPT2 | {"arch": "nanochat", "tied": False}
+EAGER, FSDP, SELECTIVE = {"compile": False}, {"zero": 3}, {"zero": 3, "activation_checkpointing": "selective"}
+FULL = {"zero": 3, "activation_checkpointing": "full"}
 
 
-@pytest.mark.parametrize(
-    "hw, model, devices, batch_size, accumulation, settings, published, gib",
-    [
-        (COMPOSED, GPT2, 8, 12, 40, {}, 491520 / 0.562 / 8, None),
-        (HARDWARE["a100"], GPT2, 8, 64, 8, {}, 10e9 / (90 * 60) / 8, None),
-        (H100_500W, LLAMA_8B, 8, 2, 8, TITAN, 6667, 77.0),
-        (H100_500W, LLAMA_8B, 128, 2, 128, TITAN, 6514, 62.0),
-    ],
-    ids=["nanoGPT", "llm.c", "torchtitan-8", "torchtitan-128"],
-)
-def test_published_runs(hw, model, devices, batch_size, accumulation, settings, published, gib):
-    """Tokens/s of a device within 25%."""
-    wanted = plan_with(model, devices, batch_size, accumulation, **settings)
-    plan = prediction.predict(wanted, hw, 8)
-    assert not plan.problem
-    speed = batch_size * accumulation * wanted.model_args["block_size"] / plan.total_s / devices
-    print(
-        f"predicted {speed:,.0f}, published {published:,.0f} tokens/s: {speed / published - 1:+.1%}, "
-        f"{plan.gb:.1f} GB"
-    )
-    assert speed == pytest.approx(published, rel=0.25)
-    if gib:
-        assert 0.95 < plan.gb / (gib * 1.0737) < 1.15
+def errors_of(rows, title):
+    """Print rows of (group, predicted, published), and return the errors."""
+    errors = [predicted / published - 1 for _, predicted, published in rows]
+    for group in (*dict.fromkeys(row[0] for row in rows), "all"):
+        ours = [e for e, row in zip(errors, rows, strict=True) if group in (row[0], "all")]
+        print(f"{title}, {group}: {len(ours)} rows, median {median(map(abs, ours)):.1%}, ", end="")
+        print(f"{min(ours):+.0%} to {max(ours):+.0%}")
+    return errors
+
+
+def test_published_runs_of_one_program():
+    """Those of MosaicML, to which the speeds of the cards were fitted."""
+    lines = (REPO / "tests/published_runs.csv").read_text().splitlines()
+    by_card, by_length = [], []
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        run = {
+            name: value if value.isalpha() else int(value) for name, value in row.items() if name != "card"
+        }
+        gpus, published, card = run.pop("gpus"), run.pop("tokens_per_s"), row["card"]
+        batch = run.pop("batch_size"), run.pop("gradient_accumulation_steps")
+        settings = {name: run.pop(name) for name in ("zero", "activation_checkpointing")} | EAGER
+        model = run | GPT2 | {"vocab_size": 50368}
+        step = prediction.predict(plan_with(model, gpus, *batch, **settings), HARDWARE[card], 8)
+        assert not step.problem, row
+        by_card.append((card, step.tokens_per_s / gpus, published))
+        length = "up to 2,048" if run["block_size"] <= 2048 else "longer"
+        by_length.append((f"{card}, {length}", *by_card[-1][1:]))
+    errors = errors_of(by_card, "tokens/s")
+    errors_of(by_length, "tokens/s")
+    assert len(errors) == 104 and median(map(abs, errors)) < 0.04 and max(map(abs, errors)) < 0.3
+
+
+OTHERS = [
+    ("nanoGPT, 8 A100", COMPOSED, GPT2, 8, (12, 40), {}, 491520 / 0.562 / 8),
+    ("llm.c, 8 A100", A100, GPT2, 8, (64, 8), {}, 10e9 / (90 * 60) / 8),
+    ("torchtitan 8B, 64 A100, eager", A100, LLAMA_8B, 64, (1, 64), SELECTIVE | EAGER, 2973),
+    ("torchtitan 70B, 64 A100, eager", A100, LLAMA_70B, 64, (1, 64), FULL | EAGER, 331),
+    ("torchtitan 13B, 64 A100, eager", A100, LLAMA_2_13B, 64, (2, 64), FSDP | EAGER, 2162),
+    ("torchtitan 8B, 8 H100, eager", H100_500W, LLAMA_8B, 8, (2, 8), SELECTIVE | EAGER, 5762),
+    ("torchtitan 8B, 8 H100", H100_500W, LLAMA_8B, 8, (2, 8), SELECTIVE, 6667),
+    ("torchtitan 8B, 128 H100, eager", H100_500W, LLAMA_8B, 128, (2, 128), SELECTIVE | EAGER, 5605),
+    ("torchtitan 8B, 128 H100", H100_500W, LLAMA_8B, 128, (2, 128), SELECTIVE, 6514),
+    ("isoGPT, H200, 1 x 16", H200, GPT2, 1, (16, 1), {}, 16 * 1024 / 0.035),
+    ("isoGPT, H200, 4 x 16", H200, GPT2, 1, (16, 4), {}, 64 * 1024 / 0.134),
+    ("isoGPT, H200, 1 x 64", H200, GPT2, 1, (64, 1), {}, 561800),
+    ("isoGPT, H200, nanochat", H200, NANOCHAT, 1, (16, 1), {"optimizer": "muon"}, 16 * 1024 / 0.0393),
+]
+
+
+def test_published_runs_of_other_programs():
+    """Nothing was fitted to those of torchtitan, nanoGPT and llm.c, some of which keep fewer activations."""
+    rows = []
+    for name, hw, model, gpus, batch, settings, published in OTHERS:
+        roomy = replace(hw, memory_gb=999)
+        step = prediction.predict(plan_with(model, gpus, *batch, **settings), roomy, 8)
+        rows.append((name, step.tokens_per_s / gpus, published))
+        print(f"predicted {rows[-1][1]:,.0f}, published {published:,.0f}")
+    errors = errors_of(rows, "tokens/s")
+    assert median(map(abs, errors)) < 0.05 and max(map(abs, errors)) < 0.15
+
+
+GIB, WHOLE, LONG = 2**30 / 1e9, math.inf, {"block_size": 32768}
+TITAN_PR = "torchtitan#165, 7B"
+MEMORY = [  # model, GPUs, batch, settings, GB of the card that decides on chunks of the loss, GB published
+    (TITAN_PR, LLAMA_2_7B, 8, (8, 8), FULL | EAGER, WHOLE, 0.3264 * 95.04 * GIB),
+    (TITAN_PR, LLAMA_2_7B, 8, (8, 8), FULL, WHOLE, 28.9 * GIB),
+    (TITAN_PR, LLAMA_2_7B, 8, (8, 8), FSDP, WHOLE, 90.28 * GIB),
+    (TITAN_PR, LLAMA_2_7B, 8, (8, 8), SELECTIVE | EAGER, WHOLE, 0.6251 * 95.04 * GIB),
+    (TITAN_PR, LLAMA_2_7B, 8, (8, 8), SELECTIVE, WHOLE, 53.83 * GIB),
+    (TITAN_PR, LLAMA_2_7B, 8, (16, 8), SELECTIVE, WHOLE, 88.23 * GIB),
+    ("torchtitan 8B", LLAMA_8B, 8, (2, 8), SELECTIVE | EAGER, WHOLE, 82.4 * GIB),
+    ("torchtitan 8B", LLAMA_8B, 8, (2, 8), SELECTIVE, WHOLE, 77.0 * GIB),
+    ("torchtitan 8B", LLAMA_8B, 128, (2, 128), SELECTIVE | EAGER, WHOLE, 67.0 * GIB),
+    ("torchtitan 8B", LLAMA_8B, 128, (2, 128), SELECTIVE, WHOLE, 62.0 * GIB),
+    ("32,768 tokens", LLAMA_8B | LONG, 8, (1, 8), FULL | EAGER, WHOLE, 83.9 * GIB),
+    (
+        "32,768 tokens",
+        LLAMA_8B | {"block_size": 65536},
+        8,
+        (1, 4),
+        FULL | EAGER | {"cp": 2},
+        WHOLE,
+        84.2 * GIB,
+    ),
+    (
+        "32,768 tokens",
+        LLAMA_8B | {"block_size": 131072},
+        8,
+        (1, 2),
+        FULL | EAGER | {"cp": 4},
+        WHOLE,
+        84 * GIB,
+    ),
+    (
+        "32,768 tokens",
+        LLAMA_8B | {"block_size": 262144},
+        8,
+        (1, 1),
+        FULL | EAGER | {"cp": 8},
+        WHOLE,
+        84.5 * GIB,
+    ),
+    ("torchtitan 70B", LLAMA_70B, 256, (16, 32), FULL | EAGER | {"tp": 8}, WHOLE, 71.9 * GIB),
+    ("isoGPT, H200", GPT2, 1, (16, 4), {}, 141, 9.6),
+    ("isoGPT, H200", GPT2, 1, (64, 1), {}, 141, 26.7),
+    ("isoGPT, H200", GPT2, 1, (16, 1), {"exact": True}, 141, 9.8),
+    ("isoGPT, H200", NANOCHAT, 1, (16, 1), {"optimizer": "muon"}, 141, 10.4),
+]
+
+
+def test_published_memory():
+    """torchtitan's selective recomputation keeps every second matmul, isoGPT's keeps all."""
+    rows = []
+    for name, model, gpus, batch, settings, device_gb, published in MEMORY:
+        total = memory.memory_estimate(plan_with(model, gpus, *batch, **settings), device_gb)["total"]
+        rows.append((name, total, published))
+        print(f"{name}, {batch[0]} sequences, {settings}: {total:.1f} GB, published {published:.1f}")
+    errors = errors_of(rows, "memory")
+    assert median(map(abs, errors)) < 0.15 and max(map(abs, errors)) < 0.4
 
 
 def test_only_zero_divides_the_optimizer():
@@ -257,6 +365,30 @@ def test_only_zero_divides_the_optimizer():
 def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
     plans = layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
     assert len(plans) > 8 and all(plan.settings.items() >= kept.items() for plan in plans)
+
+
+def test_a_setting_that_was_typed_is_kept_at_its_default():
+    wanted = replace(plan_with(LLAMA_7B, 16, 4, 16), kept=["tp", "zero", "activation_checkpointing"])
+    plans = [prediction.settings for prediction in layouts.ranked(wanted, HARDWARE["h100"], 8)]
+    assert {(p["tp"], p["zero"], p["activation_checkpointing"]) for p in plans} == {(1, 0, "none")}
+    assert len({p["pp"] for p in plans}) > 3
+
+
+@pytest.mark.parametrize("memory_gb", [20, 40, 80])
+def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
+    """Against all schedules, micro-batches and recomputations: what fits does not exclude what is faster."""
+    wanted, hw = plan_with(LLAMA_7B, 32, 4, 32), replace(HARDWARE["h100"], memory_gb=memory_gb)
+    for degrees in ({"pp": 4, "tp": 2}, {"pp": 8, "zero": 1}, {"zero": 3}, {"zero": 2, "tp": 2}):
+        layout = replace(wanted, **degrees)
+        fastest = math.inf
+        sizes = layouts.micro_batches(wanted, layout)
+        for mode, schedule, size in product(layouts.RECOMPUTE, prediction.SCHEDULES, sizes):
+            steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
+            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
+            if fits_schedule(mode, plan.pp, schedule):
+                fastest = min(fastest, prediction.predict(plan, hw, 8).total_s)
+        tried = layouts.predictions_of(wanted, layout, hw, 8)
+        assert min(plan.total_s for plan in tried) == fastest, degrees
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ class Plan:
     compile: bool
     cuda_graphs: bool
     exact: bool
+    # choice of a layout
+    kept: list[str] = field(default_factory=list)  # settings that keep their values even at the defaults
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,6 +112,7 @@ UNDIVIDED = Plan(
         "world_size": 1,
         "dtype": "float32",
         "model_args": {},
+        "kept": [],
         "zero": 0,
         "dp_replicate": 1,
         "tp": 1,

@@ -133,9 +133,7 @@ NVLINK_3, NVLINK_4 = Link(8e-6, 230e9), Link(8e-6, 350e9)
 HARDWARE = {
     # the published runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11
     # uses cuDNN's, which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
-    "h100": replace(
-        described("H100( 80GB HBM3)?", 80, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.26
-    ),
+    "h100": replace(described("H100( 80GB HBM3)?", 80, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.26),
     "h200": replace(described("H200", 141, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.42),
     "a100": described("A100-SXM4-80GB", 80, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
     "a100-40gb": described("A100-SXM4-40GB", 40, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),

@@ -1,6 +1,6 @@
 """
 The layouts that a number of devices allows, ranked by predicted speed: for `bench.py --plan` and
-`train.py --layout=auto`. A layout's setting that is not at the default is kept.
+`train.py --layout=auto`. A layout's setting that is not at the default, or that bench.py was given, is kept.
 """
 
 from bisect import bisect_left
@@ -65,9 +65,9 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
 
 
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
-    """The value of a setting, if it is not the default, else `values`."""
+    """The value of a setting, if it is not the default or was typed, else `values`."""
     value = getattr(plan, name)
-    return values if value == getattr(UNDIVIDED, name) else [value]
+    return values if value == getattr(UNDIVIDED, name) and name not in plan.kept else [value]
 
 
 def is_valid(plan: Plan) -> bool:
@@ -86,28 +86,25 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware, per_node: int) -> I
     Predict a layout with different schedules, recomputation and micro-batches, for the same global batch.
 
     Args:
-        wanted: the plan that the settings describe, whose values are kept if they are not the defaults.
+        wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
     schedules = fixed_or(wanted, "pp_schedule", SCHEDULES if layout.pp > 1 else ["1f1b"])
     possible = [s for s in schedules if wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(s)]
-    for mode in fixed_or(wanted, "activation_checkpointing", RECOMPUTE):
-        fits = 0
-        allowed = [s for s in possible if fits_schedule(mode, layout.pp, s)]
-        for schedule, size in product(allowed, micro_batches(wanted, layout)):
-            plan = replace(
-                layout,
-                pp_schedule=schedule,
-                activation_checkpointing=mode,
-                batch_size=size,
-                gradient_accumulation_steps=wanted.sequences // size,
-            )
+    modes = fixed_or(wanted, "activation_checkpointing", RECOMPUTE)
+    fits = 0  # sizes that fit with the least recomputation
+    for schedule, size in product(possible, micro_batches(wanted, layout)):
+        steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
+        for mode in modes:
+            if not fits_schedule(mode, layout.pp, schedule):
+                continue
+            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
             prediction = predict(plan, hw, per_node)
             yield prediction
-            fits += not prediction.problem
-            if layout.pp == 1 and fits == 2:
-                break  # smaller micro-batches are slower
-        if fits:
-            return  # if a plan fits, more recomputation only costs time
+            if not prediction.problem:
+                fits += mode == modes[0]
+                break  # with this micro-batch, more recomputation only costs time
+        if layout.pp == 1 and fits == 2:
+            return  # smaller micro-batches are slower
 
 
 def micro_batches(wanted: Plan, layout: Plan) -> list[int]:

@@ -172,12 +172,7 @@ class Rings:
         return 2 * self.seconds(axes, size, count, trees=True)
 
     def seconds(
-        self,
-        axes: tuple[str, ...],
-        size: float,
-        count: int = 1,
-        slowness: float = 1.0,
-        trees: bool = False,
+        self, axes: tuple[str, ...], size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
     ) -> float:
         """
         Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.

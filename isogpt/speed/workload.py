@@ -13,7 +13,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
-from isogpt.parallel.plan import Plan, normalized, plan_of
+from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import FIXED
@@ -48,6 +48,7 @@ class Workload:
     Args:
         settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
         typed: the same as the user's arguments set them.
+        kept: names of the layout's settings that these arguments set, at their defaults too.
         chosen: settings that bench.py chooses, without which train.py would train a different model.
         device: of this machine.
         processes: how many are launched.
@@ -58,6 +59,7 @@ class Workload:
 
     settings: dict
     typed: dict
+    kept: list[str]
     chosen: dict
     device: torch.device
     processes: int
@@ -136,6 +138,7 @@ class Workload:
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
+            kept=self.kept,
             model_args=model_args,
             counts=count_on_meta(self.model_class, model_args),
         )
@@ -197,8 +200,9 @@ def choose_workload(
     is_random = not config["real_data"] or not is_prepared
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
+    kept = [name for name in LAYOUT if name in config]
     workload = Workload(
-        settings, typed, chosen, device, request.processes, config["weak"], is_random, model_class
+        settings, typed, kept, chosen, device, request.processes, config["weak"], is_random, model_class
     )
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])
