@@ -200,18 +200,24 @@ def test_what_compression_and_islands_keep():
     )
 
 
-@pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 1.48)])
-def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, gib, bytes_per_logit):
+@pytest.mark.parametrize(
+    "gib, compile, bytes_per_logit", [(80, False, 12), (80, True, 2), (16, False, 1.48), (16, True, 1.48)]
+)
+def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(
+    monkeypatch, gib, compile, bytes_per_logit
+):
     """
     16 sequences of 1,024 tokens in bfloat16: all logits at once, or five chunks, at 6 bytes per logit of a
-    chunk.
+    chunk. The card is the one that is planned for, or else this machine's.
     """
+    plan = plan_with(asdict(GPTConfig()), compile=compile)
+    planned = max(memory.loss_activations(plan, 16 * 1024, gib * 2**30 / 1e9))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
     )
-    largest = max(memory.loss_activations(plan_with(asdict(GPTConfig())), 16 * 1024))
-    assert largest == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
+    largest = max(memory.loss_activations(plan, 16 * 1024))
+    assert largest == planned == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
 
 
 @pytest.mark.slow
