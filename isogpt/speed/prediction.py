@@ -393,6 +393,6 @@ def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     Args:
         measured: see `two_blocks`.
     """
-    seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
+    seconds = predict(measured, replace(hw, memory_gb=1e6), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
