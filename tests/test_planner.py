@@ -143,12 +143,13 @@ def test_plans_are_valid_and_have_the_same_global_batch():
         check_training(DEFAULTS | s | {name: LLAMA_7B[name] for name in LLAMA_7B.keys() & DEFAULTS.keys()})
         data_size = make_mesh(0, plan.plan).data_size
         assert share_of(256, 0, data_size, s["batch_size"], s["pp"]).rows >= 1
-        assert bool(plan.problem) == (plan.gb > 80)
+        assert bool(plan.problem) == (plan.gb > HARDWARE["h100"].memory_gb)
     ddp = [plan for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)]
     # 16 bytes per parameter are more than 80 GB
     assert ddp and all("does not fit" in plan.problem for plan in ddp)
     table = plan_report.table(plans, 4e10)
-    assert "communication +" in table and "bubble +" in table and "does not fit: " in table
+    assert "communication +" in table and "does not fit: " in table
+    assert any("bubble +" in layouts.reason(plan, plans[0]) for plan in plans)
     assert len(table.splitlines()) == 1 + 15 + 3
 
 

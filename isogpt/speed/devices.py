@@ -33,6 +33,7 @@ class Hardware:
     runs (docs/scaling.md compares them with the predictions).
 
     Args:
+        memory_gb: of the device; for H100, H200 and A100 as their driver reports it, else as they are sold.
         matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
         half: the size of a matmul's smallest dimension at which the matmul reaches half of this speed.
         attention: the speed of attention as a fraction of `matmul`.
@@ -45,7 +46,8 @@ class Hardware:
             all-reduce's; more than 1 where the backend copies, as gloo does.
         overlap: the fraction of a collective's time that computation hides, while there is any: both use the
             same memory and processors. On a CPU it hides nothing.
-        fixed_gb: memory that a process takes before it allocates a model.
+        fixed_gb: memory that a process takes before it allocates a model; on a GPU with what NCCL takes and
+            fragments.
     """
 
     memory_gb: float
@@ -60,7 +62,7 @@ class Hardware:
     gather: float = 1.0
     scatter: float = 1.0
     overlap: float = 0.4
-    fixed_gb: float = 1.5
+    fixed_gb: float = 2.5
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,12 @@ NVLINK_3, NVLINK_4 = Link(8e-6, 230e9), Link(8e-6, 350e9)
 HARDWARE = {
     # the published runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11
     # uses cuDNN's, which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
-    "h100": replace(described("H100( 80GB HBM3)?", 80, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.26),
-    "h200": replace(described("H200", 141, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.42),
-    "a100": described("A100-SXM4-80GB", 80, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
-    "a100-40gb": described("A100-SXM4-40GB", 40, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
+    "h100": replace(
+        described("H100( 80GB HBM3)?", 84.9, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.26
+    ),
+    "h200": replace(described("H200", 150.1, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.42),
+    "a100": described("A100-SXM4-80GB", 85.0, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
+    "a100-40gb": described("A100-SXM4-40GB", 42.3, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
     "4090": described("RTX 4090", 24, 0.85, PCIE_4, SLOW_NETWORK),
     # The fractions and links from here to "5090" are assumptions: no published run was compared. PCIe has
     # version 3 on a T4, 5 on a 5090 and 4 on the other cards. Without NVLink, 10 Gbit/s between machines are
