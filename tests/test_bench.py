@@ -17,10 +17,11 @@ from runs import REPO, free_port, listening, script, script_that_fails, tiny_dat
 from configurator import settings_of
 from isogpt.data import dataset
 from isogpt.speed import step_report
+from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import reason_for
 from isogpt.speed.step_report import report_step, split_step
 from isogpt.speed.sweep import run_sweep
-from isogpt.speed.workload import Workload
+from isogpt.speed.workload import Workload, choose_workload, described_for_bench
 from model import GPT
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
@@ -231,6 +232,23 @@ def test_a_step_is_not_faster_than_the_peak(at, capsys, peaks, said):
     launches, _ = launches_of(figures())
     report_step(launches, {"nproc": 1, "grad_sync": "auto"}, 3, torch.device("cpu"))
     assert f"of which the step reaches {said}" in capsys.readouterr().out and not list(measured)
+
+
+def test_a_plan_keeps_a_layout_that_was_typed_at_its_default():
+    settings = described_for_bench(settings_of(REPO / "train.py"))
+    config = {
+        "plan": True,
+        "tune": False,
+        "weak": False,
+        "real_data": False,
+        "n_layer": 2,
+        "tp": 1,
+        "zero": 0,
+    }
+    request = Request(8, [8], ["h100"], {})
+    cpu = torch.device("cpu")
+    workload = choose_workload(config, settings, ["--n_layer=2", "--tp=1", "--zero=0"], cpu, request, GPT)
+    assert workload.plan(8, "h100").kept == ["zero", "tp"]
 
 
 @pytest.mark.parametrize(
