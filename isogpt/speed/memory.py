@@ -32,7 +32,7 @@ from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training.optim import moments_of
 
-USUAL_GB = 80  # of a GPU that is neither here nor described
+USUAL_GB, MOST_GB = 80, 1e6  # of a GPU that is neither here nor described; of one without a limit
 
 # matches messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate
 # separately
@@ -459,7 +459,8 @@ def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[i
     # nanochat's soft cap keeps float32 logits before and after tanh
     capped = 8 * tokens * V if args["arch"] == "nanochat" and not is_fused(plan) else 0
     device_gb = device_gb or (0 if torch.cuda.is_available() else USUAL_GB)
-    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V, int(device_gb * 1e9))
+    memory = int(1e9 * min(device_gb, MOST_GB))
+    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V, memory)
     if tokens <= max(1, unchunked // V):
         if is_fused(plan):  # the gradient takes the place of the logits
             return size * tokens * V, size * tokens * V

@@ -23,8 +23,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
 IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
-# memory traffic on a GPU as a multiple of `traffic_s`. Eager is fitted to published runs (docs/scaling.md);
-# compiled is what Triton's kernels move in GPT-2's step (docs/benchmarks.md)
+# a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
+# to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
 
 
@@ -353,7 +353,8 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
 def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     """
     Return the seconds of an optimizer step. AdamW reads weights, gradients and two moments, and writes all
-    but the gradients; clipping scales the gradients first.
+    but the gradients; clipping scales the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters
+    (docs/benchmarks.md), and 1.2 ms are predicted.
     """
     part = part_of(plan, 0)
     shards = mesh.loss if plan.zero == 1 else mesh.shards
@@ -393,6 +394,6 @@ def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     Args:
         measured: see `two_blocks`.
     """
-    seconds = predict(measured, replace(hw, memory_gb=1e6), measured.world_size).seconds
+    seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
