@@ -14,6 +14,8 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
+import gc
+
 import torch
 
 from configurator import configure, fail
@@ -299,6 +301,7 @@ else:
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
 batches = reader.train(state.step, progress.position, progress.skipped)
+gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
     step = state.step
     lr = schedule.lr(step)
@@ -362,6 +365,7 @@ while not is_complete:
     clock.lap("agree")
     optim.clip_and_step(optimizers, scaler, gathered, grad_clip)  # no update if loss or norm is not finite
     clock.lap("optimizer")
+    gc.collect(1)  # what was allocated since the step before; the GPU is still busy
     numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so
     clock.lap("agree")
     # -- after the step

@@ -9,7 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.parallel.compression import Compression
 from isogpt.parallel.data_parallel import allocate_gradients
-from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
+from isogpt.parallel.gradients import (
+    clear_gradients,
+    complete_gradients,
+    norm_share,
+    parameters_by_replica_count,
+)
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
@@ -64,7 +69,8 @@ class FloatSums:
 
     def start_step(self) -> None:
         """Set the gradients to zero; those whose memory is kept are not None afterwards."""
-        self.model.zero_grad(set_to_none=not self.keeps_memory)
+        for params in self.by_replica_count.values():
+            clear_gradients(params, self.keeps_memory)
 
     def start_micro_batch(self, micro_step: int) -> None:
         """Nothing: no sum depends on the number of the micro-batch."""

@@ -99,6 +99,19 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
     return groups
 
 
+def clear_gradients(params: list[nn.Parameter], keeps_memory: bool) -> None:
+    """
+    Set gradients to None, or to zero if their memory is kept. Module.zero_grad looks for the parameters in
+    all modules, which takes 0.15 ms with GPT-2's 12 layers while a GPU waits for the host, and sets each
+    gradient to zero with a separate kernel.
+    """
+    if keeps_memory:
+        torch._foreach_zero_([local(p.grad) for p in params if p.grad is not None])
+        return
+    for p in params:
+        p.grad = None
+
+
 def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
     """
     Return this rank's share of the gradient's squared norm, from `parameters_by_replica_count`. The sum over

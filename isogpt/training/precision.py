@@ -202,11 +202,13 @@ def seed_micro_batch(seed: int, step: int, number: int, mesh: Mesh) -> None:
 
 
 def seed_generators(*key: int) -> None:
-    """Seed all generators with whole numbers, such as (seed, step, rank)."""
+    """Seed the generators of this process and its device with whole numbers, such as (seed, step, rank)."""
     number = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-    if torch.accelerator.is_available():
-        torch.manual_seed(number)  # also seeds every device's generator
-    else:  # the same on a machine with CPUs only; torch.manual_seed spends 0.1 ms on looking for devices
-        torch.default_generator.manual_seed(number)
+    # as torch.manual_seed, which spends 0.1 ms on devices of other kinds while a GPU waits for the host
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(number)
+    elif torch.mps.is_available():
+        torch.mps.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
