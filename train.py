@@ -313,6 +313,7 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
+        gc.collect()  # also what has become garbage after a collection in the loop
         if stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
