@@ -70,7 +70,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not uses_cpu_kernels(x):
-            return super().forward(x)
+            # weights in another dtype than x would leave PyTorch's fused kernel, with a warning (torch 2.11)
+            return super().forward(x if self.weight is None else x.to(self.weight.dtype))
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         y = CPUNormalize.apply(x, self.eps, dtype)
         return y if self.weight is None else y * self.weight.to(dtype)

@@ -92,6 +92,20 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     return wanted
 
 
+def check_residual_dtype(residual_dtype: str, dtype: str) -> None:
+    """
+    Check the setting residual_dtype, for the dtype to compute in.
+
+    Raises:
+        ValueError: only autocast in bfloat16 leaves the residual stream in bfloat16.
+    """
+    if residual_dtype == "bfloat16" and dtype != "bfloat16":
+        raise ValueError(
+            f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is {dtype!r}: set "
+            "--residual_dtype=float32, or --dtype=bfloat16"
+        )
+
+
 def common_dtype(dtypes: list[str]) -> str:
     """Return one dtype for all ranks, from the dtypes that the ranks resolved."""
     return min(dtypes, key=BY_PRECISION.index)
