@@ -193,6 +193,7 @@ mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
+logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 del recorded["alert_command"]  # often contains a token, and checkpoints and logs are passed on
