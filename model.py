@@ -31,6 +31,7 @@ from isogpt.nn.kernels import (
     KVCache,
     RMSNorm,
     causal_attention,
+    compute_dtype,
     relu2,
     rotate,
     soft_cap,
@@ -379,6 +380,8 @@ class GPT(nn.Module):
         if self.arch.norm_embeddings:
             # the residual stream stays in float32, also under autocast
             x = self.transformer.ln_0(x).to(x.dtype)
+        if self.config.residual_dtype == "bfloat16" and compute_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()  # half the memory traffic between the blocks, whose sums are then rounded
         return self.transformer.drop(x)
 
     def run_blocks(

@@ -147,6 +147,7 @@ outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
 # -- model ---------------------------------------------------------------------------------------------------
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
+residual_dtype = "float32"  # of what passes from block to block: bfloat16 is faster [float32 | bfloat16]
 head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
 n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
 n_expert_active = 2  # experts for each token [>= 1]
@@ -194,6 +195,7 @@ mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
+logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 del recorded["alert_command"]  # often contains a token, and checkpoints and logs are passed on

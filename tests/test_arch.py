@@ -2,23 +2,25 @@
 
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import accepted, column, records, start_changed, train_defaults
+from runs import accepted, column, default_plan, records, start_changed, train_defaults
 from test_parity import same
 from test_zero import tensors_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import differences
 from isogpt.nn import huggingface
 from isogpt.nn.architecture import ARCHS
-from isogpt.nn.kernels import CPUNormalize, relu2, rotate
+from isogpt.nn.kernels import CPUNormalize, Rotate, relu2, rotate
 from isogpt.parallel.attach import replace_seams
-from isogpt.training import muon, optim
+from isogpt.training import muon, optim, precision
 from model import GPT, Block, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -211,13 +213,14 @@ def test_settings_that_change_what_a_resume_reads():
         "seed": 1,
         "data_order": "shuffle",
     }
-    settings |= {"max_iters": 9, "beta2": 0.9, "grad_clip": 1.0}
+    settings |= {"max_iters": 9, "beta2": 0.9, "grad_clip": 1.0, "residual_dtype": "float32"}
     cases = {
         ("batch_size", 3): "24 sequences per step (was 12)",
         ("seed", 2): "seed 1 (was 2)",
         ("data_order", "random"): "data_order shuffle (was random)",
         ("block_size", 16): "block_size 8 (was 16)",
         ("beta2", 0.95): "beta2 0.9 (was 0.95)",
+        ("residual_dtype", "bfloat16"): "residual_dtype float32 (was bfloat16)",
         ("max_iters", 5): None,  # a longer run
     }
     for (name, value), said in cases.items():
@@ -239,12 +242,77 @@ def test_settings_that_change_what_a_resume_reads():
         assert differences(settings, run["model_args"], source, is_resume=True) == []
 
 
+# ------------------------------------------------------------------------------------------------------------
+# the residual stream
+
+
+@pytest.mark.parametrize("n_expert", [0, 4])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_residual_stream_in_bfloat16(arch, n_expert):
+    """Under autocast in bfloat16 only, with gradients in float32 that differ by rounding."""
+    shape = dict(block_size=32, vocab_size=65, n_layer=3, n_head=2, n_embd=32, bias=arch == "gpt2")
+    x, gradients = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(0)), []
+    for stream in ("float32", "bfloat16"):
+        config = GPTConfig(arch=arch, n_expert=n_expert, residual_dtype=stream, **shape)
+        model, dtypes = GPT(config, seed=1), set()
+        for block in model.transformer.h:
+            block.ln_1.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+            block.ln_2.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+        model.transformer.ln_f.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+        for autocast, expected in ((torch.bfloat16, getattr(torch, stream)), (None, torch.float32)):
+            dtypes.clear()
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                loss = model(x, x, 64.0)[1]
+            assert dtypes == {expected}
+            if autocast:
+                loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(grad.dtype == torch.float32 for grad in gradients[1])
+    pairs = zip(*gradients, strict=True)
+    tolerance = 0.15 if n_expert else 0.05  # a token between two experts may go to the other one
+    square = sum((a - b).square().sum() for a, b in pairs)
+    assert 0 < square <= tolerance**2 * sum(a.square().sum() for a in gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("stream", "dtype", "changes", "expected"),
+    [
+        ("float32", "bfloat16", {}, "float32"),
+        ("bfloat16", "bfloat16", {}, "bfloat16"),
+        ("bfloat16", "float32", {}, "float32"),  # sample.py --dtype=float32
+        ("bfloat16", "float16", {}, "float32"),
+        ("float32", "float32", {"zero": 3}, "float32"),
+        ("float32", "bfloat16", {"zero": 3}, "bfloat16"),  # fully_shard casts what it computes with
+        ("float32", "bfloat16", {"zero": 3, "exact": True}, "float32"),  # autocast does
+        ("bfloat16", "bfloat16", {"zero": 3, "exact": True}, "bfloat16"),
+    ],
+)
+def test_the_dtype_of_the_residual_stream_in_a_plan(stream, dtype, changes, expected):
+    """Of what the stages of a pipeline send, and of what a micro-batch's memory is estimated from."""
+    plan = default_plan(dtype=dtype, model_args={"residual_dtype": stream}, **changes)
+    assert plan.stream_dtype == getattr(torch, expected)
+    assert replace(plan, model_args={}).stream_dtype in (torch.float32, plan.torch_dtype)  # not known yet
+
+
+@pytest.mark.parametrize("dtype", ["float32", "tf32", "float16"])
+def test_a_stream_in_bfloat16_needs_computation_in_bfloat16(dtype):
+    said = f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is '{dtype}': set "
+    with pytest.raises(ValueError, match=re.escape(f"{said}--residual_dtype=float32, or --dtype=bfloat16")):
+        precision.check_residual_dtype("bfloat16", dtype)
+    precision.check_residual_dtype("float32", dtype)
+    precision.check_residual_dtype("bfloat16", "bfloat16")
+    with pytest.raises(ValueError, match="residual_dtype is 'fp8'; possible are float32 and bfloat16"):
+        GPTConfig(residual_dtype="fp8")
+
+
 ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)
 ROPE = torch.stack((ANGLES.cos().repeat(1, 1, 2), torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)))
 OPERATORS = {
     "norm": lambda x: CPUNormalize.apply(x, 1e-6, x.dtype),
     "rotate": lambda x: rotate(x, ROPE),
     "rotate and norm": lambda x: rotate(x, ROPE, 1e-6),
+    "rotate on a GPU": lambda x: Rotate.apply(x, ROPE, None),
+    "rotate and norm on a GPU": lambda x: Rotate.apply(x, ROPE, 1e-6),
     "relu2": relu2,
 }
 
@@ -255,6 +323,34 @@ def test_gradients_of_the_operators_in_float64(name):
         2, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
     assert torch.autograd.gradcheck(OPERATORS[name], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_and_norm_are_those_of_pytorchs_operators(dtype):
+    """On a GPU; and neither pass rotates what follows from a sum, which would divide it into two kernels."""
+    x, grad = torch.randn(2, 2, 3, 2, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def passes(x, grad):
+        x = x.detach().requires_grad_()
+        y = Rotate.apply(x, ROPE.float(), 1e-6)
+        return y.detach(), torch.autograd.grad(y, x, grad)[0]
+
+    wide = x.double().requires_grad_()
+    rotated = wide * ROPE[0] + wide.roll(2, -1) * ROPE[1]
+    expected = rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True) + 1e-6)
+    expected = expected, torch.autograd.grad(expected, wide, grad.double())[0]
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    for actual, pass_ in zip(passes(x, grad), expected, strict=True):
+        assert actual.dtype == dtype and (actual - pass_).norm() <= tolerance * pass_.norm()
+
+    after_a_sum, swaps = set(), 0
+    for node in make_fx(passes)(x, grad).graph.nodes:
+        is_after = "mean" in node.name or any(n in after_a_sum for n in node.all_input_nodes)
+        is_swap = "flip" in node.name or "roll" in node.name
+        assert not (is_swap and is_after)
+        swaps += is_swap
+        after_a_sum |= {node} if is_after else set()
+    assert swaps == 2
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,34 @@ def test_deterministic_means_inductor_too():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
+
+
+def test_flash_attention_3_is_used_where_it_is_installed_and_fits(monkeypatch):
+    """A stand-in for the package, and PyTorch tries cuDNN no more."""
+    cuda, calls, capability = torch.device("cuda"), [], [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: calls.append(on))
+    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", calls.append)
+    plan = default_plan(dtype="bfloat16", model_args={"dropout": 0.0})
+    assert precision.use_flash_attention_3(cuda, plan, False) == [] == calls  # not installed
+    monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    assert precision.use_flash_attention_3(cuda, plan, False) == ["attention uses FlashAttention-3"]
+    assert calls == ["FA3", False]
+    calls.clear()
+    assert precision.use_flash_attention_3(cuda, plan, True) == []  # its backward pass may vary
+    assert precision.use_flash_attention_3(CPU, plan, False) == []
+    for changes in ({"dtype": "tf32"}, {"model_args": {"dropout": 0.1}}):
+        assert precision.use_flash_attention_3(cuda, replace(plan, **changes), False) == []
+    capability[0] = 10
+    assert precision.use_flash_attention_3(cuda, plan, False) == [] == calls
+
+    def broken(name):
+        raise ImportError("undefined symbol: x\nmore")
+
+    capability[0] = 9
+    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", broken)
+    said = "FlashAttention-3 is installed and cannot be used: ImportError: undefined symbol: x"
+    assert precision.use_flash_attention_3(cuda, plan, False) == [said] and calls == []
 
 
 def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):

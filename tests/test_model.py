@@ -81,7 +81,10 @@ def apart(a, b):
 
 # what GPT-2's config contains in addition to nanoGPT's fields, for SMALL
 EXPERTS = dict(n_expert=0, n_expert_active=2, balance_loss=0.01, router_z_loss=0.001)
-GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4, **EXPERTS)
+STREAM = dict(residual_dtype="float32")
+GPT2 = dict(
+    arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4, **EXPERTS, **STREAM
+)
 
 
 def same_states(a, b):

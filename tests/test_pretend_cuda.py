@@ -61,6 +61,7 @@ CASES = {
     # precision
     "plain": daily(""),
     "bf16": daily("--dtype=bfloat16", limit=HALF),
+    "bf16 stream": Case("--dtype=bfloat16 --residual_dtype=bfloat16", limit=HALF),
     "fp16": daily("--dtype=float16", limit=HALF, gpu=T4),
     "auto on a T4": Case("--dtype=auto", limit=HALF, gpu=T4),
     "auto on an A100": Case("--dtype=auto", limit=HALF, gpu=A100),
@@ -75,6 +76,7 @@ CASES = {
     ),
     # architectures and optimizers
     "muon": daily(MUON),
+    "muon bf16 stream": daily(f"{MUON} --dtype=bfloat16 --residual_dtype=bfloat16", limit=HALF),
     "muon fp16": Case(f"{MUON} --dtype=float16", limit=0.05, gpu=T4),
     "muon zero 3": Case(f"{MUON} --zero=3"),
     "llama gqa": Case("--arch=llama --n_kv_head=1"),
@@ -103,6 +105,7 @@ CASES = {
     "2 tp bf16": Case("--tp=2 --dtype=bfloat16", 2, HALF),
     "2 cp": daily("--cp=2", 2),
     "2 pp": daily("--pp=2", 2),
+    "2 pp bf16 stream": Case("--pp=2 --dtype=bfloat16 --residual_dtype=bfloat16", 2, HALF),
     "2 pp fp16": Case("--pp=2 --dtype=float16", 2, HALF, T4),
     "2 pp gpipe zero 2": Case("--pp=2 --pp_schedule=gpipe --zero=2", 2),
     "2 pp zbv": Case("--pp=2 --pp_schedule=zbv --n_layer=4", 2),

@@ -23,7 +23,7 @@ from isogpt.training.settings import model_args_of, settings_of_model
 # optimizer cannot continue it, see state.read_checkpoint
 OF_UPDATES = (
     *("learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
-    *("muon_momentum", "grad_clip", "dropout"),
+    *("muon_momentum", "grad_clip", "dropout", "residual_dtype"),
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )
 

@@ -44,7 +44,8 @@ LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
 MOST = dict.fromkeys(("n_head", "n_embd", "n_kv_head"), 2**25)
 MOST |= {"n_layer": 10_000, "n_hidden": 2**27, "n_expert": 2**16, "block_size": 2**31, "vocab_size": 2**31}
 # the fields that a run may set anew for weights that exist; the others describe the weights
-OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss")
+OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss", "residual_dtype")
+RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
@@ -68,6 +69,8 @@ class GPTConfig:
         n_expert: MLPs in each block, n_expert_active of which each token uses, see experts.py. 0: one MLP for
             all tokens.
         balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
+        residual_dtype: one of RESIDUAL_DTYPES, in which autocast in bfloat16 leaves what passes from block to
+            block. Other computations leave it as they do.
     """
 
     block_size: int = 1024
@@ -88,6 +91,7 @@ class GPTConfig:
     n_expert_active: int = 2
     balance_loss: float = 0.01
     router_z_loss: float = 0.001
+    residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if problems := problems_of_shape(vars(self)):
@@ -128,6 +132,10 @@ def problems_of_shape(values: dict) -> list[str]:
     if c.arch not in ARCHS:
         *others, last = ARCHS
         problems.append(f"arch is {c.arch!r}; possible are {', '.join(others)} and {last}")
+    if c.residual_dtype not in RESIDUAL_DTYPES:
+        problems.append(
+            f"residual_dtype is {c.residual_dtype!r}; possible are {' and '.join(RESIDUAL_DTYPES)}"
+        )
     if problems:
         return problems
     if 0 < c.n_expert < c.n_expert_active:

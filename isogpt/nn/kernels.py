@@ -70,7 +70,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not uses_cpu_kernels(x):
-            return super().forward(x)
+            # weights in another dtype than x would leave PyTorch's fused kernel, with a warning (torch 2.11)
+            return super().forward(x if self.weight is None else x.to(self.weight.dtype))
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         y = CPUNormalize.apply(x, self.eps, dtype)
         return y if self.weight is None else y * self.weight.to(dtype)
@@ -111,9 +112,42 @@ def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
     """
     if uses_cpu_kernels(x):
         return CPURotate.apply(x, rope, eps)
-    cos, sin = rope.to(x.dtype)  # (T, 1, D) each
-    y = x * cos + x.roll(x.size(-1) // 2, -1) * sin
-    return y if eps is None else F.rms_norm(y, y.shape[-1:], eps=eps)
+    return Rotate.apply(x, rope, eps)
+
+
+class Rotate(torch.autograd.Function):
+    """
+    `rotate` on a GPU, at least in float32. The gradient of the rotation is the opposite rotation, which does
+    not change norms. So only what a pass reads is rotated, never a result of its sums over features, and
+    torch.compile makes one kernel of each pass.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, rope: Tensor, eps: float | None) -> Tensor:
+        rope = rope.to(torch.promote_types(x.dtype, torch.float32))
+        cos, sin = rope  # (T, 1, D) each
+        y = x * cos + swap_halves(x) * sin
+        scale = None
+        if eps is not None:
+            scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+            y = y * scale
+        ctx.save_for_backward(x, rope, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, rope, scale = ctx.saved_tensors
+        cos, sin = rope
+        dx = grad * cos - swap_halves(grad) * sin
+        if scale is not None:
+            shift = (dx * x).mean(-1, keepdim=True) * scale.square()
+            dx = (dx - x * shift) * scale
+        return dx.to(grad.dtype), None, None
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    """Exchange feature i and feature i + D / 2: x.roll(D / 2, -1), as a view that kernels read directly."""
+    return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
 
 
 class CPURotate(torch.autograd.Function):

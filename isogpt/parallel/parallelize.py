@@ -51,9 +51,9 @@ def make_pipeline(
     """Make what calls a model from `split_model` whose layers are divided; None if pp is 1."""
     if mesh.pp == 1:
         return None
-    # autocast leaves the residual stream in float32
-    dtype = torch.float32 if plan.zero < 2 else plan.torch_dtype
-    return Pipeline(model, mesh, plan.pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
+    return Pipeline(
+        model, mesh, plan.pp_schedule, plan.stream_dtype, device, mesh.tp if splits_sequence else 1
+    )
 
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:

@@ -84,6 +84,15 @@ class Plan:
         return self.torch_dtype.itemsize == 2 and (self.zero < 2 or self.exact)
 
     @property
+    def stream_dtype(self) -> torch.dtype:
+        """
+        The dtype of the residual stream: autocast leaves it in float32, unless residual_dtype is bfloat16;
+        fully_shard casts it.
+        """
+        is_cast = not self.uses_autocast or self.model_args.get("residual_dtype") == self.dtype
+        return self.torch_dtype if is_cast else torch.float32
+
+    @property
     def sequences(self) -> int:
         """Sequences of a step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps

@@ -291,7 +291,7 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     """
     args, tp = plan.model_args, plan.tp
     L, C = part.layers, args["n_embd"]
-    size, stream = plan.torch_dtype.itemsize, stream_size(plan)
+    size, stream = plan.torch_dtype.itemsize, plan.stream_dtype.itemsize
     gathered_tokens = plan.micro_batch * args["block_size"] // plan.cp  # in attention, the MLP and the loss
     tokens = gathered_tokens / tp
 
@@ -348,14 +348,6 @@ def is_fused(plan: Plan) -> bool:
     return plan.compile and plan.device_type == "cuda"
 
 
-def stream_size(plan: Plan) -> int:
-    """
-    Return the bytes of an element of the residual stream: autocast leaves it in float32, FSDP's mixed
-    precision does not.
-    """
-    return 4 if plan.zero < 2 else plan.torch_dtype.itemsize
-
-
 class BlockActivations(NamedTuple):
     """
     The activations of one block, in bytes per token.
@@ -378,7 +370,7 @@ def block_activations(plan: Plan) -> BlockActivations:
     The derivation follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), but without attention
     scores if the attention kernel recomputes them.
     """
-    args, size, stream = plan.model_args, plan.torch_dtype.itemsize, stream_size(plan)
+    args, size, stream = plan.model_args, plan.torch_dtype.itemsize, plan.stream_dtype.itemsize
     arch, C, hidden = args["arch"], args["n_embd"], args["n_hidden"]
     keys = C * args["n_kv_head"] // args["n_head"]  # width of the keys, and of the values
     qkv = C + 2 * keys

@@ -59,6 +59,8 @@ def make_plan(
         check_degrees(plan)
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
+    with exit_together():
+        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
     if config["layout"] == "auto":
         plan = with_best_layout(plan, ranks, config["out_dir"])
     if plan.exact:  # a smaller micro-batch would give other bits

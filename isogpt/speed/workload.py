@@ -131,6 +131,7 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
+        precision.check_residual_dtype(settings["residual_dtype"], dtype)
         model_args = self.model_args()
         plan = plan_of(
             settings,

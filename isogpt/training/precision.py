@@ -1,5 +1,6 @@
-"""The dtype to compute in, TF32, determinism and random seeds."""
+"""The dtype to compute in, TF32, FlashAttention-3, determinism and random seeds."""
 
+import importlib.util
 import os
 import platform
 import random
@@ -7,8 +8,10 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from torch.nn import attention
 
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
@@ -92,6 +95,20 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     return wanted
 
 
+def check_residual_dtype(residual_dtype: str, dtype: str) -> None:
+    """
+    Check the setting residual_dtype, for the dtype to compute in.
+
+    Raises:
+        ValueError: only autocast in bfloat16 leaves the residual stream in bfloat16.
+    """
+    if residual_dtype == "bfloat16" and dtype != "bfloat16":
+        raise ValueError(
+            f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is {dtype!r}: set "
+            "--residual_dtype=float32, or --dtype=bfloat16"
+        )
+
+
 def common_dtype(dtypes: list[str]) -> str:
     """Return one dtype for all ranks, from the dtypes that the ranks resolved."""
     return min(dtypes, key=BY_PRECISION.index)
@@ -126,6 +143,28 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         # filling takes time on a GPU, and nothing reads uninitialized memory
         torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def use_flash_attention_3(device: torch.device, plan: Plan, deterministic: bool) -> list[str]:
+    """
+    Let attention use FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) if its package is installed on a
+    machine with a Hopper GPU. It has no dropout, and nothing says that its backward pass repeats its bits.
+
+    Returns:
+        Sentences for the user.
+    """
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    fits = plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"] and not deterministic
+    if not (is_hopper and fits and importlib.util.find_spec("flash_attn_interface")):
+        return []
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except Exception as e:  # a package that was built for another version of PyTorch can raise anything
+        reason = (str(e).splitlines() or [""])[0]
+        return [f"FlashAttention-3 is installed and cannot be used: {type(e).__name__}: {reason}"]
+    # otherwise, PyTorch tries cuDNN's attention first on Hopper (torch 2.11 and 2.13)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return ["attention uses FlashAttention-3"]
 
 
 def fix_threads(device: torch.device) -> None:
