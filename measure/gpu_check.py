@@ -42,6 +42,7 @@ import numpy as np
 from runs import REPO, TINY, Run, Zygote, column, records, steps_in, tiny_data
 
 MARK = "RESULT "  # before a result in the output of gpu_parts.py
+POLL_S = 0.02
 FIRST_STEP = "iter 0: loss"  # in the output of both programs
 
 
@@ -120,7 +121,7 @@ def pause(place: Place, *runs: Run) -> None:
     if now() > place.deadline:
         late = [run for run in runs if not run.poll()]
         raise TimeoutError(f"not done in its time: {' | '.join(run.text()[-200:] for run in late)}")
-    time.sleep(0.02)
+    time.sleep(POLL_S)
 
 
 def wait(place: Place, *runs: Run, text: str = "") -> None:
@@ -179,8 +180,9 @@ def run_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> 
     GPU. Returns the outputs.
     """
     names, texts = list(settings), {}
-    for i in range(0, len(names), at_once if place.on_gpu else 1):
-        some = names[i : i + at_once] if place.on_gpu else [names[i]]
+    at_once = at_once if place.on_gpu else 2
+    for i in range(0, len(names), at_once):
+        some = names[i : i + at_once]
         runs = [start_tiny(place, name, settings[name]) for name in some]
         wait(place, *runs)
         texts |= {name: run.text() for name, run in zip(some, runs, strict=True)}
