@@ -44,6 +44,7 @@ from runs import REPO, TINY, Run, Zygote, column, records, steps_in, tiny_data
 MARK = "RESULT "  # before a result in the output of gpu_parts.py
 POLL_S = 0.02
 FIRST_STEP = "iter 0: loss"  # in the output of both programs
+Curve = dict[int, float] | str  # losses by step, or why there are none
 
 
 @dataclass
@@ -116,23 +117,35 @@ def start(place: Place, script: Path | str, args: list[str], nproc: int = 1) -> 
     return run
 
 
+def problem_of(run: Run | None) -> str:
+    """Why a run has no result; '' if it has ended well."""
+    if run is None:
+        return "not tried: no time was left"
+    state = "not done in its time" if None in run.codes else f"exit status {run.codes}"
+    return f"{state}: {run.text()[-400:]}" if any(code != 0 for code in run.codes) else ""
+
+
 def pause(place: Place, *runs: Run) -> None:
     """Wait for a moment. TimeoutError: the check is late."""
     if now() > place.deadline:
-        late = [run for run in runs if not run.poll()]
-        raise TimeoutError(f"not done in its time: {' | '.join(run.text()[-200:] for run in late)}")
+        raise TimeoutError(" | ".join(filter(None, map(problem_of, runs))))
     time.sleep(POLL_S)
 
 
 def wait(place: Place, *runs: Run, text: str = "") -> None:
-    """Wait for the end of these runs, or until one shows a text. Errors: one fails, or the check is late."""
+    """Wait for the end of these runs, or until one shows a text. TimeoutError: the check is late."""
     while not all([run.poll() for run in runs]):
         if text and any(text in run.text() for run in runs):
             return
         pause(place, *runs)
-    for run in runs:
-        if any(run.codes):
-            raise RuntimeError(f"exit status {run.codes}: {run.text()[-600:]}")
+
+
+def finish(place: Place, run: Run) -> Run:
+    """Wait for the end of a run, which must end well."""
+    wait(place, run)
+    if problem := problem_of(run):
+        raise RuntimeError(problem)
+    return run
 
 
 def end_runs(place: Place, within: float = 5) -> None:
@@ -158,7 +171,7 @@ def results(place: Place, part: str, *folders: Path | None) -> Iterator[dict]:
             yield json.loads(text.removeprefix(MARK))
         count = len(printed)
         pause(place, run)
-    wait(place, run)
+    finish(place, run)
 
 
 def part(place: Place, name: str, *folders: Path | None) -> Iterator[Line]:
@@ -174,30 +187,38 @@ def start_tiny(place: Place, name: str, args: list[str], nproc: int = 1) -> Run:
     return start(where, "train.py", [*base, *args], nproc)
 
 
-def run_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, str]:
+def run_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, Run | None]:
     """
     Train the tiny model with several settings, by name, at the same time: starts take longer than steps on a
-    GPU. Returns the outputs.
+    GPU. A run may fail or be late without the others.
     """
-    names, texts = list(settings), {}
+    names, runs = list(settings), dict.fromkeys(settings)
     at_once = at_once if place.on_gpu else 2
     for i in range(0, len(names), at_once):
-        some = names[i : i + at_once]
-        runs = [start_tiny(place, name, settings[name]) for name in some]
-        wait(place, *runs)
-        texts |= {name: run.text() for name, run in zip(some, runs, strict=True)}
-    return texts
+        some = {name: start_tiny(place, name, settings[name]) for name in names[i : i + at_once]}
+        runs |= some
+        try:
+            wait(place, *some.values())
+        except TimeoutError:
+            break
+    return runs
 
 
-def train_tiny(place: Place, settings: dict[str, list[str]]) -> dict[str, dict[int, float]]:
-    """The losses by step of runs of the tiny model with several settings, by name."""
-    return {name: column(place.folder / name, "loss") for name in run_tiny(place, settings)}
+def curve_of(place: Place, name: str, run: Run | None) -> Curve:
+    """What a run has logged, or its problem."""
+    return problem_of(run) or column(place.folder / name, "loss")
 
 
-def train_ranks(place: Place, name: str, args: list[str]) -> dict[int, float]:
-    """The losses of the tiny model on all processes."""
-    wait(place, start_tiny(place, name, args, place.processes))
-    return column(place.folder / name, "loss")
+def train_tiny(place: Place, settings: dict[str, list[str]]) -> dict[str, Curve]:
+    """The curves of the tiny model with several settings, by name."""
+    return {name: curve_of(place, name, run) for name, run in run_tiny(place, settings).items()}
+
+
+def train_ranks(place: Place, name: str, args: list[str]) -> Curve:
+    """The curve of the tiny model on all processes."""
+    run = start_tiny(place, name, args, place.processes)
+    wait(place, run)
+    return curve_of(place, name, run)
 
 
 def gpt2(place: Place, *flags: str) -> list[str]:
@@ -217,15 +238,16 @@ def train_gpt2(place: Place, name: str, *flags: str, nproc: int = 1) -> Speed:
     run = start(place, "train.py", args, nproc)
     wait(place, run, text=FIRST_STEP)
     first_s = now() - began
-    wait(place, run)
+    finish(place, run)
     rows = [r for r in records(place.folder / name) if "step_ms" in r]
     later = rows[len(rows) // 3 :]
+    mfus = [r["mfu"] for r in later if r["mfu"]]  # None: unknown, or above 100%
     return Speed(
         ms=statistics.median(r["step_ms"] for r in later),
         first_s=first_s,
         memory_gb=rows[-1]["memory_gb_max"],
         tokens_per_s=statistics.median(r["tokens_per_s"] for r in later),
-        mfu=rows[-1]["mfu"] and statistics.median(r["mfu"] for r in later),
+        mfu=statistics.median(mfus) if mfus else None,
         optimizer_ms=records(place.folder / name)[-1]["spans_ms"]["optimizer"]["mean"],
     )
 
@@ -254,7 +276,7 @@ def train_nanogpt(place: Place) -> Speed:
     run = start(place, place.folder / "nanogpt.py", args)
     wait(place, run, text=FIRST_STEP)
     first_s = now() - began
-    wait(place, run)
+    finish(place, run)
     times = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", run.text())]
     memory_gb = float(re.findall(r"memory ([0-9.]+) GB", run.text())[-1])
     return Speed(statistics.median(times[len(times) // 3 :]), first_s, memory_gb)
@@ -270,21 +292,22 @@ def bounded(
     return Line(what, f"{limits} ({basis})", text, least <= value <= most if judged else None)
 
 
-def at_most(what: str, error: float, limit: float, basis: str = "rounding") -> Line:
-    """A line that passes if the difference between two curves is not above the limit."""
-    return bounded(True, what, error, f"{error:.2g}", basis, most=limit)
+def close(what: str, one: Curve, other: Curve, limit: float, basis: str = "rounding") -> Line:
+    """A line that passes if two curves differ by no more than the limit; 0: if they are equal."""
+    expected = f"<= {limit:g} ({basis})" if limit else f"the same bits ({basis})"
+    for curve in (one, other):
+        if isinstance(curve, str):
+            return Line(what, expected, curve, False)
+    differences = [abs(one[step] - other[step]) for step in one]
+    text, worst = f"{max(differences):.2g}", max(differences)
+    if not limit:
+        text = f"{sum(d != 0 for d in differences)} of {len(one)} losses differ"
+    return Line(what, expected, text, worst <= limit)
 
 
-def distance(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest difference between two curves."""
-    return max(abs(one[step] - other[step]) for step in one)
-
-
-def same_bits(what: str, one: dict[int, float], other: dict[int, float]) -> Line:
-    """A line that passes if two curves are equal."""
-    different = sum(one[step] != other[step] for step in one)
-    text = f"{different} of {len(one)} losses differ"
-    return Line(what, "the same bits (H200: 0 differ)", text, different == 0)
+def failed(what: str, error: Exception) -> Line:
+    """The line of a check that has raised an error."""
+    return Line(what, "no error", " ".join(f"{type(error).__name__}: {error}".split())[:600], False)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -314,7 +337,7 @@ def nanogpt(place: Place) -> Iterator[Line]:
 
 
 def warm(place: Place) -> Iterator[Line]:
-    """Pairs of runs with warm caches, as many as there is time for, and a trace after the first pair."""
+    """Pairs of runs with warm caches, as many as there is time for."""
     for pair in range(1, 4):
         began = now()
         ours = train_gpt2(place, "ours")
@@ -324,12 +347,14 @@ def warm(place: Place) -> Iterator[Line]:
             ratio, text = theirs.ms / ours.ms, f"{theirs.ms / ours.ms:.3f}: nanoGPT {theirs}"
             basis = "parity: both compile to the same kernels; H200: 0.96 to 0.99"
             yield bounded(place.on_gpu, what, ratio, text, basis, least=0.95)
-        took = now() - began
-        if pair == 1:
-            train_gpt2(place, "traced", "--profile=True", "--max_iters=12")
-            yield from part(place, "traced", place.folder / "traced", place.out)
-        if now() + 1.3 * took > place.deadline:
+        if now() + 1.3 * (now() - began) > place.deadline:
             return
+
+
+def trace(place: Place) -> Iterator[Line]:
+    """The kernels of a step."""
+    train_gpt2(place, "traced", "--profile=True", "--max_iters=12")
+    yield from part(place, "traced", place.folder / "traced", place.out)
 
 
 def changed(place: Place, flags: str, limit: float, basis: str, optimizer: float = 0) -> Iterator[Line]:
@@ -360,17 +385,16 @@ def batch64(place: Place) -> Iterator[Line]:
 
 def experts(place: Place) -> Iterator[Line]:
     """Mixture of experts: the curve, and the step of a dense model with equal active parameters."""
-    n, model, exact = place.processes, ["--n_expert=4"], ["--dtype=float32", "--compile=False"]
-    runs = {"cpu experts": [*model, *exact], "experts float32": [*model, *exact]}
-    runs["experts bfloat16"] = [*model, "--dtype=bfloat16", "--compile=False"]
-    curves = train_tiny(place, runs)
+    n, model = place.processes, ["--n_expert=4"]
+    runs = {"cpu experts": [*UNCOMPILED, *model], "float32": [*UNCOMPILED, *model]}
+    curves = train_tiny(place, runs | {"bfloat16": [*UNCOMPILED, *model, "--dtype=bfloat16"]})
     reference = curves["cpu experts"]
-    for name, limit in (("experts float32", 1e-4), ("experts bfloat16", 0.03)):
-        what = f"4 {name}: losses of 20 steps against the CPU's in float32"
-        yield at_most(what, distance(reference, curves[name]), limit)
-    for flags in (["--ep=2"], ["--ep=2", "--zero=3"]) if n % 2 == 0 else ():
-        error = distance(reference, train_ranks(place, "experts ep", [*model, *exact, *flags]))
-        yield at_most(f"4 experts, float32 on {n} processes {' '.join(flags)}", error, 1e-4)
+    for dtype, limit in (("float32", 1e-4), ("bfloat16", 0.03)):
+        what = f"4 experts, {dtype}: losses of 20 steps against the CPU's in float32"
+        yield close(what, reference, curves[dtype], limit)
+    for flags in ("--ep=2", "--ep=2 --zero=3") if n % 2 == 0 else ():
+        curve = train_ranks(place, "experts ep", [*UNCOMPILED, *model, *flags.split()])
+        yield close(f"4 experts, float32 on {n} processes {flags}", reference, curve, 1e-4)
     width, batch = (768, 8) if place.on_gpu else (64, 2)
     dense = train_gpt2(place, "dense", f"--batch_size={batch}", f"--n_hidden={8 * width}")
     sparse = ["--n_expert=8", f"--n_hidden={4 * width}"]
@@ -389,11 +413,10 @@ def graphs(place: Place) -> Iterator[Line]:
     curves = train_tiny(place, runs)
     for accumulation in (1, 4):
         what = f"--cuda_graphs --gradient_accumulation_steps={accumulation}: losses"
-        yield at_most(what, distance(*(curves[f"graphs {accumulation} {on}"] for on in (False, True))), 1e-4)
+        yield close(what, *(curves[f"graphs {accumulation} {on}"] for on in (False, True)), 1e-4)
     texts = []
     for on in (False, True):  # one after the other, with a warm cache
-        run = start_tiny(place, f"graphs 1 {on}", runs[f"graphs 1 {on}"])
-        wait(place, run)
+        run = finish(place, start_tiny(place, f"graphs 1 {on}", runs[f"graphs 1 {on}"]))
         rows = [r["step_ms"] for r in records(place.folder / f"graphs 1 {on}") if "step_ms" in r]
         texts.append(f"{statistics.median(rows[6:]):.2f}")
     said = re.findall(r"compile: [^\n]*", run.text())[-1]
@@ -402,14 +425,13 @@ def graphs(place: Place) -> Iterator[Line]:
     yield Line("a small model without and with --cuda_graphs: ms a step", "", " and ".join(texts))
 
 
-def large(place: Place) -> Iterator[Line]:
-    """GPT-2 XL on one device: full recomputation, with DDP's and with FSDP's way to hold the parameters."""
+def large(place: Place, flags: str) -> Iterator[Line]:
+    """GPT-2 XL on one device: full recomputation, with DDP's or with FSDP's way to hold the parameters."""
     shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else []
-    for flags in ([], ["--zero=3"]):
-        speed = train_gpt2(place, "large", *shape, "--max_iters=9", "--activation_checkpointing=full", *flags)
-        loss = max(column(place.folder / "large", "loss").values())
-        what = f"GPT-2 XL, full recomputation {' '.join(flags)}".strip()
-        yield Line(what, "trains", str(speed), math.isfinite(loss))
+    args = [*shape, "--max_iters=9", "--activation_checkpointing=full", *flags.split()]
+    speed = train_gpt2(place, "large", *args)
+    is_finite = all(map(math.isfinite, column(place.folder / "large", "loss").values()))
+    yield Line(f"GPT-2 XL, full recomputation {flags}", "trains", str(speed), is_finite)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -434,9 +456,9 @@ def parity(place: Place) -> Iterator[Line]:
     curves = train_tiny(place, runs | {name: [*UNCOMPILED, *flags] for name, (_, flags) in compared.items()})
     for name, (cpu, _) in compared.items():
         what = f"{name}: losses of 20 steps against the CPU's"
-        yield at_most(what, distance(curves[cpu], curves[name]), 1e-4, "H200: 1e-6")
-    error = distance(curves["cpu"], curves["bfloat16"])
-    yield at_most("bfloat16: losses against float32's", error, 0.03, "H200: 1.2e-4")
+        yield close(what, curves[cpu], curves[name], 1e-4, "H200: 1e-6")
+    what = "bfloat16: losses against float32's"
+    yield close(what, curves["cpu"], curves["bfloat16"], 0.03, "H200: 1.2e-4")
     memory_gb = max(column(place.folder / "float32", "memory_gb").values())
     text, what = f"{memory_gb:.2f} GB", "memory of the tiny model, GB"
     yield bounded(place.on_gpu, what, memory_gb, text, "no matmul that measures the peak", most=0.3)
@@ -450,8 +472,8 @@ def dtypes(place: Place) -> Iterator[Line]:
     runs = {"cpu": UNCOMPILED} | {name[2:]: [*UNCOMPILED, *name.split()] for name in names}
     curves = train_tiny(place, runs)
     for name, measured in names.items():
-        error = distance(curves["cpu"], curves[name[2:]])
-        yield at_most(f"{name}: losses against float32's", error, 0.03, f"H200: {measured}")
+        what = f"{name}: losses against float32's"
+        yield close(what, curves["cpu"], curves[name[2:]], 0.03, f"H200: {measured}")
 
 
 def bits(place: Place) -> Iterator[Line]:
@@ -470,14 +492,13 @@ def bits(place: Place) -> Iterator[Line]:
         exact = [*MODERN[0], f"--dtype={dtype}", "--exact=True", "--gradient_accumulation_steps=4"]
         exact += ["--dropout=0.1"]
         runs |= {f"exact {dtype}": exact, f"exact {dtype} --zero=3": [*exact, "--zero=3"]}
-    curves = train_tiny(place, runs)
-    curves |= train_tiny(place, resumed)
+    curves = train_tiny(place, runs) | train_tiny(place, resumed)
     for way in ways:
         what = f"resume {way} --deterministic --dropout=0.1"
-        yield same_bits(what, curves[f"whole {way}"], curves[f"parts {way}"])
+        yield close(what, curves[f"whole {way}"], curves[f"parts {way}"], 0, "H200: 0 differ")
     for dtype in ("float32", "bfloat16"):
         what = f"--exact with Muon in {dtype}, with and without --zero=3"
-        yield same_bits(what, curves[f"exact {dtype}"], curves[f"exact {dtype} --zero=3"])
+        yield close(what, curves[f"exact {dtype}"], curves[f"exact {dtype} --zero=3"], 0, "H200: 0 differ")
 
 
 def compiled(place: Place) -> Iterator[Line]:
@@ -489,17 +510,15 @@ def compiled(place: Place) -> Iterator[Line]:
     runs |= {f"plain {model[0]}": [*UNCOMPILED, *model] for model in MODERN}
     for flags in layouts:
         runs[" ".join(["compile", *flags])] = [*flags, "--eval_interval=10"]
-    texts = run_tiny(place, runs, at_once=3)  # each starts processes that compile
-    curves = {name: column(place.folder / name, "loss") for name in runs}
+    started = run_tiny(place, runs, at_once=3)  # each starts processes that compile
+    curves = {name: curve_of(place, name, run) for name, run in started.items()}
     for flags in layouts:
         name = " ".join(["compile", *flags])
-        said = re.findall(r"compile: [^\n]*", texts[name])[-1]
-        if not place.on_gpu:
-            yield Line(name, "off on a CPU", said, "gains nothing on a CPU" in said)
-            return
-        yield Line(name, "0 graph breaks", said, ", 0 graph breaks" in said and "failed" not in said)
+        said = (re.findall(r"compile: [^\n]*", started[name].text() if started[name] else "") or [""])[-1]
+        is_whole = ", 0 graph breaks" in said and "failed" not in said
+        yield Line(name, "0 graph breaks", said, is_whole if place.on_gpu else None)
         reference = curves[f"plain {flags[0]}" if flags in MODERN else "plain"]
-        yield at_most(f"{name}: losses", distance(reference, curves[name]), 1e-4)
+        yield close(f"{name}: losses", reference, curves[name], 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -510,9 +529,9 @@ def planned(place: Place) -> Iterator[Line]:
     """--layout=auto: the curve, and the predicted and the measured step."""
     n = place.processes
     reference = train_tiny(place, {"cpu planned": UNCOMPILED})["cpu planned"]
-    error = distance(reference, train_ranks(place, "planned", [*UNCOMPILED, "--layout=auto"]))
+    curve = train_ranks(place, "planned", [*UNCOMPILED, "--layout=auto"])
     what = f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's"
-    yield at_most(what, error, 1e-4)
+    yield close(what, reference, curve, 1e-4)
     flags = ["--layout=auto", f"--gradient_accumulation_steps={8 * n}", "--batch_size=8"]
     speed = train_gpt2(place, "predicted", *flags, "--max_iters=23", nproc=n)
     text = place.runs[-1].text()
@@ -527,24 +546,18 @@ def networks(place: Place) -> Iterator[Line]:
     How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn.
     """
     n = place.processes
-    if n % 2:
-        yield Line("slow networks", "", "an odd number of devices: not tried")
-        return
     reference = train_tiny(place, {"cpu networks": UNCOMPILED})["cpu networks"]
     limits = {"fp16": 2e-3, "bf16": 0.02, "int8": 0.02, "powersgd:1": 0.3}
     modes = {f"--grad_compression={kind}": limit for kind, limit in limits.items()}
-    modes["--islands=2 --local_steps=4"] = 0.3
+    modes |= {"--islands=2 --local_steps=4": 0.3} if n % 2 == 0 else {}
     for flags, limit in modes.items():
-        error = distance(reference, train_ranks(place, "networks", [*UNCOMPILED, *flags.split()]))
-        yield at_most(f"float32 on {n} processes {flags}", error, limit)
+        curve = train_ranks(place, "networks", [*UNCOMPILED, *flags.split()])
+        yield close(f"float32 on {n} processes {flags}", reference, curve, limit)
 
 
 def several(place: Place) -> Iterator[Line]:
-    """The curve on several devices, also with exact, the collectives, and a killed rank."""
+    """The curve on several devices, also with exact."""
     n = place.processes
-    if n < 2:
-        yield Line("several GPUs", "", "there is one: not tried")
-        return
     exact = [*MODERN[0], "--exact=True", "--gradient_accumulation_steps=4", "--dropout=0.1"]
     curves = train_tiny(place, {"one": UNCOMPILED, "one exact": exact})
     layouts = ["", "--zero=1", "--zero=2", "--zero=3"]
@@ -554,20 +567,28 @@ def several(place: Place) -> Iterator[Line]:
         layouts.append("--zero=3 --tp=2 --pp=2")
     layouts.append("--ddp_bucket_mb=0.02 --compile=True")
     for flags in layouts:
-        error = distance(curves["one"], train_ranks(place, "several", [*UNCOMPILED, *flags.split()]))
-        yield at_most(f"float32 on {n} processes {flags}".strip(), error, 1e-4)
+        curve = train_ranks(place, "several", [*UNCOMPILED, *flags.split()])
+        yield close(f"float32 on {n} processes {flags}".strip(), curves["one"], curve, 1e-4)
     for flags in ("--zero=0", "--zero=1", "--zero=3"):
-        other = train_ranks(place, "several", [*exact, flags])
-        yield same_bits(f"--exact on {n} processes {flags}", curves["one exact"], other)
-    wait(place, start(place, "bench.py", ["--comm=True", "--json_path=comm.json"], n))
+        curve = train_ranks(place, "several", [*exact, flags])
+        yield close(f"--exact on {n} processes {flags}", curves["one exact"], curve, 0, "exact")
+
+
+def collectives(place: Place) -> Iterator[Line]:
+    """The bandwidth of large messages."""
+    finish(place, start(place, "bench.py", ["--comm=True", "--json_path=comm.json"], place.processes))
     for cell in json.loads((place.folder / "comm.json").read_text())["comm"][-5:]:
         text = cell.get("problem") or f"{cell['gb_per_s']:.1f} GB/s of bus bandwidth"
         yield Line(f"{cell['operation']}, {cell['bytes'] / 2**20:.0f} MiB", "", text)
-    run = start_tiny(place, "killed", [*UNCOMPILED, "--max_iters=1000000"], n)
+
+
+def killed(place: Place) -> Iterator[Line]:
+    """SIGKILL to the last rank: how long until the others have said so and exited."""
+    run = start_tiny(place, "killed", [*UNCOMPILED, "--max_iters=1000000"], place.processes)
     while steps_in(place.folder / "killed") < 20:
         pause(place, run)
     began = now()
-    run.kill([n - 1])
+    run.kill([place.processes - 1])
     run.gone(60)
     took, named = now() - began, re.findall(r"rank \d+ does not respond", run.text())
     text, passed = f"{took:.1f} s, {named[:1]}", took < 20 and bool(named)
@@ -586,6 +607,7 @@ class Check:
     seconds: float  # that an H100 or H200 has for it: a share of --seconds
     lines: Callable[[Place], Iterator[Line]]
     needs: str = ""  # a setting of train.py, without which the check is left out
+    least: int = 1  # devices, without which it is not tried
 
 
 EXACT = "predicted with sums in one kernel; H200: 1.31 with those of November 2026"
@@ -598,7 +620,8 @@ CHECKS = (
     Check("gradients", "first", 60, partial(part, name="gradients")),
     Check("cold", "first", 55, cold),
     Check("nanogpt", "first", 50, nanogpt),
-    Check("warm", "first", 45, warm),
+    Check("warm", "first", 40, warm),
+    Check("trace", "first", 15, trace),
     Check("parity", "first", 60, parity),
     Check("bits", "first", 40, bits),
     Check("batch64", "first", 50, batch64),
@@ -612,10 +635,13 @@ CHECKS = (
     Check("graphs", "second", 30, graphs),
     Check("operators", "last", 60, partial(part, name="operators")),
     Check("compiled", "last", 150, compiled),
-    Check("large", "last", 240, large),
+    Check("large", "last", 120, partial(large, flags="")),
+    Check("large_zero3", "last", 120, partial(large, flags="--zero=3")),
     Check("planned", "last", 120, planned),
-    Check("networks", "last", 120, networks),
-    Check("several", "last", 400, several),
+    Check("networks", "last", 120, networks, least=2),
+    Check("several", "last", 300, several, least=2),
+    Check("collectives", "last", 60, collectives, least=2),
+    Check("killed", "last", 60, killed, least=2),
 )
 
 
@@ -719,10 +745,12 @@ def make_data(place: Place) -> None:
 def lines_of(check: Check, place: Place) -> Iterator[Line]:
     """The lines of a check; an exception is a line that failed, and the other checks still run."""
     try:
-        yield from check.lines(place)
+        if place.processes < check.least:
+            yield Line(check.name, f"{check.least} devices", "not tried")
+        else:
+            yield from check.lines(place)
     except Exception as e:
-        text = " ".join(f"{type(e).__name__}: {e}".split())[:600]
-        yield Line(check.name, "no error", text, False)
+        yield failed(check.name, e)
     finally:
         end_runs(place)
 
