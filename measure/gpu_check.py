@@ -2,7 +2,7 @@
 Check and measure isoGPT on this machine's GPUs. No network, tokenizer or data set is needed.
 
     python measure/gpu_check.py first --nanogpt=FOLDER --seconds=540 --out=OUT    what is worth most
-    python measure/gpu_check.py second --nanogpt=FOLDER --seconds=270 --out=OUT2  what comes next
+    python measure/gpu_check.py second --seconds=240 --out=OUT2                   what comes next
     python measure/gpu_check.py parity bits     only these checks, in this order
     python measure/gpu_check.py                 everything, with the GPUs that there are
     python measure/gpu_check.py --device=cpu    with small sizes, as in the tests
@@ -315,7 +315,7 @@ def failed(what: str, error: Exception) -> Line:
 
 
 def cold(place: Place) -> Iterator[Line]:
-    """GPT-2 124M with an empty cache of torch.compile."""
+    """GPT-2 124M with an empty cache of torch.compile, whose modules `gradients` has imported before."""
     speed, what = plain(place), "GPT-2 124M, one micro-batch of 16: ms a step"
     basis = "H200: 34.8 to 35.6; H100: 31.5 predicted, and 4 of waiting"
     yield bounded(place.on_gpu, what, speed.ms, str(speed), basis, most=37)

@@ -145,7 +145,8 @@ def main():
                 alive.discard(pid)
         print(json.dumps(reply), flush=True)
     for pid in alive:
-        os.killpg(pid, signal.SIGKILL)  # with the processes that it has started, as for compiling
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # with the processes that it has started, as for compiling
     shutil.rmtree(sys.pycache_prefix)
 
 
