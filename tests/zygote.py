@@ -122,6 +122,7 @@ def main():
     sys.dont_write_bytecode = False
     import_isogpt()
     torch.cuda.is_available = ask_driver
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the process that started this one closes the input
     gc.freeze()  # children need not look for garbage among what was imported
     alive = set()
     for line in sys.stdin:
