@@ -83,10 +83,10 @@ def test_the_program_ends_in_time_if_every_check_hangs(tmp_path, zygote, monkeyp
     hanging = gpu_check.results
 
     def pause(place, *runs):
-        clock[0] += 1
+        clock[0] += 3
         real_pause(place, *runs)
 
-    clock, real_pause = [0.0], gpu_check.pause  # each pause takes a second
+    clock, real_pause = [0.0], gpu_check.pause  # each pause takes three seconds
     monkeypatch.setattr(gpu_check, "now", lambda: clock[0])
     monkeypatch.setattr(gpu_check, "POLL_S", 0.001)
     monkeypatch.setattr(gpu_check, "pause", pause)
@@ -106,7 +106,7 @@ def test_the_program_ends_in_time_if_every_check_hangs(tmp_path, zygote, monkeyp
     # each had its share of the time, and what one leaves is for those after it
     ends = [at_s for _, at_s in said.values()]
     for c, began, end in zip(checks, ends, ends[1:], strict=False):
-        assert abs(end - began - c.seconds) < 0.1 * c.seconds + 2, c.name
+        assert abs(end - began - c.seconds) < 0.1 * c.seconds + 5, c.name
     pids = [int(run.text().split()[-1]) for run in started] + [pid for run in started for pid in run.pids]
     wait_for(lambda: not any(map(is_running, pids)))
 
