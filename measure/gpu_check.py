@@ -214,9 +214,10 @@ def curve_of(place: Place, name: str, run: Run | None) -> Curve:
     return problem_of(run) or column(place.folder / name, "loss")
 
 
-def train_tiny(place: Place, settings: dict[str, list[str]]) -> dict[str, Curve]:
+def train_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, Curve]:
     """The curves of the tiny model with several settings, by name."""
-    return {name: curve_of(place, name, run) for name, run in run_tiny(place, settings).items()}
+    runs = run_tiny(place, settings, at_once)
+    return {name: curve_of(place, name, run) for name, run in runs.items()}
 
 
 def train_ranks(place: Place, name: str, args: list[str]) -> Curve:
@@ -498,7 +499,8 @@ def bits(place: Place) -> Iterator[Line]:
         exact = [*MODERN[0], f"--dtype={dtype}", "--exact=True", "--gradient_accumulation_steps=4"]
         exact += ["--dropout=0.1"]
         runs |= {f"exact {dtype}": exact, f"exact {dtype} --zero=3": [*exact, "--zero=3"]}
-    curves = train_tiny(place, runs) | train_tiny(place, resumed)
+    # each compiles, for which another round would not leave enough time
+    curves = train_tiny(place, runs, at_once=10) | train_tiny(place, resumed)
     for way in ways:
         what = f"resume {way} --deterministic --dropout=0.1"
         yield close(what, curves[f"whole {way}"], curves[f"parts {way}"], 0, "H200: 0 differ")
@@ -516,7 +518,7 @@ def compiled(place: Place) -> Iterator[Line]:
     runs |= {f"plain {model[0]}": [*UNCOMPILED, *model] for model in MODERN}
     for flags in layouts:
         runs[" ".join(["compile", *flags])] = [*flags, "--eval_interval=10"]
-    started = run_tiny(place, runs, at_once=3)  # each starts processes that compile
+    started = run_tiny(place, runs)
     curves = {name: curve_of(place, name, run) for name, run in started.items()}
     for flags in layouts:
         name = " ".join(["compile", *flags])
