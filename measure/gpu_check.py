@@ -1,21 +1,27 @@
 """
-Check and measure isoGPT on this machine's GPUs. No network and no data are needed.
+Check and measure isoGPT on this machine's GPUs. No network, tokenizer or data set is needed.
 
-    python measure/gpu_check.py                   everything, with the GPUs that there are: about 25 minutes
-    python measure/gpu_check.py --nanogpt=FOLDER  also nanoGPT's train.py, alternating with ours
-    python measure/gpu_check.py --seconds=540     start no check after this time, and end what still runs then
-    python measure/gpu_check.py --out=FOLDER      write table.md and table.json there after each line
-    python measure/gpu_check.py --device=cpu      the same checks with small sizes, as in the tests
-    python measure/gpu_check.py curve resume      only these, in this order
+    python measure/gpu_check.py first --nanogpt=FOLDER --seconds=540 --out=OUT    what is worth most
+    python measure/gpu_check.py second --seconds=240 --out=OUT2                   what comes next
+    python measure/gpu_check.py parity bits     only these checks, in this order
+    python measure/gpu_check.py                 everything, with the GPUs that there are
+    python measure/gpu_check.py --device=cpu    with small sizes, as in the tests
 
-It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an
-expectation is a measurement. The exit status is 1 if a line failed.
+Each line of the table says what was checked, what is expected, what was found, and pass or FAIL. In brackets
+is the basis of an expectation: "H200: ..." was measured on one in November 2026, "predicted" was not. A line
+without a verdict is a measurement. table.md and table.json are written to --out after each line, so that a
+kill leaves what there is. The exit status is 1 if a line failed.
+
+The program ends within --seconds. They are divided among the checks in proportion to their seconds in CHECKS,
+and what a check leaves is for those after it; one that is late is killed. All runs are forked from
+tests/zygote.py, which has imported torch and isogpt before CUDA starts; this process imports neither.
 """
 
 import argparse
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import statistics
@@ -24,33 +30,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests")]
 
 import numpy as np
-import torch
-from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wait_for
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
+from runs import REPO, TINY, Run, Zygote, column, records, steps_in, tiny_data
 
-from isogpt.launch.together import gather_numbers
-from isogpt.nn import generation, kernels
-from isogpt.nn.counts import count_on_meta
-from isogpt.parallel import compilation
-from isogpt.parallel.plan import plan_of
-from isogpt.speed import memory
-from isogpt.speed.profiling import PROFILE_STEPS
-from isogpt.training import optim
-from isogpt.training.settings import model_args_of
-from isogpt.training.step_numbers import StepNumbers
-from model import GPT, GPTConfig
+MARK = "RESULT "  # before a result in the output of gpu_parts.py
+POLL_S = 0.02
+FIRST_STEP = "iter 0: loss"  # in the output of both programs
+Curve = dict[int, float] | str  # losses by step, or why there are none
 
 
 @dataclass
@@ -61,612 +55,478 @@ class Line:
     expected: str
     found: str
     passed: bool | None = None
+    check: str = ""
+    at_s: float = 0.0  # seconds since the start of the program
+
+
+@dataclass
+class Speed:
+    """A run of GPT-2 124M; ms is the median of the later steps."""
+
+    ms: float
+    first_s: float  # from the fork to the first step
+    memory_gb: float
+    tokens_per_s: float = math.nan
+    mfu: float | None = None
+    optimizer_ms: float = math.nan
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        speed = "" if math.isnan(self.tokens_per_s) else f", {self.tokens_per_s:,.0f} tokens/s"
+        return f"{self.ms:.2f} ms{speed}{mfu}, {self.memory_gb:.2f} GB, first step after {self.first_s:.1f} s"
 
 
 @dataclass
 class Place:
-    """Where the checks run: a folder with data sets tiny and random, and the devices."""
+    """Where the checks run, and what later checks compare with."""
 
-    folder: Path
+    folder: Path  # with data sets tiny and random
     device: str  # cuda or cpu
-    processes: int  # for the checks of several processes
-    nanogpt: Path | None
-    deadline: float = math.inf  # on the clock of time.monotonic; no run continues after it
-    out: Path | None = None  # where files of measurements are kept
+    zygote: Zygote
+    nanogpt: Path | None = None
+    out: Path | None = None
+    name: str = "CPU"  # of the device
+    processes: int = 2  # for the checks of several processes
+    began: float = 0.0
+    deadline: float = math.inf  # of the present check
+    runs: list[Run] = field(default_factory=list)  # of the present check
+    speeds: dict[str, Speed] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether sizes are real."""
+        """Whether sizes are real, and ratios of speeds have a verdict."""
         return self.device == "cuda"
 
-    def on_cpu(self) -> "Place":
-        """The same folder, with a CPU."""
-        return replace(self, device="cpu", processes=1)
-
-    def gpt2(self) -> list[str]:
-        """GPT-2 124M on random tokens, or a model that a CPU trains in a second."""
-        if self.on_gpu:
-            return ["--dataset=random", "--vocab_size=50304", "--block_size=1024"]
-        return [
-            "--dataset=random",
-            "--vocab_size=512",
-            "--block_size=64",
-            "--n_layer=2",
-            "--n_head=2",
-            "--n_embd=64",
-        ]
+    @property
+    def is_known(self) -> bool:
+        """Whether milliseconds have a verdict: what is expected is known of an H100 and an H200."""
+        return bool(re.search("H[12]00", self.name))
 
 
-def command(place: Place, script: str, args: list[str], nproc: int = 1) -> list[str]:
-    """The command line of one of our scripts."""
-    launcher = [sys.executable]
-    if nproc > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return [*launcher, str(REPO / script), *args, f"--device={place.device}"]
-
-
-def run(place: Place, script: str, args: list[str], nproc: int = 1) -> str:
-    """Run one of our scripts to its end; returns its output."""
-    return output_of(place, command(place, script, args, nproc), place.folder)
-
-
-def output_of(place: Place, line: list[str], folder: Path) -> str:
-    """Run a command in a folder to its end, and return its output. RuntimeError: it fails, or is late."""
-    limit = None if place.deadline == math.inf else max(1.0, place.deadline - time.monotonic())
-    try:
-        done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as e:
-        raise RuntimeError(f"not done at the deadline: {' '.join(line)[-300:]}") from e
-    if done.returncode:
-        raise RuntimeError(f"{(done.stderr or done.stdout)[-600:]}: {' '.join(line)[-300:]}")
-    return done.stdout
-
-
-def losses_of(place: Place, runs: dict[str, list[str]]) -> dict[str, dict[int, float]]:
-    """`losses` of several runs, by name, at the same time: starts take longer than their steps on a GPU."""
-    with ThreadPoolExecutor(6 if place.on_gpu else 1) as pool:
-        futures = {
-            name: pool.submit(losses, place.on_cpu() if name.startswith("cpu") else place, name, args)
-            for name, args in runs.items()
-        }
-        return {name: future.result() for name, future in futures.items()}
-
-
-def losses(place: Place, name: str, args: list[str], nproc: int = 1) -> dict[int, float]:
-    """Train the tiny model for 20 steps; returns its losses by step."""
-    base = [*TINY, "--max_iters=19", "--save_checkpoint=False", f"--out_dir={name}"]
-    run(place, "train.py", [*base, *args], nproc)
-    return column(place.folder / name, "loss")
-
-
-def distance(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest difference between two curves."""
-    return max(abs(one[step] - other[step]) for step in one)
-
-
-def at_most(what: str, found: float, limit: float) -> Line:
-    """A line that passes if the figure is not above the limit."""
-    return Line(what, f"<= {limit:g}", f"{found:.2g}", found <= limit)
-
-
-def milliseconds(place: Place, statement: str, **names: object) -> float:
-    """The median time of a statement."""
-    names |= {"torch": torch, "wait": torch.cuda.synchronize if place.on_gpu else int}
-    timer = Timer(f"{statement}; wait()", globals=names, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=1.0 if place.on_gpu else 0.05).median * 1e3
-
-
-# architectures and optimizers besides GPT-2 and AdamW
-MODERN = (["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"], ["--arch=llama", "--n_kv_head=1"])
+def now() -> float:
+    """The clock of all deadlines."""
+    return time.monotonic()
 
 
 # ------------------------------------------------------------------------------------------------------------
-# exactness
+# runs
 
 
-def curve(place: Place) -> Iterator[Line]:
-    """The curve of a CPU in float32, in each dtype, layout and way to recompute that one device has."""
-    exact = ["--dtype=float32", "--compile=False"]
-    layouts = [["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]]
-    models = MODERN if place.on_gpu else MODERN[:1]
-    dtypes = ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16")
-    # the scale of the loss, the gradients and the number that divides them are on different devices
-    offloaded = ["--zero=2", "--cpu_offload=True", "--dtype=float16"]
-    runs = {"cpu": exact, "f32": exact, "offloaded": [*offloaded, "--compile=False"]}
-    runs |= {" ".join(flags): [*exact, *flags] for flags in layouts}
-    runs |= {dtype: [f"--dtype={dtype}", "--compile=False"] for dtype in dtypes}
-    for i, model in enumerate(models):
-        runs |= {f"cpu model {i}": [*model, *exact], f"model {i}": [*model, *exact]}
-        runs[f"model {i} --zero=3"] = [*model, *exact, "--zero=3"]
-    curves = losses_of(place, runs)
-    reference = curves["cpu"]
-    what = "float32: losses of 20 steps against the CPU's"
-    yield at_most(what, distance(reference, curves["f32"]), 1e-4)
-    for flags in layouts:
-        yield at_most(f"float32 {' '.join(flags)}", distance(reference, curves[" ".join(flags)]), 1e-4)
-    for i, model in enumerate(models):
-        for suffix in ("", " --zero=3"):
-            difference = distance(curves[f"cpu model {i}"], curves[f"model {i}{suffix}"])
-            yield at_most(f"float32 {' '.join(model[:2])}{suffix}", difference, 1e-4)
-    for dtype in dtypes:
-        yield at_most(f"{dtype}: losses against float32's", distance(reference, curves[dtype]), 0.03)
-    what = f"{' '.join(offloaded)}: losses against float32's"
-    yield at_most(what, distance(reference, curves["offloaded"]), 0.03)
-    memory_gb = max(column(place.folder / "f32", "memory_gb").values())
-    yield Line(
-        "memory of a tiny model, without the matmul that measures the peak",
-        "<= 0.3 GB" if place.on_gpu else "",
-        f"{memory_gb:.2f} GB",
-        memory_gb <= 0.3 if place.on_gpu else None,
+def start(place: Place, script: Path | str, args: list[str], nproc: int = 1) -> Run:
+    """Fork a run of a script; `wait` waits for it, and it is killed when the check ends."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{place.folder}/compiled-{Path(script).stem}"}
+    args = [*args, f"--device={place.device}"]
+    # whole: with the measured peak and a plot that is drawn, as a user's run
+    run = place.zygote.start(args, place.folder, nproc, script, env=cache, whole=True)
+    place.runs.append(run)
+    return run
+
+
+def problem_of(run: Run | None) -> str:
+    """Why a run has no result; '' if it has ended well."""
+    if run is None:
+        return "not tried: no time was left"
+    state = "not done in its time" if None in run.codes else f"exit status {run.codes}"
+    return f"{state}: {run.text()[-400:]}" if any(code != 0 for code in run.codes) else ""
+
+
+def pause(place: Place, *runs: Run) -> None:
+    """Wait for a moment. TimeoutError: the check is late."""
+    if now() > place.deadline:
+        raise TimeoutError(" | ".join(filter(None, map(problem_of, runs))))
+    time.sleep(POLL_S)
+
+
+def wait(place: Place, *runs: Run, text: str = "") -> None:
+    """Wait for the end of these runs, or until one shows a text. TimeoutError: the check is late."""
+    while not all([run.poll() for run in runs]):
+        if text and any(text in run.text() for run in runs):
+            return
+        pause(place, *runs)
+
+
+def finish(place: Place, run: Run) -> Run:
+    """Wait for the end of a run, which must end well."""
+    wait(place, run)
+    if problem := problem_of(run):
+        raise RuntimeError(problem)
+    return run
+
+
+def end_runs(place: Place, within: float = 5) -> None:
+    """Kill what still runs, with its children, and wait until it is gone."""
+    for run in place.runs:
+        for pid, code in zip(run.pids, run.codes, strict=True):
+            if code is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+    for run in place.runs:
+        run.gone(within)
+    place.runs.clear()
+
+
+def results(place: Place, part: str, *folders: Path | None) -> Iterator[dict]:
+    """What a function of gpu_parts.py, which a process of its own computes, prints, as it comes."""
+    args = [part, *(str(folder) for folder in folders if folder)]
+    run, count, is_done = start(place, "measure/gpu_parts.py", args), 0, False
+    while not is_done:
+        is_done = run.poll()
+        printed = [text for text in run.text().split("\n")[:-1] if text.startswith(MARK)]
+        for text in printed[count:]:
+            yield json.loads(text.removeprefix(MARK))
+        count = len(printed)
+        pause(place, run)
+    finish(place, run)
+
+
+def part(place: Place, name: str, *folders: Path | None) -> Iterator[Line]:
+    """The lines of a function of gpu_parts.py."""
+    for result in results(place, name, *folders):
+        yield Line(**result)
+
+
+def start_tiny(place: Place, name: str, args: list[str], nproc: int = 1) -> Run:
+    """Start 20 steps of the tiny model; on a CPU if the name begins so."""
+    base = [*TINY, "--max_iters=19", "--save_checkpoint=False", f"--out_dir={name}"]
+    where = replace(place, device="cpu") if name.startswith("cpu") else place  # shares the list of runs
+    return start(where, "train.py", [*base, *args], nproc)
+
+
+def run_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, Run | None]:
+    """
+    Train the tiny model with several settings, by name, at the same time: starts take longer than steps on a
+    GPU. A run may fail or be late without the others.
+    """
+    names, runs = list(settings), dict.fromkeys(settings)
+    at_once = at_once if place.on_gpu else 2
+    for i in range(0, len(names), at_once):
+        some = {name: start_tiny(place, name, settings[name]) for name in names[i : i + at_once]}
+        runs |= some
+        try:
+            wait(place, *some.values())
+        except TimeoutError:
+            break
+    return runs
+
+
+def curve_of(place: Place, name: str, run: Run | None) -> Curve:
+    """What a run has logged, or its problem."""
+    return problem_of(run) or column(place.folder / name, "loss")
+
+
+def train_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, Curve]:
+    """The curves of the tiny model with several settings, by name."""
+    runs = run_tiny(place, settings, at_once)
+    return {name: curve_of(place, name, run) for name, run in runs.items()}
+
+
+def train_ranks(place: Place, name: str, args: list[str]) -> Curve:
+    """The curve of the tiny model on all processes."""
+    run = start_tiny(place, name, args, place.processes)
+    wait(place, run)
+    return curve_of(place, name, run)
+
+
+def gpt2(place: Place, *flags: str) -> list[str]:
+    """Settings that nanoGPT has too: GPT-2 124M on random tokens, or a model for a CPU."""
+    shape = "--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --dtype=float32 --max_iters=12"
+    if place.on_gpu:
+        shape = "--block_size=1024 --batch_size=16 --dtype=bfloat16 --max_iters=40"
+    rest = "--gradient_accumulation_steps=1 --eval_interval=100000 --eval_iters=1 --log_interval=1"
+    rest += f" --bias=False --dropout=0.0 --compile={place.on_gpu}"
+    return [*shape.split(), *rest.split(), f"--dataset={place.folder}/data/random", *flags]
+
+
+def train_gpt2(place: Place, name: str, *flags: str, nproc: int = 1) -> Speed:
+    """Train GPT-2, as nothing else runs; metrics are in the folder of this name."""
+    began = now()
+    args = gpt2(place, f"--out_dir={name}", "--save_checkpoint=False", "--check_layout=False", *flags)
+    run = start(place, "train.py", args, nproc)
+    wait(place, run, text=FIRST_STEP)
+    first_s = now() - began
+    finish(place, run)
+    rows = [r for r in records(place.folder / name) if "step_ms" in r]
+    later = rows[len(rows) // 3 :]
+    mfus = [r["mfu"] for r in later if r["mfu"]]  # None: unknown, or above 100%
+    return Speed(
+        ms=statistics.median(r["step_ms"] for r in later),
+        first_s=first_s,
+        memory_gb=rows[-1]["memory_gb_max"],
+        tokens_per_s=statistics.median(r["tokens_per_s"] for r in later),
+        mfu=statistics.median(mfus) if mfus else None,
+        optimizer_ms=records(place.folder / name)[-1]["spans_ms"]["optimizer"]["mean"],
     )
 
 
-def compiled(place: Place) -> Iterator[Line]:
-    """What torch.compile makes of the model."""
-    plain = losses(place, "plain", ["--dtype=float32", "--compile=False"])
-    for flags in (
-        [],
-        ["--zero=3"],
-        ["--zero=3", "--activation_checkpointing=full"],
-        ["--activation_checkpointing=selective"],
-        *MODERN,
-    ):
-        name = f"compile {' '.join(flags)}".strip()
-        args = [
-            *TINY,
-            *flags,
-            "--max_iters=19",
-            "--save_checkpoint=False",
-            "--eval_interval=10",
-            "--out_dir=compiled",
-        ]
-        text = run(place, "train.py", args)
-        said = re.findall(r"compile: [^\n]*", text)[-1]
-        if not place.on_gpu:
-            yield Line(name, "off on a CPU", said, "gains nothing on a CPU" in said)
-            return
-        yield Line(name, "0 graph breaks", said, ", 0 graph breaks" in said and "failed" not in said)
-        if flags in MODERN:
-            plain = losses(place, "plain", [*flags, "--dtype=float32", "--compile=False"])
-        yield at_most(f"{name}: losses", distance(plain, column(place.folder / "compiled", "loss")), 1e-4)
+def plain(place: Place) -> Speed:
+    """GPT-2 with the default settings, which other settings are compared with."""
+    if "plain" not in place.speeds:
+        place.speeds["plain"] = train_gpt2(place, "plain")
+    return place.speeds["plain"]
 
 
-def cuda_graphs(place: Place) -> Iterator[Line]:
-    """A small model whose kernels are launched together, with one micro-batch a step and with several."""
-    base = [*TINY, "--dtype=float32", "--batch_size=12", "--max_iters=19", "--eval_interval=10"]
-    for accumulation in (1, 4):
-        found, ms = [], []
-        for value in (False, True):
-            args = [*base, f"--gradient_accumulation_steps={accumulation}", f"--cuda_graphs={value}"]
-            said = run(place, "train.py", [*args, "--save_checkpoint=False", "--out_dir=graphs"])
-            found.append(column(place.folder / "graphs", "loss"))
-            ms.append(
-                statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r)
-            )
-        name = f"--cuda_graphs --gradient_accumulation_steps={accumulation}"
-        yield at_most(f"{name}: losses", distance(*found), 1e-4)
-        report = re.findall(r"compile: [^\n]*", said)[-1]
-        is_recorded = "0 graph breaks" in report and "without CUDA graphs" not in report
-        yield Line(f"{name}: graphs", "all recorded", report, is_recorded or not place.on_gpu)
-        yield Line(f"{name}: ms per step, without and with", "", f"{ms[0]:.2f} and {ms[1]:.2f}")
+# nanoGPT's unchanged train.py, and its memory
+THEIRS = """import os, sys, torch
+os.chdir({folder!r})
+sys.path.insert(0, {folder!r})
+path = {folder!r} + "/train.py"
+exec(compile(open(path).read(), path, "exec"), {{"__name__": "__main__", "__file__": path}})
+print(f"memory {{torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0:.3f}} GB")
+"""
 
 
-def resume(place: Place) -> Iterator[Line]:
-    """A run that is stopped and resumed ends with the bits of a run that is not stopped."""
-    ways = (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"])
-    with ThreadPoolExecutor(len(ways) if place.on_gpu else 1) as pool:
-        counts = pool.map(partial(differences_after_a_stop, place), ways)
-        for flags, different in zip(ways, counts, strict=True):
-            what, text = f"resume {' '.join(flags)} --dropout=0.1", f"{different} of 20 losses differ"
-            yield Line(what, "the same bits", text, different == 0)
+def train_nanogpt(place: Place) -> Speed:
+    """The same as train_gpt2, with nanoGPT."""
+    (place.folder / "nanogpt.py").write_text(THEIRS.format(folder=str(place.nanogpt)))
+    began, args = now(), gpt2(place, f"--out_dir={place.folder}/theirs", "--wandb_log=False")
+    run = start(place, place.folder / "nanogpt.py", args)
+    wait(place, run, text=FIRST_STEP)
+    first_s = now() - began
+    finish(place, run)
+    times = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", run.text())]
+    memory_gb = float(re.findall(r"memory ([0-9.]+) GB", run.text())[-1])
+    return Speed(statistics.median(times[len(times) // 3 :]), first_s, memory_gb)
 
 
-def differences_after_a_stop(place: Place, flags: list[str]) -> int:
-    """The number of losses that differ between a run that is stopped and resumed and one that is not."""
-    args = [*TINY, *flags, "--deterministic=True", "--dropout=0.1", "--save_interval=10"]
-    whole, parts = ("-".join((name, *flags)) for name in ("whole", "parts"))
-    run(place, "train.py", [*args, "--max_iters=19", f"--out_dir={whole}"])
-    run(place, "train.py", [*args, "--max_iters=9", f"--out_dir={parts}"])
-    run(place, "train.py", [*args, "--max_iters=19", f"--out_dir={parts}", "--init_from=resume"])
-    one, other = (column(place.folder / name, "loss") for name in (whole, parts))
-    return sum(one[step] != other[step] for step in one)
+def bounded(
+    judged: bool, what: str, value: float, text: str, basis: str, least: float = 0, most: float = math.inf
+) -> Line:
+    """A line that passes if a figure is within its bounds; without a verdict on a CPU, if it is a speed."""
+    limits = f"{least:g} to {most:g}" if least else f"<= {most:g}"
+    if most == math.inf:
+        limits = f">= {least:g}"
+    return Line(what, f"{limits} ({basis})", text, least <= value <= most if judged else None)
 
 
-def exact(place: Place) -> Iterator[Line]:
-    """With exact, layouts compute the same bits: on one device sharded or not, and on several devices."""
-    layouts = [(1, "--zero=3")]
-    if place.processes > 1:
-        layouts += [(place.processes, flags) for flags in ("--zero=0", "--zero=1", "--zero=3")]
-    for dtype in ("float32", "bfloat16"):
-        args = [
-            f"--dtype={dtype}",
-            *MODERN[0],
-            "--exact=True",
-            "--gradient_accumulation_steps=4",
-            "--dropout=0.1",
-        ]
-        reference = losses(place, "exact", args)
-        for n, flags in layouts:
-            other = losses(place, "exact-other", [*args, flags], n)
-            different = sum(reference[step] != other[step] for step in reference)
-            yield Line(
-                f"exact in {dtype}, {n} processes {flags}",
-                "the same bits",
-                f"{different} of 20 losses differ",
-                different == 0,
-            )
+def close(what: str, one: Curve, other: Curve, limit: float, basis: str = "rounding") -> Line:
+    """A line that passes if two curves differ by no more than the limit; 0: if they are equal."""
+    expected = f"<= {limit:g} ({basis})" if limit else f"the same bits ({basis})"
+    for curve in (one, other):
+        if isinstance(curve, str):
+            return Line(what, expected, curve, False)
+    differences = [abs(one[step] - other[step]) for step in one]
+    text, worst = f"{max(differences):.2g}", max(differences)
+    if not limit:
+        text = f"{sum(d != 0 for d in differences)} of {len(one)} losses differ"
+    return Line(what, expected, text, worst <= limit)
 
 
-def gradients(place: Place) -> Iterator[Line]:
-    """Compiled gradients against eager ones, with a loss in chunks, for each architecture."""
-    device, vocab = torch.device(place.device), 50304 if place.on_gpu else 512
-    shape = dict(block_size=256, vocab_size=vocab, n_layer=2, n_head=4, n_embd=256)
-    torch.set_float32_matmul_precision("highest")
-    chunks = (1, 128 * vocab, 128 * vocab)
-    ids = torch.randint(vocab, (4, 256), generator=torch.Generator().manual_seed(0)).to(device)
-    for args in ({}, {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 2, "n_expert": 4}):
-        found = []
-        for is_compiled in (False, True):
-            model = GPT(GPTConfig(**shape, **args), seed=1).to(device)
-            model.reset_routing(device)
-            if is_compiled:
-                torch._dynamo.reset()
-                options = {} if place.on_gpu else {"backend": "aot_eager"}
-                compilation.compile_parts(model, by_block=False, **options)
-            with patch.object(kernels, "logits_at_once", lambda *_: chunks):
-                model(ids, ids, 1024.0)[1].backward()
-            found.append({name: p.grad for name, p in model.named_parameters()})
-        eager, compiled = found
-        errors = {
-            name: ((compiled[name] - g).norm() / g.norm()).item() if compiled[name] is not None else math.inf
-            for name, g in eager.items()
-        }
-        worst = max(errors, key=errors.get)
-        text = f"{errors[worst]:.1e} ({worst})"
-        yield Line(f"compiled gradients, {args or 'gpt2'}", "<= 1e-5", text, errors[worst] <= 1e-5)
+def failed(what: str, error: Exception) -> Line:
+    """The line of a check that has raised an error."""
+    return Line(what, "no error", " ".join(f"{type(error).__name__}: {error}".split())[:600], False)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # speed and memory
 
 
-def ceilings(place: Place) -> Iterator[Line]:
-    """What the device reaches: a copy, and large matmuls by dtype."""
-    device, n, length = (
-        torch.device(place.device),
-        8192 if place.on_gpu else 256,
-        2**30 if place.on_gpu else 2**20,
-    )
-    a = torch.empty(length, dtype=torch.uint8, device=device)
-    b = torch.empty_like(a)
-    ms = milliseconds(place, "b.copy_(a)", a=a, b=b)
-    yield Line("copy, bytes read and written", "", f"{2 * length / ms / 1e6:,.0f} GB/s")
-    for name, dtype, precision in (
-        ("bfloat16", torch.bfloat16, "high"),
-        ("float16", torch.float16, "high"),
-        ("tf32", torch.float32, "high"),
-        ("float32", torch.float32, "highest"),
-    ):
-        torch.set_float32_matmul_precision(precision)
-        x, y = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        ms = milliseconds(place, "x @ y", x=x, y=y)
-        yield Line(f"matmul {n} x {n} x {n} in {name}", "", f"{2 * n**3 / ms / 1e9:,.0f} TFLOP/s")
-    torch.set_float32_matmul_precision("highest")
-
-
-def speed(place: Place) -> Iterator[Line]:
-    """
-    Tokens/s and MFU of GPT-2 124M by micro-batch, the split of the best one's step, and memory against
-    estimates.
-    """
-    sizes = "16,64" if place.on_gpu else "2,4"
-    base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--steps=10"]
-    base += ["--dtype=bfloat16"] if place.on_gpu else []
-    run(place, "bench.py", [*base, f"--sweep=batch_size:{sizes}", "--json_path=sweep.json"])
-    sweep = [r for r in json.loads((place.folder / "sweep.json").read_text())["sweep"] if "problem" not in r]
-    for r in sweep:
-        mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-        yield Line(
-            f"GPT-2 124M, micro-batch {r['point']['batch_size']}",
-            "",
-            f"{r['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, {r['memory_gb']['max']:.2f} GB",
-        )
-    best = max(sweep, key=lambda r: r["tokens_per_s"])
-    run(place, "bench.py", [*base, f"--batch_size={best['point']['batch_size']}", "--json_path=report.json"])
-    report = json.loads((place.folder / "report.json").read_text())["report"]
-    modern = ["--arch=nanochat", "--optimizer=muon", f"--batch_size={best['point']['batch_size']}"]
-    run(place, "bench.py", [*base, *modern, "--json_path=modern.json"])
-    spans = json.loads((place.folder / "modern.json").read_text())["report"]["run"]["spans_ms"]
-    ms = {part: spans[part]["mean"] for part in ("forward", "backward", "optimizer")}
-    share = ms["optimizer"] / sum(ms.values())
-    yield Line(
-        "nanochat with Muon: the optimizer's share of the step",
-        "<= 15%",
-        f"{share:.1%}",
-        share <= 0.15 if place.on_gpu else None,
-    )
-    split = ", ".join(
-        f"{part} {ms['mean']:.2f}" for part, ms in report["split_ms"].items() if ms["mean"] is not None
-    )
-    yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
-    if place.on_gpu:
-        mfu = best["mfu"] or 0.0  # n/a if it is above 100%
-        yield Line("MFU at the best micro-batch", ">= 45%", f"{mfu:.1%}", mfu >= 0.45)
-        for r in sweep:
-            estimated, measured = estimate(r), r["memory_gb"]["max"]
-            yield Line(
-                f"memory at micro-batch {r['point']['batch_size']}: estimated / measured",
-                "0.85 to 1.15",
-                f"{estimated / measured:.2f}",
-                0.85 <= estimated / measured <= 1.15,
-            )
-
-
-def estimate(r: dict) -> float:
-    """GB that memory.py estimates for a launch of bench.py."""
-    c = r["settings"]
-    model_args = asdict(GPTConfig(**model_args_of(c, c["vocab_size"])))
-    counts = count_on_meta(GPT, model_args)
-    plan = plan_of(c, 1, model_args=model_args, counts=counts, dtype=r["dtype"], device_type="cuda")
-    return memory.memory_estimate(plan)["total"]
+def cold(place: Place) -> Iterator[Line]:
+    """GPT-2 124M with an empty cache of torch.compile, whose modules `gradients` has imported before."""
+    speed, what = plain(place), "GPT-2 124M, one micro-batch of 16: ms a step"
+    basis = "H200: 34.8 to 35.6; H100: 31.5 predicted, and 4 of waiting"
+    yield bounded(place.is_known, what, speed.ms, str(speed), basis, most=37)
+    what, basis = "seconds to the first step", "H200: 40 to 46 for a run"
+    yield bounded(place.is_known, what, speed.first_s, f"{speed.first_s:.1f}", basis, most=50)
+    yield from part(place, "memory_use", place.folder / "plain")
 
 
 def nanogpt(place: Place) -> Iterator[Line]:
-    """nanoGPT's train.py and ours, alternating, with the same data, model, micro-batch, dtype and compile."""
+    """nanoGPT with the same data, model, micro-batch, dtype and compile, and an empty cache."""
     if not place.nanogpt:
+        yield Line("nanoGPT", "", "not tried: --nanogpt=FOLDER names a clone")
         return
-    batch, steps = (16, 40) if place.on_gpu else (2, 12)
-    shape = [a for a in place.gpt2() if not a.startswith(("--dataset", "--vocab_size"))]
-    shape += [
-        f"--batch_size={batch}",
-        "--gradient_accumulation_steps=1",
-        f"--max_iters={steps}",
-        "--log_interval=1",
-    ]
-    shape += [
-        "--eval_interval=100000",
-        "--eval_iters=1",
-        f"--compile={place.on_gpu}",
-        "--bias=False",
-        "--dropout=0.0",
-    ]
-    shape += ["--dtype=bfloat16" if place.on_gpu else "--dtype=float32", f"--device={place.device}"]
-    data = f"--dataset={place.folder}/data/random"  # without metadata nanoGPT takes 50304 token ids
-    theirs = [
-        sys.executable,
-        "train.py",
-        *shape,
-        data,
-        f"--out_dir={place.folder}/theirs",
-        "--wandb_log=False",
-    ]
-    ours = [
-        sys.executable,
-        str(REPO / "train.py"),
-        *shape,
-        data,
-        "--vocab_size=50304",
-        "--save_checkpoint=False",
-        f"--out_dir={place.folder}/ours",
-    ]
-    times, ratios, starts = {}, [], {}
-    for pair in range(3):  # the first pair also compiles
-        for name, line, folder in (("ours", ours, place.folder), ("theirs", theirs, place.nanogpt)):
-            began = time.monotonic()
-            ms = [float(t) for t in re.findall(r"time ([0-9.]+)ms", output_of(place, line, folder))]
-            starts.setdefault(name, time.monotonic() - began)
-            times[name] = statistics.median(ms[steps // 3 :])
-        ratios.append(times["theirs"] / times["ours"])
-        if pair == 0:
-            text = f"ours {starts['ours']:.0f} s, nanoGPT's {starts['theirs']:.0f} s"
-            yield Line(f"a run of {steps + 1} steps with nothing compiled before", "", text)
-        # kernels and matmuls are the same: the step is predicted to be as fast
-        yield Line(
-            f"nanoGPT's step / ours, micro-batch {batch}, pair {pair + 1}",
-            ">= 1",
-            f"{ratios[-1]:.3f}; nanoGPT {times['theirs']:.2f}, ours {times['ours']:.2f} ms",
-            ratios[-1] >= 1 if place.on_gpu and pair else None,
-        )
-    yield from profiled(place, ours)
+    ours, theirs = plain(place), train_nanogpt(place)
+    yield Line("nanoGPT, the same: ms a step", "(H200: 33.9 to 34.8)", str(theirs))
+    ratio, what = theirs.first_s / ours.first_s, "nanoGPT's seconds to the first step / ours"
+    yield bounded(place.on_gpu, what, ratio, f"{ratio:.2f}", "H200: 0.8 to 1.2", least=0.8)
+    yield Line("our GB / nanoGPT's", "", f"{ours.memory_gb:.2f} / {theirs.memory_gb:.2f}")
 
 
-# parts of a step by the names of their kernels
-PARTS = {
-    "attention": r"flash|fmha|sdpa|attention",
-    "matmul": r"gemm|nvjet|cutlass|cublas|wgmma|xmma",
-    "triton": r"^triton_",
-    "optimizer": r"multi_tensor|adam",
-    "copies": r"memcpy|memset",
-}
+def warm(place: Place) -> Iterator[Line]:
+    """Pairs of runs with warm caches, as many as there is time for."""
+    for pair in range(1, 4):
+        began = now()
+        ours = train_gpt2(place, "ours")
+        yield Line(f"with a warm cache, run {pair}: ms a step", "", str(ours))
+        if place.nanogpt:
+            theirs, what = train_nanogpt(place), f"nanoGPT's step / ours, pair {pair}"
+            ratio, text = theirs.ms / ours.ms, f"{theirs.ms / ours.ms:.3f}: nanoGPT {theirs}"
+            basis = "parity: both compile to the same kernels; H200: 0.96 to 0.99"
+            yield bounded(place.on_gpu, what, ratio, text, basis, least=0.95)
+        if now() + 1.3 * (now() - began) > place.deadline:
+            return
 
 
-def profiled(place: Place, line: list[str]) -> Iterator[Line]:
-    """The kernels of a step of this command of train.py, by part, from a trace."""
-    out = place.folder / "profiled"
-    kept = [a for a in line if not a.startswith(("--out_dir", "--max_iters"))]
-    output_of(place, [*kept, f"--out_dir={out}", "--max_iters=12", "--profile=True"], place.folder)
-    events = json.loads((out / "trace.json").read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    sums, by_name = dict.fromkeys((*PARTS, "other"), 0.0), {}
-    for e in kernels:
-        names = (part for part, names in PARTS.items() if re.search(names, e["name"], re.IGNORECASE))
-        sums[next(names, "other")] += e["dur"] / 1e3 / PROFILE_STEPS
-        count, ms = by_name.get(e["name"], (0, 0.0))
-        by_name[e["name"]] = count + 1, ms + e["dur"] / 1e3 / PROFILE_STEPS
-    text = ", ".join(f"{part} {ms:.2f}" for part, ms in sums.items())
-    yield Line("kernels of a step, ms", "", f"{sum(sums.values()):.2f}: {text}")
-    if place.out:
-        largest = sorted(by_name.items(), key=lambda item: -item[1][1])[:60]
-        rows = [f"{ms:9.4f} ms {count / PROFILE_STEPS:7.1f} {name[:150]}" for name, (count, ms) in largest]
-        (place.out / "kernels.txt").write_text("\n".join(rows) + "\n")
+def trace(place: Place) -> Iterator[Line]:
+    """The kernels of a step."""
+    train_gpt2(place, "traced", "--profile=True", "--max_iters=12")
+    yield from part(place, "traced", place.folder / "traced", place.out)
 
 
-def chunked_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss as it is computed on a GPU that is too small for all logits."""
-    _, *per_chunk = kernels.logits_at_once(x.device.type == "cpu", x.itemsize, len(weight))
-    return kernels.ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, *per_chunk)
+def changed(place: Place, flags: str, limit: float, basis: str, optimizer: float = 0) -> Iterator[Line]:
+    """
+    The step with these settings against the plain one, and its memory.
+
+    Args:
+        optimizer: the most that the optimizer may take of the step; 0: not compared.
+    """
+    base, speed = plain(place), train_gpt2(place, flags, *flags.split())
+    ratio, what = speed.ms / base.ms, f"the step with {flags} / the plain one"
+    text = f"{ratio:.3f}: {speed}; {speed.memory_gb / base.memory_gb:.2f} of the memory"
+    yield bounded(place.on_gpu, what, ratio, text, basis, most=limit)
+    if optimizer:
+        share, what = speed.optimizer_ms / speed.ms, "its optimizer's share of the step"
+        text = f"{share:.1%}, {speed.optimizer_ms:.2f} ms; plain {base.optimizer_ms / base.ms:.1%}"
+        yield bounded(place.on_gpu, what, share, text, "predicted", most=optimizer)
 
 
-def parts(place: Place) -> Iterator[Line]:
-    """The loss, attention by back end, and the optimizer, each alone."""
-    device, dtype = torch.device(place.device), torch.bfloat16
-    rows, vocab, width, heads = (16 * 1024, 50304, 768, 12) if place.on_gpu else (256, 512, 64, 2)
-    x = torch.randn(1, rows, width, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocab, width, device=device, dtype=dtype, requires_grad=True)
-    targets = torch.randint(vocab, (1, rows), device=device)
-    loss = {"x": x, "weight": weight, "targets": targets}
-    ways = {"plain": kernels.summed_loss, "in chunks": chunked_loss, "deterministic, in chunks": chunked_loss}
-    ways |= {"compiled": torch.compile(kernels.summed_loss, dynamic=False)} if place.on_gpu else {}
-    found = []
-    for name, f in ways.items():
-        torch.use_deterministic_algorithms("deterministic" in name, warn_only=True)
-        found.append(f"{name} {milliseconds(place, 'f(x, weight, targets).backward()', f=f, **loss):.2f}")
-    torch.use_deterministic_algorithms(False)
-    yield Line(f"loss of {rows:,} x {vocab:,}, ms", "", ", ".join(found))
-
-    length = 1024 if place.on_gpu else 64
-    q = torch.randn(
-        rows // length, heads, length, width // heads, device=device, dtype=dtype, requires_grad=True
-    )
-    attention = torch.nn.functional.scaled_dot_product_attention
-    ways, times = {"PyTorch's choice": nullcontext()}, {}
-    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
-        ways[name.lower().partition("_")[0]] = sdpa_kernel(getattr(SDPBackend, name))
-    for name, only in ways.items():
-        with only, suppress(RuntimeError):  # a back end that does not run here
-            times[name] = milliseconds(place, "f(q, q, q, is_causal=True).sum().backward()", q=q, f=attention)
-    found = ", ".join(f"{name} {times[name]:.2f}" if name in times else f"{name} n/a" for name in ways)
-    yield Line(f"attention, {rows // length} x {heads} heads x {length}, ms", "", found)
-    fastest = min(times, key=times.get)
-    ratio = times["PyTorch's choice"] / times[fastest]
-    yield Line(
-        "attention: PyTorch's choice / the fastest back end",
-        "<= 1.1",
-        f"{ratio:.2f} ({fastest})",
-        ratio <= 1.1 if place.on_gpu else None,
-    )
-
-    # with these values, the output is the attention weights, of which 0.1 are dropped
-    q, values = (torch.zeros(64, 64, heads, 64, device=device, dtype=dtype) for _ in "qv")
-    values += torch.eye(64, device=device, dtype=dtype)[:, None]
-    weights = kernels.causal_attention(q, q, values, 0.1).unflatten(-1, (heads, 64)).movedim(2, 1)
-    dropped = 1 - (weights != 0).sum().item() / (64 * heads * 64 * 65 / 2)
-    expected, is_near = "0.1, at most 0.005 beside", abs(dropped - 0.1) <= 0.005
-    yield Line("attention weights that dropout 0.1 drops", expected, f"{dropped:.4f}", is_near)
-
-    shape = {} if place.on_gpu else dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
-    model = GPT(GPTConfig(**shape)).to(device)
-    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    ms = milliseconds(place, "optimizer.step()", optimizer=optimizer)
-    moved = 28 * sum(p.numel() for p in model.parameters()) / ms / 1e6
-    yield Line("AdamW", "", f"{ms:.2f} ms, {moved:,.0f} GB/s")
-    numbers = StepNumbers(**dict.fromkeys(StepNumbers._fields, torch.ones((), device=device)))
-    gathered, said = gather_numbers(numbers, device), "does not wait"
-    if place.on_gpu:
-        torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the GPU raises
-    try:
-        optim.clip_and_step([optimizer], torch.amp.GradScaler(place.device, enabled=False), gathered, 0.5)
-    except RuntimeError as e:
-        said = str(e)
-    if place.on_gpu:
-        torch.cuda.set_sync_debug_mode("default")
-    yield Line("clipping and AdamW: the host", "does not wait", said, said == "does not wait")
-
-    yield from sampling(place, model, dtype)
-
-
-def sampling(place: Place, model: GPT, dtype: torch.dtype) -> Iterator[Line]:
-    """Tokens/s of sample.py without and with --compile, after a first generation that compiles."""
-    generation.prepare(model.eval(), dtype)
-    device, tokens = torch.device(place.device), (256 if place.on_gpu else 16)
-    prompt = torch.zeros(8, 1, dtype=torch.long, device=device)
-    texts, speeds = [], []
-    note = ""
-    for is_compiled in (False, True):
-        if is_compiled:
-            note = compilation.compile_generation(model, device, splits_model=False)
-        model.generate(prompt, tokens, seed=1)
-        began = time.perf_counter()
-        texts.append(model.generate(prompt, tokens, seed=1).tolist())
-        speeds.append(8 * tokens / (time.perf_counter() - began))
-    eager, compiled = speeds
-    name = f"sampling 8 x {tokens} tokens, without and with --compile"
-    found = note or f"{eager:,.0f} and {compiled:,.0f} tokens/s: {compiled / eager:.1f} times"
-    # a failed compilation also prints a note
-    is_fast = not note and compiled >= 3 * eager
-    yield Line(name, ">= 3 times", found, is_fast if place.on_gpu else None)
-    same = sum(a == b for one, two in zip(*texts, strict=True) for a, b in zip(one, two, strict=True))
-    yield Line(f"{name}: equal tokens", "", f"{same / (8 * (tokens + 1)):.0%}")
-
-
-def large(place: Place) -> Iterator[Line]:
-    """GPT-2 XL on one device: full recomputation, with DDP's and with FSDP's way to hold the parameters."""
-    shape = (
-        ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"]
-        if place.on_gpu
-        else ["--batch_size=2"]
-    )
-    for flags in ([], ["--zero=3"]):
-        args = [
-            *place.gpt2(),
-            *shape,
-            *flags,
-            "--gradient_accumulation_steps=1",
-            "--max_iters=8",
-            "--eval_iters=1",
-            "--eval_interval=100000",
-            "--activation_checkpointing=full",
-            "--save_checkpoint=False",
-            "--warmup_iters=5",
-            "--out_dir=large",
-        ]
-        run(place, "train.py", args)
-        rows = [r for r in records(place.folder / "large") if "step_ms" in r][3:]
-        speed, memory_gb = statistics.median(r["tokens_per_s"] for r in rows), rows[-1]["memory_gb_max"]
-        yield Line(
-            f"GPT-2 XL, full recomputation {' '.join(flags)}".strip(),
-            "trains",
-            f"{speed:,.0f} tokens/s, {memory_gb:.1f} GB",
-            math.isfinite(rows[-1]["loss"]),
-        )
+def batch64(place: Place) -> Iterator[Line]:
+    """A micro-batch of 64: the MFU."""
+    flag = f"--batch_size={64 if place.on_gpu else 8}"
+    speed = train_gpt2(place, "batch64", flag)
+    mfu = speed.mfu or 0.0  # None if it is above 100%
+    yield bounded(place.on_gpu, f"{flag[2:]}: MFU", mfu, str(speed), "H200: 0.486", least=0.46)
+    yield from part(place, "memory_use", place.folder / "batch64")
 
 
 def experts(place: Place) -> Iterator[Line]:
     """Mixture of experts: the curve, and the step of a dense model with equal active parameters."""
-    n, model, exact = place.processes, ["--n_expert=4"], ["--dtype=float32", "--compile=False"]
-    reference = losses(place.on_cpu(), "experts", [*model, *exact])
-    found = distance(reference, losses(place, "experts", [*model, *exact]))
-    yield at_most("4 experts, float32: losses of 20 steps against the CPU's", found, 1e-4)
-    for flags in (["--ep=2"], ["--ep=2", "--zero=3"]) if n % 2 == 0 else ():
-        found = distance(reference, losses(place, "experts", [*model, *exact, *flags], n))
-        yield at_most(f"4 experts, float32 on {n} processes {' '.join(flags)}", found, 1e-4)
-    found = distance(reference, losses(place, "experts", [*model, "--dtype=bfloat16", "--compile=False"]))
-    yield at_most("4 experts, bfloat16: losses against float32's", found, 0.03)
-    base = [
-        *place.gpt2(),
-        "--gradient_accumulation_steps=1",
-        "--max_iters=23",
-        "--eval_interval=100000",
-        "--eval_iters=1",
-        "--save_checkpoint=False",
-        "--out_dir=experts",
-    ]
-    base += ["--batch_size=8", "--dtype=bfloat16"] if place.on_gpu else ["--batch_size=2"]
-    width = 768 if place.on_gpu else 64
-    times = []
-    for shape in ([f"--n_hidden={8 * width}"], ["--n_expert=8", f"--n_hidden={4 * width}"]):
-        run(place, "train.py", [*base, *shape])
-        rows = [r for r in records(place.folder / "experts") if "step_ms" in r][8:]
-        times.append(statistics.median(r["step_ms"] for r in rows))
-    dense, moe = times
-    yield Line(
-        "the step with 8 experts, 2 active / dense with equal active parameters",
-        "<= 1.5",
-        f"{moe / dense:.2f} ({moe:.2f} and {dense:.2f} ms)",
-        moe / dense <= 1.5 if place.on_gpu else None,
-    )
+    n, model = place.processes, ["--n_expert=4"]
+    runs = {"cpu experts": [*UNCOMPILED, *model], "float32": [*UNCOMPILED, *model]}
+    curves = train_tiny(place, runs | {"bfloat16": [*UNCOMPILED, *model, "--dtype=bfloat16"]})
+    reference = curves["cpu experts"]
+    for dtype, limit in (("float32", 1e-4), ("bfloat16", 0.03)):
+        what = f"4 experts, {dtype}: losses of 20 steps against the CPU's in float32"
+        yield close(what, reference, curves[dtype], limit)
+    for flags in ("--ep=2", "--ep=2 --zero=3") if n % 2 == 0 else ():
+        curve = train_ranks(place, "experts ep", [*UNCOMPILED, *model, *flags.split()])
+        yield close(f"4 experts, float32 on {n} processes {flags}", reference, curve, 1e-4)
+    width, batch = (768, 8) if place.on_gpu else (64, 2)
+    dense = train_gpt2(place, "dense", f"--batch_size={batch}", f"--n_hidden={8 * width}")
+    sparse = ["--n_expert=8", f"--n_hidden={4 * width}"]
+    moe = train_gpt2(place, "moe", f"--batch_size={batch}", *sparse)
+    ratio, text = moe.ms / dense.ms, f"{moe.ms / dense.ms:.2f}: {moe}; dense {dense}"
+    what = "the step with 8 experts, 2 active / dense with equal active parameters"
+    yield bounded(place.on_gpu, what, ratio, text, "predicted", most=1.5)
+
+
+def graphs(place: Place) -> Iterator[Line]:
+    """A small model whose kernels are launched together, with one micro-batch a step and with several."""
+    runs = {}
+    for accumulation in (1, 4):
+        base = ["--dtype=float32", "--batch_size=12", f"--gradient_accumulation_steps={accumulation}"]
+        runs |= {f"graphs {accumulation} {on}": [*base, f"--cuda_graphs={on}"] for on in (False, True)}
+    curves = train_tiny(place, runs)
+    for accumulation in (1, 4):
+        what = f"--cuda_graphs --gradient_accumulation_steps={accumulation}: losses"
+        yield close(what, *(curves[f"graphs {accumulation} {on}"] for on in (False, True)), 1e-4)
+    texts = []
+    for on in (False, True):  # one after the other, with a warm cache
+        run = finish(place, start_tiny(place, f"graphs 1 {on}", runs[f"graphs 1 {on}"]))
+        rows = [r["step_ms"] for r in records(place.folder / f"graphs 1 {on}") if "step_ms" in r]
+        texts.append(f"{statistics.median(rows[6:]):.2f}")
+    said = re.findall(r"compile: [^\n]*", run.text())[-1]
+    is_recorded = "0 graph breaks" in said and "without CUDA graphs" not in said
+    yield Line("--cuda_graphs", "all recorded", said, is_recorded if place.on_gpu else None)
+    yield Line("a small model without and with --cuda_graphs: ms a step", "", " and ".join(texts))
+
+
+def large(place: Place, flags: str) -> Iterator[Line]:
+    """GPT-2 XL on one device: full recomputation, with DDP's or with FSDP's way to hold the parameters."""
+    shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else []
+    args = [*shape, "--max_iters=9", "--activation_checkpointing=full", *flags.split()]
+    speed = train_gpt2(place, "large", *args)
+    is_finite = all(map(math.isfinite, column(place.folder / "large", "loss").values()))
+    yield Line(f"GPT-2 XL, full recomputation {flags}".strip(), "trains", str(speed), is_finite)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# exactness
+
+UNCOMPILED = ["--dtype=float32", "--compile=False"]
+# architectures and optimizers besides GPT-2 and AdamW
+MODERN = (["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"], ["--arch=llama", "--n_kv_head=1"])
+
+
+def parity(place: Place) -> Iterator[Line]:
+    """The curve of a CPU in float32: layouts and ways to recompute that one device has, and bfloat16."""
+    layouts = ([], ["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"])
+    runs = {"cpu": UNCOMPILED, "bfloat16": ["--dtype=bfloat16", "--compile=False"]}
+    compared = {}  # a run, and the CPU's
+    for flags in layouts:
+        compared[" ".join(["float32", *flags])] = "cpu", flags
+    for model in MODERN if place.on_gpu else MODERN[:1]:
+        runs[f"cpu {model[0]}"] = [*UNCOMPILED, *model]
+        for flags in ([], ["--zero=3"]):
+            compared[" ".join(["float32", *model[:2], *flags])] = f"cpu {model[0]}", [*model, *flags]
+    curves = train_tiny(place, runs | {name: [*UNCOMPILED, *flags] for name, (_, flags) in compared.items()})
+    for name, (cpu, _) in compared.items():
+        what = f"{name}: losses of 20 steps against the CPU's"
+        yield close(what, curves[cpu], curves[name], 1e-4, "H200: 1e-6")
+    what = "bfloat16: losses against float32's"
+    yield close(what, curves["cpu"], curves["bfloat16"], 0.03, "H200: 1.2e-4")
+    if not isinstance(curves["float32"], str):
+        memory_gb = max(column(place.folder / "float32", "memory_gb").values())
+        text, what = f"{memory_gb:.2f} GB", "memory of the tiny model, GB"
+        yield bounded(place.on_gpu, what, memory_gb, text, "no matmul that measures the peak", most=0.3)
+
+
+def dtypes(place: Place) -> Iterator[Line]:
+    """float16 and tf32 against float32."""
+    # offloaded: the scale of the loss, the gradients and their divisor are on different devices
+    names = {"--dtype=float16": "1.7e-5", "--dtype=float16 --zero=2 --cpu_offload=True": "1.7e-5"}
+    names |= {"--dtype=tf32": "1.1e-5"} if place.on_gpu else {}
+    runs = {"cpu": UNCOMPILED} | {name[2:]: [*UNCOMPILED, *name.split()] for name in names}
+    curves = train_tiny(place, runs)
+    for name, measured in names.items():
+        what = f"{name}: losses against float32's"
+        yield close(what, curves["cpu"], curves[name[2:]], 0.03, f"H200: {measured}")
+
+
+def bits(place: Place) -> Iterator[Line]:
+    """
+    A run that is stopped and resumed ends with the bits of a run that is not stopped; with exact, so does a
+    sharded one.
+    """
+    ways = ("--dtype=float32", "--dtype=bfloat16", "--dtype=float32 --zero=3")
+    runs, resumed = {}, {}
+    for way in ways:
+        saving = [*way.split(), "--deterministic=True", "--dropout=0.1"]
+        saving += ["--save_checkpoint=True", "--save_interval=10"]
+        runs |= {f"whole {way}": saving, f"parts {way}": [*saving, "--max_iters=9"]}
+        resumed[f"parts {way}"] = [*saving, "--init_from=resume"]
+    for dtype in ("float32", "bfloat16"):
+        exact = [*MODERN[0], f"--dtype={dtype}", "--exact=True", "--gradient_accumulation_steps=4"]
+        exact += ["--dropout=0.1"]
+        runs |= {f"exact {dtype}": exact, f"exact {dtype} --zero=3": [*exact, "--zero=3"]}
+    # each compiles, for which another round would not leave enough time
+    curves = train_tiny(place, runs, at_once=10) | train_tiny(place, resumed)
+    for way in ways:
+        what = f"resume {way} --deterministic --dropout=0.1"
+        yield close(what, curves[f"whole {way}"], curves[f"parts {way}"], 0, "H200: 0 differ")
+    for dtype in ("float32", "bfloat16"):
+        what = f"--exact with Muon in {dtype}, with and without --zero=3"
+        yield close(what, curves[f"exact {dtype}"], curves[f"exact {dtype} --zero=3"], 0, "H200: 0 differ")
+
+
+def compiled(place: Place) -> Iterator[Line]:
+    """What torch.compile makes of the model, in each layout and architecture."""
+    layouts = [[], ["--zero=3"], ["--zero=3", "--activation_checkpointing=full"]]
+    layouts += [["--activation_checkpointing=selective"], *MODERN]
+    layouts = layouts if place.on_gpu else layouts[:1]
+    runs = {"plain": UNCOMPILED}
+    runs |= {f"plain {model[0]}": [*UNCOMPILED, *model] for model in MODERN}
+    for flags in layouts:
+        runs[" ".join(["compile", *flags])] = [*flags, "--eval_interval=10"]
+    started = run_tiny(place, runs)
+    curves = {name: curve_of(place, name, run) for name, run in started.items()}
+    for flags in layouts:
+        name = " ".join(["compile", *flags])
+        said = (re.findall(r"compile: [^\n]*", started[name].text() if started[name] else "") or [""])[-1]
+        is_whole = ", 0 graph breaks" in said and "failed" not in said
+        yield Line(name, "0 graph breaks", said, is_whole if place.on_gpu else None)
+        reference = curves[f"plain {flags[0]}" if flags in MODERN else "plain"]
+        yield close(f"{name}: losses", reference, curves[name], 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -675,204 +535,252 @@ def experts(place: Place) -> Iterator[Line]:
 
 def planned(place: Place) -> Iterator[Line]:
     """--layout=auto: the curve, and the predicted and the measured step."""
-    n, exact = place.processes, ["--dtype=float32", "--compile=False"]
-    reference = losses(place.on_cpu(), "planned", exact)
-    found = distance(reference, losses(place, "planned", [*exact, "--layout=auto"], n))
-    yield at_most(
-        f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's", found, 1e-4
-    )
-    args = [
-        *place.gpt2(),
-        "--layout=auto",
-        "--max_iters=23",
-        "--eval_interval=100000",
-        "--eval_iters=1",
-        f"--gradient_accumulation_steps={8 * n}",
-        "--batch_size=8",
-        "--save_checkpoint=False",
-        "--out_dir=predicted",
-    ]
-    text = run(place, "train.py", args, n)
+    n = place.processes
+    reference = train_tiny(place, {"cpu planned": UNCOMPILED})["cpu planned"]
+    curve = train_ranks(place, "planned", [*UNCOMPILED, "--layout=auto"])
+    what = f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's"
+    yield close(what, reference, curve, 1e-4)
+    flags = ["--layout=auto", f"--gradient_accumulation_steps={8 * n}", "--batch_size=8"]
+    speed = train_gpt2(place, "predicted", *flags, "--max_iters=23", nproc=n)
+    text = place.runs[-1].text()
     predicted = float(re.search(r"by prediction: ([\d,.]+) ms", text)[1].replace(",", ""))
-    rows = [r for r in records(place.folder / "predicted") if "step_ms" in r][8:]
-    measured = statistics.median(r["step_ms"] for r in rows)
-    yield Line(
-        f"--layout=auto on {n} processes: the predicted step / the measured one",
-        "0.75 to 1.25",
-        f"{predicted / measured:.2f} ({predicted:.1f} and {measured:.1f} ms)",
-        0.75 <= predicted / measured <= 1.25 if place.on_gpu else None,
-    )
+    ratio, text = predicted / speed.ms, f"{predicted / speed.ms:.2f}: {predicted:.1f} and {speed.ms:.1f} ms"
+    what = f"--layout=auto on {n} processes: the predicted step / the measured one"
+    yield bounded(place.on_gpu, what, ratio, text, "predicted", least=0.75, most=1.25)
 
 
-def slow_networks(place: Place) -> Iterator[Line]:
+def networks(place: Place) -> Iterator[Line]:
     """
     How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn.
     """
-    n, exact = place.processes, ["--dtype=float32", "--compile=False"]
-    if n % 2:
-        yield Line("slow networks", "", "an odd number of devices: not tried")
-        return
-    reference = losses(place.on_cpu(), "networks", exact)
-    modes = {
-        f"--grad_compression={kind}": limit
-        for kind, limit in (("fp16", 2e-3), ("bf16", 0.02), ("int8", 0.02), ("powersgd:1", 0.3))
-    }
-    modes["--islands=2 --local_steps=4"] = 0.3
+    n = place.processes
+    reference = train_tiny(place, {"cpu networks": UNCOMPILED})["cpu networks"]
+    limits = {"fp16": 2e-3, "bf16": 0.02, "int8": 0.02, "powersgd:1": 0.3}
+    modes = {f"--grad_compression={kind}": limit for kind, limit in limits.items()}
+    modes |= {"--islands=2 --local_steps=4": 0.3} if n % 2 == 0 else {}
     for flags, limit in modes.items():
-        found = distance(reference, losses(place, "networks", [*exact, *flags.split()], n))
-        yield at_most(f"float32 on {n} processes {flags}", found, limit)
+        curve = train_ranks(place, "networks", [*UNCOMPILED, *flags.split()])
+        yield close(f"float32 on {n} processes {flags}", reference, curve, limit)
 
 
 def several(place: Place) -> Iterator[Line]:
-    """The curve on several devices, the collectives, and a killed rank."""
+    """The curve on several devices, also with exact."""
     n = place.processes
-    if n < 2:
-        yield Line("several GPUs", "", "there is one: not tried")
-        return
-    uncompiled = ["--dtype=float32", "--compile=False"]
-    reference = losses(place, "one", uncompiled)
-    layouts = [[], ["--zero=1"], ["--zero=2"], ["--zero=3"]]
+    exact = [*MODERN[0], "--exact=True", "--gradient_accumulation_steps=4", "--dropout=0.1"]
+    curves = train_tiny(place, {"one": UNCOMPILED, "one exact": exact})
+    layouts = ["", "--zero=1", "--zero=2", "--zero=3"]
     if n % 2 == 0:
-        layouts += [
-            ["--zero=3", "--dp_replicate=2"],
-            ["--tp=2"],
-            ["--pp=2"],
-            ["--cp=2"],
-            ["--zero=3", "--tp=2"],
-        ]
+        layouts += ["--zero=3 --dp_replicate=2", "--tp=2", "--pp=2", "--cp=2", "--zero=3 --tp=2"]
     if n % 8 == 0:
-        layouts.append(["--zero=3", "--tp=2", "--pp=2"])
-    layouts.append(["--ddp_bucket_mb=0.02", "--compile=True"])
+        layouts.append("--zero=3 --tp=2 --pp=2")
+    layouts.append("--ddp_bucket_mb=0.02 --compile=True")
     for flags in layouts:
-        found = distance(reference, losses(place, "several", [*uncompiled, *flags], n))
-        yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)
-    run(place, "bench.py", ["--comm=True", f"--nproc={n}", "--json_path=comm.json"])
+        curve = train_ranks(place, "several", [*UNCOMPILED, *flags.split()])
+        yield close(f"float32 on {n} processes {flags}".strip(), curves["one"], curve, 1e-4)
+    for flags in ("--zero=0", "--zero=1", "--zero=3"):
+        curve = train_ranks(place, "several", [*exact, flags])
+        yield close(f"--exact on {n} processes {flags}", curves["one exact"], curve, 0, "exact")
+
+
+def collectives(place: Place) -> Iterator[Line]:
+    """The bandwidth of large messages."""
+    finish(place, start(place, "bench.py", ["--comm=True", "--json_path=comm.json"], place.processes))
     for cell in json.loads((place.folder / "comm.json").read_text())["comm"][-5:]:
-        found = cell.get("problem") or f"{cell['gb_per_s']:.1f} GB/s of bus bandwidth"
-        yield Line(f"{cell['operation']}, {cell['bytes'] / 2**20:.0f} MiB", "", found)
-    yield from killed(place, n)
+        text = cell.get("problem") or f"{cell['gb_per_s']:.1f} GB/s of bus bandwidth"
+        yield Line(f"{cell['operation']}, {cell['bytes'] / 2**20:.0f} MiB", "", text)
 
 
-def killed(place: Place, n: int) -> Iterator[Line]:
+def killed(place: Place) -> Iterator[Line]:
     """SIGKILL to the last rank: how long until the others have said so and exited."""
-    args = [*TINY, "--max_iters=1000000", "--out_dir=killed", "--compile=False"]
-    with open(place.folder / "killed.txt", "w") as log:
-        agent = subprocess.Popen(
-            command(place, "train.py", args, n), cwd=place.folder, stdout=log, stderr=log
-        )
-        wait_for(lambda: steps_in(place.folder / "killed") > 20, 120)
-        workers = sorted(children(agent.pid))
-        began = time.monotonic()
-        os.kill(workers[-1], signal.SIGKILL)
-        agent.wait(60)
-    took, text = time.monotonic() - began, (place.folder / "killed.txt").read_text()
-    named = re.findall(r"rank \d+ does not respond", text)
-    yield Line(
-        "a killed rank: named, and the others exit",
-        "within 20 s",
-        f"{took:.1f} s, {named[:1]}",
-        took < 20 and bool(named),
-    )
+    run = start_tiny(place, "killed", [*UNCOMPILED, "--max_iters=1000000"], place.processes)
+    while steps_in(place.folder / "killed") < 20:
+        pause(place, run)
+    began = now()
+    run.kill([place.processes - 1])
+    run.gone(60)
+    took, named = now() - began, re.findall(r"rank \d+ does not respond", run.text())
+    text, passed = f"{took:.1f} s, {named[:1]}", took < 20 and bool(named)
+    yield Line("a killed rank: named, and the others exit", "within 20 s", text, passed)
 
 
 # ------------------------------------------------------------------------------------------------------------
 
-# in the order of their worth: --seconds cuts off the last
+
+@dataclass(frozen=True)
+class Check:
+    """Lines of the table that one function finds."""
+
+    name: str
+    group: str  # first, second or last
+    seconds: float  # that an H100 or H200 has for it: a share of --seconds
+    lines: Callable[[Place], Iterator[Line]]
+    needs: str = ""  # a setting of train.py, without which the check is left out
+    least: int = 1  # devices, without which it is not tried
+
+
+EXACT = "predicted for sums in few kernels; H200: 1.31 before"
+MUON = "--arch=nanochat --optimizer=muon"
+RESIDUAL = partial(changed, flags="--residual_dtype=bfloat16", limit=0.97, basis="H200, with a patch: 0.96")
+
+# in the order of their worth; a new setting that changes the step's speed is one more line
 CHECKS = (
-    ceilings,
-    gradients,
-    nanogpt,
-    curve,
-    resume,
-    exact,
-    speed,
-    parts,
-    compiled,
-    cuda_graphs,
-    large,
-    experts,
-    planned,
-    slow_networks,
-    several,
+    Check("ceilings", "first", 10, partial(part, name="ceilings")),
+    Check("gradients", "first", 60, partial(part, name="gradients")),
+    Check("cold", "first", 55, cold),
+    Check("nanogpt", "first", 50, nanogpt),
+    Check("warm", "first", 40, warm),
+    Check("trace", "first", 15, trace),
+    Check("parity", "first", 60, parity),
+    Check("bits", "first", 40, bits),
+    Check("batch64", "first", 50, batch64),
+    Check("zero3", "first", 35, partial(changed, flags="--zero=3", limit=1.1, basis="predicted")),
+    Check("exact", "first", 60, partial(changed, flags="--exact=True", limit=1.1, basis=EXACT)),
+    Check("muon", "first", 55, partial(changed, flags=MUON, limit=1.15, basis="H200: 1.12", optimizer=0.08)),
+    Check("generation", "second", 40, partial(part, name="generate")),
+    Check("residual", "second", 60, RESIDUAL, "residual_dtype"),
+    Check("experts", "second", 100, experts),
+    Check("dtypes", "second", 30, dtypes),
+    Check("graphs", "second", 30, graphs),
+    Check("operators", "last", 60, partial(part, name="operators")),
+    Check("compiled", "last", 150, compiled),
+    Check("large", "last", 120, partial(large, flags="")),
+    Check("large_zero3", "last", 120, partial(large, flags="--zero=3")),
+    Check("planned", "last", 120, planned),
+    Check("networks", "last", 120, networks, least=2),
+    Check("several", "last", 300, several, least=2),
+    Check("collectives", "last", 60, collectives, least=2),
+    Check("killed", "last", 60, killed, least=2),
 )
 
 
 def main() -> None:
+    by_name = {check.name: check for check in CHECKS}
+    groups = {check.group: [c for c in CHECKS if c.group == check.group] for check in CHECKS}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(c.__name__ for c in CHECKS))
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join([*groups, *by_name]))
     parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
     parser.add_argument("--out", type=Path, help="write the table to this folder after each line")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
+    parser.add_argument("--seconds", type=float, help="end within this time; by default, the sum of CHECKS")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
-    by_name = {check.__name__: check for check in CHECKS}
-    if unknown := set(options.checks) - by_name.keys():
+    if unknown := set(options.checks) - by_name.keys() - groups.keys():
         parser.error(f"no such check: {', '.join(sorted(unknown))}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch finds no GPU: --device=cpu runs the checks with small sizes")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + options.seconds
-    lines = []
+    if options.nanogpt and not (options.nanogpt / "train.py").exists():
+        parser.error(f"{options.nanogpt} is not a clone of nanoGPT: it has no train.py")
+    checks = [c for name in options.checks or groups for c in groups.get(name) or [by_name[name]]]
+    checks = [check for check in checks if exists(check.needs)]
+    seconds = options.seconds or sum(check.seconds for check in checks)
     with tempfile.TemporaryDirectory(prefix="isogpt-gpu-check-") as folder:
         place = Place(
             folder=Path(folder),
             device=options.device,
-            processes=min(8, torch.cuda.device_count()) if options.device == "cuda" else 2,
+            zygote=Zygote({"TMPDIR": folder}),
             nanogpt=options.nanogpt and options.nanogpt.resolve(),
-            deadline=deadline,
             out=options.out and options.out.resolve(),
+            began=now(),
         )
-        make_data(place)
-        for name in options.checks or by_name:
-            began = time.monotonic()
-            if began > deadline:
-                print(f"{name}: not tried, {options.seconds:.0f} s have passed", flush=True)
-                continue
-            for line in lines_of(by_name[name], place):
-                lines.append(line)
-                print(f"{name}: {line.what}: {line.found}", flush=True)
-                write_table(lines, place)
-            print(f"({name} took {time.monotonic() - began:.0f} s)", flush=True)
-        print(f"\n{table_of(lines, place)}")
+        # the last resort: if this process itself waits for something that never comes
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, give_up)
+        signal.setitimer(signal.ITIMER_REAL, seconds - reserve(seconds) / 2)
+        try:
+            lines = measure(place, checks, seconds)
+            print(f"\n{table_of(lines, place)}")
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                place.zygote.close(timeout=2)
+            place.zygote.process.kill()
+    print(f"took {now() - place.began:.1f} of {seconds:g} s")
     sys.exit(any(line.passed is False for line in lines))
 
 
+def exists(setting: str) -> bool:
+    """Whether train.py has this setting; True for ''."""
+    return not setting or f"\n{setting} = " in (REPO / "train.py").read_text()
+
+
+def reserve(seconds: float) -> float:
+    """Of the program's seconds, those that remain for killing what is late and for the end."""
+    return min(10.0, 0.05 * seconds)
+
+
+def give_up(number: int, frame: object) -> None:
+    """End the program, after a signal."""
+    raise SystemExit(f"gpu_check: ended by {signal.Signals(number).name}; the table has what was measured")
+
+
+def measure(place: Place, checks: list[Check], seconds: float) -> list[Line]:
+    """Run checks; write and return their lines. It ends within these seconds since place.began."""
+    lines, end = [], place.began + seconds - reserve(seconds)
+    make_data(place)
+    if place.out:
+        place.out.mkdir(parents=True, exist_ok=True)
+        write_table(lines, place)
+    place.deadline = end
+    (facts,) = results(place, "facts")
+    place.name = f"{facts['name']}, torch {facts['torch']}"
+    if place.on_gpu:
+        place.processes = min(8, facts["count"])
+    if not place.processes:
+        sys.exit("torch finds no GPU: --device=cpu runs the checks with small sizes")
+    for i, check in enumerate(checks):
+        began = now()
+        share = check.seconds / sum(c.seconds for c in checks[i:])
+        place.deadline = began + share * (end - began)
+        for line in lines_of(check, place):
+            lines.append(replace(line, check=check.name, at_s=round(now() - place.began, 1)))
+            print(f"{check.name}: {line.what}: {line.found}", flush=True)
+            write_table(lines, place)
+        print(f"({check.name} took {now() - began:.0f} of {place.deadline - began:.0f} s)", flush=True)
+    return lines
+
+
 def make_data(place: Place) -> None:
-    """The data sets of the checks: tiny and random."""
-    tiny_data(str(place.folder))
-    (place.folder / "data/random").mkdir()
+    """The data sets of the checks: tiny, and random ids with nanoGPT's metadata."""
+    tiny_data(place.folder)
+    folder, size, vocab = place.folder / "data/random", 2**14, 512
+    if place.on_gpu:
+        size, vocab = 2**20, 50304
+    folder.mkdir()
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab}))
     for split in ("train", "val"):
-        ids = np.random.default_rng(0).integers(0, 512, 2**20 if place.on_gpu else 2**14, dtype=np.uint16)
-        ids.tofile(place.folder / f"data/random/{split}.bin")
+        ids = np.random.default_rng(0).integers(0, 512, size, dtype=np.uint16)
+        ids.tofile(folder / f"{split}.bin")
 
 
-def lines_of(check: Callable[[Place], Iterator[Line]], place: Place) -> Iterator[Line]:
+def lines_of(check: Check, place: Place) -> Iterator[Line]:
     """The lines of a check; an exception is a line that failed, and the other checks still run."""
     try:
-        yield from check(place)
+        if place.processes < check.least:
+            yield Line(check.name, f"{check.least} devices", "not tried")
+        else:
+            yield from check.lines(place)
     except Exception as e:
-        text = " ".join(f"{type(e).__name__}: {e}".split())[:600]
-        yield Line(check.__name__, "no error", text, False)
+        yield failed(check.name, e)
+    finally:
+        end_runs(place)
 
 
 def table_of(lines: list[Line], place: Place) -> str:
     """The table in Markdown, with the device and the version of torch."""
-    name = torch.cuda.get_device_name() if place.on_gpu else "CPU"
-    rows = [f"{name}, torch {torch.__version__}\n", "| what | expected | found | |", "|---|---|---|---|"]
+    head = f"{place.name}, {now() - place.began:.0f} s"
+    rows = [f"{head}\n", "| check | what | expected | found | |", "|---|---|---|---|---|"]
     for line in lines:
         verdict = "" if line.passed is None else "pass" if line.passed else "FAIL"
-        rows.append(f"| {line.what} | {line.expected} | {line.found} | {verdict} |")
+        found = " ".join(line.found.split()).replace("|", "\\|")
+        rows.append(f"| {line.check} | {line.what} | {line.expected} | {found} | {verdict} |")
     return "\n".join(rows)
 
 
 def write_table(lines: list[Line], place: Place) -> None:
-    """Write all lines so far to place.out: a run that is killed leaves what it has."""
-    if place.out:
-        (place.out / "table.md").write_text(table_of(lines, place) + "\n")
-        (place.out / "table.json").write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    """Replace the tables in place.out by all lines so far: a kill at any moment leaves whole ones."""
+    as_json = json.dumps([asdict(line) for line in lines], indent=1)
+    texts = {"table.md": table_of(lines, place), "table.json": as_json}
+    for name, text in texts.items() if place.out else ():
+        (place.out / f".{name}").write_text(text + "\n")
+        os.replace(place.out / f".{name}", place.out / name)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ IN_CI = {
     "test_compile.py": r"inductor\[full|tp-llama",
     "test_exact.py": r"one_process\[(gpt2|nanochat-muon|experts|bfloat16|dropout)\]"
     r"|killed_on|is_skipped|whole_micro",
-    "test_gpu_check.py": r"on_a_gpu",
+    "test_gpu_check.py": r"on_a_gpu|a_kill",
     "test_hosts.py": r"three_hosts|survivor|without_ipv4",
     "test_layout_check.py": r"models|on_a_layout|Sliding|skip from|average",
     "test_memory.py": r"torchrun_restarts|collectives|divided",

@@ -188,10 +188,10 @@ class Zygote:
         """Run train.py until it ends."""
         return self.start([*TINY, *args], cwd, nproc, **kw).wait(timeout, ok)
 
-    def close(self):
+    def close(self, timeout=20):
         """End the process and its children."""
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(timeout)
 
 
 def start_faulty(zygote, args, cwd, nproc=1, **faults):

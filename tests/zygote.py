@@ -17,11 +17,17 @@ import shutil
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-import matplotlib.backends.backend_agg  # noqa: F401
-import matplotlib.figure  # noqa: F401
+with suppress(ImportError):  # a GPU machine may lack it
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
 import torch
+
+# Two modules below ask torch.cuda.is_available() when they are imported. That asks the driver, after which no
+# child could use the GPU; the name of a device file says the same.
+ask_driver, torch.cuda.is_available = torch.cuda.is_available, Path("/dev/nvidiactl").exists
 import torch._dynamo  # noqa: F401  (imported by the first step of AdamW)
 import torch._subclasses.fake_tensor  # noqa: F401
 import torch.distributed  # noqa: F401
@@ -72,6 +78,7 @@ def child(job, out):
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout.reconfigure(line_buffering=True)
     if os.isatty(1):  # the zygote's streams may expect a file, which can seek
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
@@ -85,7 +92,8 @@ def child(job, out):
         forget_isogpt()
     if not job.get("whole"):
         sys.modules[PEAKS].measured_matmul = assumed_peak  # in place of a measurement that takes 0.15 s
-        matplotlib.figure.Figure.savefig = save_without_drawing
+        if "matplotlib.figure" in sys.modules:
+            matplotlib.figure.Figure.savefig = save_without_drawing
     code = 0
     try:
         # not runpy, which clears the script's globals before its excepthook can use them
@@ -113,6 +121,8 @@ def main():
     sys.pycache_prefix = tempfile.mkdtemp()
     sys.dont_write_bytecode = False
     import_isogpt()
+    torch.cuda.is_available = ask_driver
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the process that started this one closes the input
     gc.freeze()  # children need not look for garbage among what was imported
     alive = set()
     for line in sys.stdin:
@@ -124,6 +134,8 @@ def main():
                 if pid == 0:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                     child({**job, "env": env}, out)
+                with suppress(ProcessLookupError):  # the child does the same: whichever is first
+                    os.setpgid(pid, pid)
                 pids.append(pid)
             alive.update(pids)
             reply = pids
@@ -134,7 +146,8 @@ def main():
                 alive.discard(pid)
         print(json.dumps(reply), flush=True)
     for pid in alive:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # with the processes that it has started, as for compiling
     shutil.rmtree(sys.pycache_prefix)
 
 
