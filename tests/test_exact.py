@@ -185,8 +185,11 @@ def test_without_exact_dropout_follows_whole_micro_batches(zygote, work):
 # sums without an order
 
 
+CPU = torch.device("cpu")
+
+
 def squares(grads):
-    return exact.sum_of_squares(grads, torch.device("cpu"))
+    return exact.conversions_for(CPU).sum_of_squares(grads, CPU)
 
 
 def gradients(n, seed=0):
@@ -199,10 +202,10 @@ def test_integer_sums_have_no_order_and_round_once():
     terms = [gradients(1000, seed) for seed in range(6)]
     found = []
     for order in itertools.islice(itertools.permutations(terms), 0, 720, 97):
-        totals, values = torch.zeros(1000, dtype=torch.int64), torch.empty(1000)
-        for term in order:
-            exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT))
-        exact.write_sums(totals, torch.tensor(exact.UNIT), values)
+        totals, values = torch.full((1000,), 7), torch.empty(1000)
+        for number, term in enumerate(order):
+            assert exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT), 2.0**62, number == 0)
+        exact.write_sums(totals, values, torch.tensor(exact.UNIT))
         found.append(values)
     assert all(torch.equal(values, found[0]) for values in found)
     true_sum = torch.stack(terms).double().sum(0)
@@ -214,11 +217,11 @@ def test_conversions_do_not_depend_on_the_place_in_a_tensor():
     """Vectors of a CPU's instructions and the rest of a tensor are converted alike."""
     integers = torch.randint(-(2**62), 2**62, (1003,), generator=torch.Generator().manual_seed(0))
     values = torch.empty(1003)
-    exact.write_sums(integers, torch.tensor(1.0), values)
+    exact.write_sums(integers, values, torch.tensor(1.0))
     assert np.array_equal(values.numpy(), integers.numpy().astype(np.float32))
     for start, end in ((1, 1003), (500, 517), (1002, 1003)):
         part = torch.empty(end - start)
-        exact.write_sums(integers[start:end], torch.tensor(1.0), part)
+        exact.write_sums(integers[start:end], part, torch.tensor(1.0))
         assert torch.equal(part, values[start:end])
 
 
