@@ -2,11 +2,15 @@
 
 import itertools
 import re
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from runs import TINY, column, default_plan, records, script_that_fails, start_changed, tiny_data
+from torch._dynamo.utils import counters
 
 from isogpt.checkpoint.progress import changed_bits
 from isogpt.parallel import integer_sums as exact
@@ -239,9 +243,11 @@ def test_the_squared_norm_does_not_depend_on_how_elements_are_divided():
     assert squares([]) == (0, 0)
 
 
-def sums_for(n_micro_batches=4):
+def sums_for(n_micro_batches=4, compiles=False):
     """ExactSums of a single process, with a small model."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=16, block_size=8), seed=1)
+    if compiles:
+        model.compile(backend="eager")
     share = share_of_whole(2 * n_micro_batches, 0, 1, 2)
     scaler = precision.make_scaler("float32", torch.device("cpu"))
     plan = default_plan(
@@ -282,6 +288,66 @@ def test_what_does_not_fit_counts_as_not_finite(bad):
         wpe = sums.model.transformer.wpe.weight
         assert torch.equal(wpe.grad, torch.full_like(wpe, 3 + value)) == is_finite
         assert is_finite or wpe.grad.isnan().all()
+
+
+def converted(compiles):
+    """The bits of all conversions, of several lengths, and how often something was compiled."""
+    conversions = exact.conversions_for(CPU, compiles)
+    bits, compiled = [], []
+    for step in range(3):
+        for n in (4096, 1003, 4096, 777):
+            values, totals, factor = gradients(n, step), torch.full((n,), 7), torch.tensor(1 / exact.UNIT)
+            fits = [conversions.add(totals, values, factor, 2.0**62, is_first) for is_first in (True, False)]
+            values[3] = (torch.nan, torch.inf, 2.0**13)[step]
+            fits.append(conversions.add(totals.clone(), values, factor, 2.0**62, False))
+            sums = torch.empty(n)
+            conversions.write(totals, sums, torch.tensor(exact.UNIT))
+            bits += [totals, sums, torch.stack(fits), *conversions.sum_of_squares([sums], CPU)]
+        compiled.append(counters["stats"]["unique_graphs"])
+    return bits, compiled
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_conversions_have_the_same_bits(monkeypatch, backend):
+    """Without recompilation for a further length or step."""
+    torch._dynamo.reset()
+    counters.clear()
+    expected, _ = converted(compiles=False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    bits, graphs = converted(compiles=True)
+    assert all(torch.equal(one, two) for one, two in zip(bits, expected, strict=True))
+    assert torch.stack(bits[2::5]).tolist() == [[True, True, False]] * 12
+    # of sums with and without earlier terms, gradients, squares: for the first length, and for all others
+    assert graphs == [8, 8, 8]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_gradients_of_many_parameters_are_converted_together(monkeypatch, compiles):
+    """Of a compiled model with compiled conversions. A large parameter is not copied."""
+    monkeypatch.setattr(exact, "CHUNK", 100)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    sums, calls = sums_for(compiles=compiles), []
+    conversions = sums.conversions
+
+    def noted(totals, values, *how):
+        calls.append(values)
+        return conversions.add_rounded(totals, values, *how)
+
+    sums.conversions = replace(conversions, add_rounded=noted)
+    sums.start_step()
+    sums.start_micro_batch(0)
+    params = list(sums.model.parameters())
+    for p in params:
+        p.grad = torch.full_like(p, 3.0)
+    addresses = [p.grad.data_ptr() for p in params]
+    sums.add_gradients()
+    sums.finish()
+    assert all((p.grad == 3).all() for p in params)
+    if compiles:
+        assert [len(values) for values in calls] == [sum(p.numel() for p in params)]
+    else:
+        assert len(calls) > 1 and {values.data_ptr() for values in calls} & {*addresses}
 
 
 def test_padding_adds_nothing_even_if_it_is_not_finite():

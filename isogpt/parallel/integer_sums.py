@@ -98,10 +98,9 @@ def squares_of(values: Tensor) -> Tensor:
 class Conversions:
     """
     Conversions of flat tensors: of gradients to integers, of sums to gradients, and of gradients to a squared
-    norm. They have the same bits for any division into chunks, and compiled.
-
-    On a GPU, each of some ten operators reads and writes all elements, while a compiled conversion reads
-    gradients once or twice and writes its result.
+    norm. Their bits are the same for any division into chunks, and with torch.compile: factors are powers of
+    two, integers are added, and all other sums and products are exact. On a GPU, compiled conversions read
+    and write each element once or twice, and not with each operator.
     """
 
     chunk: int  # how many elements are converted at once
@@ -141,18 +140,12 @@ class Conversions:
         return high + carry, low - carry
 
 
-def conversions_for(device: torch.device) -> Conversions:
-    """Conversions with operators of PyTorch, which suit a device."""
-    return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
-
-
-def compiled_conversions(**options: object) -> Conversions:
-    """
-    Compiled conversions. The first length has a kernel of its own, and all others share one: DDP's buckets
-    and FSDP's units are of many lengths.
-    """
-    functions = (torch.compile(function, **options) for function in (add_rounded, write_sums, squares_of))
-    return Conversions(COMPILED_CHUNK, *functions)
+def conversions_for(device: torch.device, compiles: bool = False) -> Conversions:
+    """Conversions that suit a device, compiled or with PyTorch's operators."""
+    if not compiles:
+        return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
+    # a kernel for the first length, and one for all others: DDP's buckets and FSDP's units have many
+    return Conversions(COMPILED_CHUNK, *map(torch.compile, (add_rounded, write_sums, squares_of)))
 
 
 def concatenated(tensors: list[Tensor]) -> Tensor:
@@ -210,8 +203,7 @@ class ExactSums:
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        compiles = is_compiled(self.model)
-        self.conversions = compiled_conversions() if compiles else conversions_for(self.device)
+        self.conversions = conversions_for(self.device, is_compiled(self.model))
         stages = getattr(self.model, "stages", [self.model])
         # parameters by stage, in groups whose gradients are concatenated
         self.groups = {stage: in_groups(stage, self.conversions.chunk) for stage in stages}
