@@ -307,7 +307,7 @@ def converted(compiles):
     return bits, compiled
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extra)])
 def test_compiled_conversions_have_the_same_bits(monkeypatch, backend):
     """Without recompilation for a further length or step."""
     torch._dynamo.reset()
