@@ -46,9 +46,9 @@ COARSE_UNIT, FINE_UNIT = 2.0**-6, 2.0**-42  # parts of the squared norm, which r
 # size; on a GPU, where these results take little memory; and by compiled code, which has none. The gradients
 # of small parameters are concatenated up to this size.
 CHUNK, GPU_CHUNK, COMPILED_CHUNK = 2**15, 2**22, 2**27
-# Ranks that share the elements of a flat tensor begin at multiples of this: compiled code copies a tensor
-# that begins elsewhere, since it loads vectors of 16 bytes.
-ALIGNED = 16
+# Compiled code reduces rows of this length, and then the results: only so is what it reduces also converted
+# by the same kernel. Most parameters consist of whole rows.
+ROW = 256
 
 
 def rounded(x: Tensor, unit: float) -> Tensor:
@@ -62,80 +62,86 @@ def rounded(x: Tensor, unit: float) -> Tensor:
 
 def add_rounded(totals: Tensor, values: Tensor, factor: Tensor, largest: float, is_first: bool) -> Tensor:
     """
-    Add `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,), in place. Returns
+    Add `values` times `factor`, rounded to integers, to the int64 `totals` of equal shape, in place. Returns
     whether no integer is larger than `largest`, or NaN: ().
 
     Args:
         is_first: totals contain nothing yet.
     """
     scaled = values * factor
-    low, high = torch.aminmax(scaled)
+    fit = scaled.abs().amax(-1).amax() <= largest  # False for NaN
     terms = scaled.round_().to(torch.int64)
     if is_first:
         totals.copy_(terms)
     else:
         totals += terms
-    return (low >= -largest) & (high <= largest)  # False for NaN
+    return fit
 
 
 def write_sums(totals: Tensor, values: Tensor, factor: Tensor) -> None:
-    """Write the int64 `totals` (n,) times `factor` to the float32 `values` (n,)."""
+    """Write the int64 `totals` times `factor` to the float32 `values` of equal shape."""
     # rounds once, since the factor is a power of two; out= would divide the graph of torch.compile
     values.copy_(totals * factor)
 
 
 def squares_of(values: Tensor) -> Tensor:
     """
-    The sum of the squares of float32 `values` (n,) in two parts, (2,): a multiple of COARSE_UNIT, and one of
+    The sum of the squares of float32 `values` in two parts, (2,): a multiple of COARSE_UNIT, and one of
     FINE_UNIT. Both are exact sums of parts of each element's square.
     """
     square = values.double().square_()  # float64 holds the square of a float32 number exactly
     high = rounded(square, COARSE_UNIT)
-    return torch.stack((high.sum(), rounded(square.sub_(high), FINE_UNIT).sum()))
+    low = rounded(square.sub_(high), FINE_UNIT)
+    return torch.stack((high.sum(-1).sum(), low.sum(-1).sum()))
 
 
 @dataclass(frozen=True)
 class Conversions:
     """
     Conversions of flat tensors: of gradients to integers, of sums to gradients, and of gradients to a squared
-    norm. Their bits are the same for any division into chunks, and with torch.compile: factors are powers of
-    two, integers are added, and all other sums and products are exact. On a GPU, compiled conversions read
-    and write each element once or twice, and not with each operator.
+    norm. Their bits are the same for any division into chunks, and compiled: factors are powers of two,
+    integers are added, and all other sums and products are exact.
+
+    Args:
+        chunk: how many elements are converted at once.
+        compiled: compiled forms of the functions above, if there are any. On a GPU they read and write each
+            element once, and not with each of some ten operators.
     """
 
-    chunk: int  # how many elements are converted at once
-    add_rounded: Callable[..., Tensor] = add_rounded
-    write_sums: Callable[..., None] = write_sums
-    squares_of: Callable[..., Tensor] = squares_of
+    chunk: int
+    compiled: dict[Callable, Callable] = field(default_factory=dict)
 
-    def in_chunks(self, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the same parts of flat tensors of equal length."""
-        return zip(*(t.split(self.chunk) for t in flat), strict=True)
+    def results(self, function: Callable, *flat: Tensor, **how: Tensor | float | bool) -> list[Tensor]:
+        """The results of a function for all chunks of flat tensors of equal length."""
+        results = []
+        for parts in zip(*(t.split(self.chunk) for t in flat), strict=True):
+            n = len(parts[0])
+            in_rows = n // ROW * ROW if self.compiled else 0
+            if in_rows:
+                rows = (part[:in_rows].view(-1, ROW) for part in parts)
+                results.append(self.compiled[function](*rows, **how))
+            if in_rows < n:
+                results.append(function(*(part[in_rows:] for part in parts), **how))
+        return results
 
-    def add(
-        self, totals: Tensor, values: Tensor, factor: Tensor, largest: float, is_first: bool = False
-    ) -> Tensor:
+    def add(self, totals: Tensor, values: Tensor, **how: Tensor | float | bool) -> Tensor:
         """See `add_rounded`."""
-        fit = None
-        for parts in self.in_chunks(totals, values):
-            part_fit = self.add_rounded(*parts, factor, largest, is_first)
-            fit = part_fit if fit is None else fit & part_fit
-        return fit
+        fits = self.results(add_rounded, totals, values, **how)
+        return torch.stack(fits).all() if len(fits) > 1 else fits[0]
 
     def write(self, totals: Tensor, values: Tensor, factor: Tensor) -> None:
         """See `write_sums`."""
-        for parts in self.in_chunks(totals, values):
-            self.write_sums(*parts, factor)
+        self.results(write_sums, totals, values, factor=factor)
 
     def sum_of_squares(self, grads: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """
         Return the sum of the squares of flat float32 tensors as (multiple of COARSE_UNIT, multiple of
         FINE_UNIT below COARSE_UNIT): the same however elements are divided over tensors and ranks.
         """
-        parts = [self.squares_of(part) for grad in grads for (part,) in self.in_chunks(grad) if len(part)]
-        if not parts:
+        sums = [part for grad in grads for part in self.results(squares_of, grad)]
+        if not sums:
             return torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        high, low = torch.stack(parts).sum(0)
+        high, low = torch.stack(sums).sum(0)
         carry = (low / COARSE_UNIT).floor() * COARSE_UNIT
         return high + carry, low - carry
 
@@ -145,7 +151,8 @@ def conversions_for(device: torch.device, compiles: bool = False) -> Conversions
     if not compiles:
         return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
     # a kernel for the first length, and one for all others: DDP's buckets and FSDP's units have many
-    return Conversions(COMPILED_CHUNK, *map(torch.compile, (add_rounded, write_sums, squares_of)))
+    functions = (add_rounded, write_sums, squares_of)
+    return Conversions(COMPILED_CHUNK, {function: torch.compile(function) for function in functions})
 
 
 def concatenated(tensors: list[Tensor]) -> Tensor:
@@ -164,8 +171,8 @@ def in_groups(module: nn.Module, elements: int) -> list[list[nn.Parameter]]:
 
 
 def share_of(flat: Tensor, ranks: Role) -> Tensor:
-    """This rank's share of a flat tensor that all these ranks hold; the last shares can be smaller."""
-    size = ceil(len(flat) / (ranks.size * ALIGNED)) * ALIGNED
+    """This rank's share of a flat tensor that all these ranks hold: whole rows, but for the last share."""
+    size = ceil(len(flat) / (ranks.size * ROW)) * ROW
     return flat[size * ranks.index : size * (ranks.index + 1)]
 
 
@@ -297,7 +304,8 @@ class ExactSums:
     def add_terms(self, key: Hashable, total: Tensor, values: Tensor, is_first: bool) -> None:
         """Add values to integers, and note whether they can be added: they are finite and small enough."""
         if values.numel():
-            fit = self.conversions.add(total, values, self.to_units, self.largest, is_first)
+            how = dict(factor=self.to_units, largest=self.largest, is_first=is_first)
+            fit = self.conversions.add(total, values, **how)
             self.fits[key] = fit & self.fits[key] if key in self.fits else fit
 
     def write(self, key: Hashable, values: Tensor) -> None:
