@@ -319,6 +319,7 @@ def muon_steps(dtype=torch.float32, **options):
         groups.append({"params": params, "rows": rows, "weight_decay": 0.1})
     optimizer = muon.Muon(groups, 0.1, dtype, **options)
     for step in range(3):
+        optimizer.grad_scale = 1.0 + step
         for group in optimizer.param_groups:
             group["lr"], group["momentum"] = 0.1 / (step + 1), 0.85 + step / 30
             for p in group["params"]:

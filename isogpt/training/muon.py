@@ -56,8 +56,10 @@ class Muon(torch.optim.Muon):
     then know the same matrices, divide the orthogonalization.
 
     Args:
-        compiles: whether what is between the collectives is compiled.
+        compiles: whether what is between the collectives is compiled, once for each shape.
     """
+
+    grad_scale = 1.0  # gradients are divided by this number, at least 1, see optim.clip_and_step
 
     def __init__(
         self,
@@ -69,12 +71,10 @@ class Muon(torch.optim.Muon):
         compiles: bool = False,
     ) -> None:
         super().__init__(groups, lr)
-        self.dtype, self.group, self.workers, self.compiles = dtype, group, workers, compiles
+        self.dtype, self.group, self.workers = dtype, group, workers
         self.separately = False  # whether the bits must not depend on the layout
-        functions = (move_momentum, orthogonalize, update)
-        if compiles:  # for each shape
-            functions = (torch.compile(function, dynamic=False) for function in functions)
-        self.move_momentum, self.orthogonalize, self.update = functions
+        functions = (move_momentum, orthogonalize, update) if compiles else ()
+        self.compiled = {function: torch.compile(function, dynamic=False) for function in functions}
         for members in self.param_groups:  # a checkpoint can be saved before the first step
             for p in members["params"]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -87,12 +87,20 @@ class Muon(torch.optim.Muon):
             self._init_group(group, params, grads, buffers)
             if not params:
                 continue
-            rates = group["momentum"], group["lr"], 1 - group["lr"] * group["weight_decay"]
-            if self.compiles:  # compiled code contains numbers as constants
-                rates = (torch.full((), rate, device=params[0].device) for rate in rates)
-            momentum, lr, decay = rates
+            numbers = [
+                self.grad_scale,
+                group["momentum"],
+                group["lr"],
+                1 - group["lr"] * group["weight_decay"],
+            ]
+            # what fuses operators may round differently for shapes of another layout
+            compiled = {} if self.separately else self.compiled
+            if compiled:  # numbers would be constants of the code
+                numbers = [torch.full((), number, device=params[0].device) for number in numbers]
+            divisor, momentum, lr, decay = numbers
             # parts, since torch 2.11 has no rule for _foreach_lerp on DTensors
-            updates = self.move_momentum(local_tensors(buffers), local_tensors(grads), momentum)
+            buffers, grads = local_tensors(buffers), local_tensors(grads)
+            updates = compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
             wholes = updates
             if self.group:
                 parts = [matrix_part(like(p, u), p) for p, u in zip(params, updates, strict=True)]
@@ -103,7 +111,7 @@ class Muon(torch.optim.Muon):
                 for part, whole in zip(parts, wholes * scales, strict=True):
                     part.put(whole)
                 wholes, scales = updates, torch.ones_like(scales[:1])
-            self.update(local_tensors(params), wholes, scales, lr, decay)
+            compiled.get(update, update)(local_tensors(params), wholes, scales, lr, decay)
 
     def orthogonalize_together(self, wholes: Tensor, rows: tuple[int, ...]) -> Tensor:
         """
@@ -133,19 +141,28 @@ class Muon(torch.optim.Muon):
         changes its norm, by which `orthogonalize` divides.
         """
         results = []
+        compute = self.compiled.get(orthogonalize, orthogonalize)
         for matrices in stacked_matrices(wholes, rows):
             batches = matrices.split(1) if self.separately else [matrices]
-            results.append(joined([self.orthogonalize(batch, self.dtype) for batch in batches], 0))
+            results.append(joined([compute(batch, self.dtype) for batch in batches], 0))
         return joined(results, 1).view(wholes.shape)
 
 
-def move_momentum(buffers: list[Tensor], grads: list[Tensor], momentum: float | Tensor) -> Tensor:
-    """Move the momentum toward the gradients, in place, and return Nesterov's momentum, (parameters, ...)."""
+def move_momentum(
+    buffers: list[Tensor], grads: list[Tensor], divisor: float | Tensor, momentum: float | Tensor
+) -> Tensor:
+    """
+    Move the momentum toward the gradients, divided by `divisor`, in place. Returns Nesterov's momentum,
+    (parameters, ...).
+    """
     if torch.is_tensor(momentum):  # _foreach_lerp takes only a number
+        grads = torch._foreach_div(grads, divisor)
         changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)
         torch._foreach_add_(buffers, changes)
         changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)
         return torch.stack(torch._foreach_add(buffers, changes))
+    if divisor > 1:
+        torch._foreach_div_(grads, divisor)
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     return torch.stack(torch._foreach_lerp(grads, buffers, momentum))
 

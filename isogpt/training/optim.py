@@ -447,10 +447,11 @@ def clip_and_step(
             inner.found_inf = (~numbers.is_finite).float()
             optimizer.step()
         elif (numbers := gathered.read()).is_finite:
-            divisor = clipping_divisor(numbers.grad_norm, max_norm)
-            if divisor > 1:
-                grads = [local(p.grad) for p in params if p.grad is not None]
-                torch._foreach_div_(grads, divisor.item())
+            divisor, inner = clipping_divisor(numbers.grad_norm, max_norm).item(), inner_optimizer(optimizer)
+            if isinstance(inner, Muon):  # divides where it reads them
+                inner.grad_scale = divisor
+            elif divisor > 1:
+                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():
             report_overflow(scaler, optimizer, gathered)
