@@ -2,11 +2,14 @@
 
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from runs import TINY, column, default_plan, records, script_that_fails, start_changed, tiny_data
+from torch._dynamo.utils import counters
 
 from isogpt.checkpoint.progress import changed_bits
 from isogpt.parallel import integer_sums as exact
@@ -185,8 +188,11 @@ def test_without_exact_dropout_follows_whole_micro_batches(zygote, work):
 # sums without an order
 
 
+CPU = torch.device("cpu")
+
+
 def squares(grads):
-    return exact.sum_of_squares(grads, torch.device("cpu"))
+    return exact.conversions_for(CPU).sum_of_squares(grads, CPU)
 
 
 def gradients(n, seed=0):
@@ -199,10 +205,10 @@ def test_integer_sums_have_no_order_and_round_once():
     terms = [gradients(1000, seed) for seed in range(6)]
     found = []
     for order in itertools.islice(itertools.permutations(terms), 0, 720, 97):
-        totals, values = torch.zeros(1000, dtype=torch.int64), torch.empty(1000)
-        for term in order:
-            exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT))
-        exact.write_sums(totals, torch.tensor(exact.UNIT), values)
+        totals, values = torch.full((1000,), 7), torch.empty(1000)
+        for number, term in enumerate(order):
+            assert exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT), 2.0**62, number == 0)
+        exact.write_sums(totals, values, torch.tensor(exact.UNIT))
         found.append(values)
     assert all(torch.equal(values, found[0]) for values in found)
     true_sum = torch.stack(terms).double().sum(0)
@@ -214,11 +220,11 @@ def test_conversions_do_not_depend_on_the_place_in_a_tensor():
     """Vectors of a CPU's instructions and the rest of a tensor are converted alike."""
     integers = torch.randint(-(2**62), 2**62, (1003,), generator=torch.Generator().manual_seed(0))
     values = torch.empty(1003)
-    exact.write_sums(integers, torch.tensor(1.0), values)
+    exact.write_sums(integers, values, torch.tensor(1.0))
     assert np.array_equal(values.numpy(), integers.numpy().astype(np.float32))
     for start, end in ((1, 1003), (500, 517), (1002, 1003)):
         part = torch.empty(end - start)
-        exact.write_sums(integers[start:end], torch.tensor(1.0), part)
+        exact.write_sums(integers[start:end], part, torch.tensor(1.0))
         assert torch.equal(part, values[start:end])
 
 
@@ -236,9 +242,11 @@ def test_the_squared_norm_does_not_depend_on_how_elements_are_divided():
     assert squares([]) == (0, 0)
 
 
-def sums_for(n_micro_batches=4):
+def sums_for(n_micro_batches=4, compiles=False):
     """ExactSums of a single process, with a small model."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=16, block_size=8), seed=1)
+    if compiles:
+        model.compile(backend="eager")
     share = share_of_whole(2 * n_micro_batches, 0, 1, 2)
     scaler = precision.make_scaler("float32", torch.device("cpu"))
     plan = default_plan(
@@ -279,6 +287,68 @@ def test_what_does_not_fit_counts_as_not_finite(bad):
         wpe = sums.model.transformer.wpe.weight
         assert torch.equal(wpe.grad, torch.full_like(wpe, 3 + value)) == is_finite
         assert is_finite or wpe.grad.isnan().all()
+
+
+def converted(compiles):
+    """The bits of all conversions, of several lengths, and how often something was compiled."""
+    conversions = exact.conversions_for(CPU, compiles)
+    bits, compiled = [], []
+    for step in range(3):
+        for n in (4096, 1003, 4096, 777):
+            values, totals, factor = gradients(n, step), torch.full((n,), 7), torch.tensor(1 / exact.UNIT)
+            how = dict(factor=factor, largest=2.0**62)
+            fits = [conversions.add(totals, values, **how, is_first=is_first) for is_first in (True, False)]
+            values[3] = (torch.nan, torch.inf, 2.0**13)[step]
+            fits.append(conversions.add(totals.clone(), values, **how, is_first=False))
+            sums = torch.empty(n)
+            conversions.write(totals, sums, torch.tensor(exact.UNIT))
+            bits += [totals, sums, torch.stack(fits), *conversions.sum_of_squares([sums], CPU)]
+        compiled.append(counters["stats"]["unique_graphs"])
+    return bits, compiled
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extra)])
+def test_compiled_conversions_have_the_same_bits(monkeypatch, backend):
+    """Without recompilation for a further length or step."""
+    torch._dynamo.reset()
+    counters.clear()
+    expected, _ = converted(compiles=False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    bits, graphs = converted(compiles=True)
+    assert all(torch.equal(one, two) for one, two in zip(bits, expected, strict=True))
+    assert torch.stack(bits[2::5]).tolist() == [[True, True, False]] * 12
+    # of sums with and without earlier terms, gradients, squares: for the first length, and for all others
+    assert graphs == [8, 8, 8]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_gradients_of_many_parameters_are_converted_together(monkeypatch, compiles):
+    """A compiled model's by compiled code, in rows. What is large for a CPU's cache is not copied."""
+    calls, add_rounded = [], exact.add_rounded
+
+    def noted(totals, values, **how):
+        calls.append(values)
+        return add_rounded(totals, values, **how)
+
+    monkeypatch.setattr(exact, "add_rounded", noted)
+    monkeypatch.setattr(exact, "CHUNK", 100)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    sums = sums_for(compiles=compiles)
+    sums.start_step()
+    sums.start_micro_batch(0)
+    params = list(sums.model.parameters())
+    for p in params:
+        p.grad = torch.full_like(p, 3.0)
+    addresses = {p.grad.data_ptr() for p in params}
+    sums.add_gradients()
+    sums.finish()
+    assert all((p.grad == 3).all() for p in params)
+    n = sum(p.numel() for p in params)
+    if compiles:
+        assert [values.shape for values in calls] == [(n // 256, 256), (n % 256,)]
+    else:
+        assert max(map(len, calls)) == 100 and addresses & {values.data_ptr() for values in calls}
 
 
 def test_padding_adds_nothing_even_if_it_is_not_finite():

@@ -1,13 +1,18 @@
 """Optimizers of a user's file, or of RULES alone, on any layout; which optimizer updates which parameter."""
 
 import shutil
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo
 from runs import accepted, assert_same_curve, column, start_changed, train_defaults
 from torch import nn
+from torch._dynamo.utils import counters
 
-from isogpt.training import optim, optimizer_state
+from isogpt.training import muon, optim, optimizer_state
 from isogpt.training.optimizer_class import kept_by
 from model import GPT, GPTConfig
 
@@ -292,6 +297,85 @@ def test_each_trained_parameter_is_in_one_group(at):
             optim.make_optimizers(model, train_defaults(optimizer="mine"))
     with pytest.raises(ValueError, match=r"1 groups|0 groups of optimizers contain transformer\.wte\.weight"):
         optim.check_updated(model, optimizers[1:])
+
+
+# shapes of parameters, and the heights of the matrices that are stacked in them
+STACKS = [
+    ((36, 12), (12, 12, 12)),
+    ((16, 12), (8, 4, 4)),
+    ((32, 8), (32,)),
+    ((8, 32), (8,)),
+    ((24, 8), (12, 12)),
+]
+PARAMETERS = 5  # of each shape
+
+
+def muon_steps(dtype=torch.float32, **options):
+    """Parameters and momentum after three steps of Muon, at rates that change."""
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for shape, rows in STACKS:
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(PARAMETERS)]
+        groups.append({"params": params, "rows": rows, "weight_decay": 0.1})
+    optimizer = muon.Muon(groups, 0.1, dtype, **options)
+    for step in range(3):
+        optimizer.grad_scale = 1.0 + step
+        for group in optimizer.param_groups:
+            group["lr"], group["momentum"] = 0.1 / (step + 1), 0.85 + step / 30
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [t for p, state in optimizer.state.items() for t in (p.detach(), state["momentum_buffer"])]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("aot_eager", torch.bfloat16),
+        pytest.param("aot_eager", torch.float32, marks=pytest.mark.slow),
+        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.extra),
+        pytest.param("inductor", torch.float32, marks=pytest.mark.extra),
+    ],
+)
+def test_compiled_muon_is_muon(at, backend, dtype):
+    """With one compilation for each shape, and none when a rate changes."""
+    expected = muon_steps(dtype)
+    torch._dynamo.reset()
+    counters.clear()
+    at.set(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(muon_steps(dtype, compiles=True), expected, rtol=0, atol=tolerance)
+    # of each shape: momentum, update, and matrices, of which the second shape contains two heights
+    assert counters["stats"]["unique_graphs"] == 3 * len(STACKS) + 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_divide_muons_matrices(at, ranks):
+    """One after the other, since momentum does not depend on weights. The last of 4 computes nothing."""
+    expected = muon_steps()
+    orthogonalize, computed, shares = muon.orthogonalize, Counter(), []
+
+    def counted(x, dtype):
+        is_tall = x.size(1) > x.size(2)  # then it is called again
+        computed[len(shares)] += 0 if is_tall else x.numel()
+        return orthogonalize(x, dtype)
+
+    def gather(gathered, share, group):
+        shares[-1].append(share.clone())
+        number = len(shares[-1]) - 1
+        gathered.copy_(torch.cat([own[number] for own in shares] + [share] * (ranks - len(shares))))
+
+    at.set(muon, "all_gather_single", gather)
+    at.set(muon, "orthogonalize", counted)
+    for rank in range(ranks):
+        shares.append([])
+        workers = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        results = muon_steps(workers=workers)
+    torch.testing.assert_close(results, expected, rtol=0, atol=1e-5)
+    elements = 3 * sum(torch.Size(shape).numel() for shape, _ in STACKS)
+    per_rank = {2: [3, 2], 4: [2, 2, 1, 0]}[ranks]
+    assert [computed[rank + 1] for rank in range(ranks)] == [elements * n for n in per_rank]
 
 
 def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():

@@ -111,6 +111,7 @@ CASES = {
     "2 pp zbv": Case("--pp=2 --pp_schedule=zbv --n_layer=4", 2),
     "2 ep": daily("--n_expert=4 --ep=2", 2, waits=TOKENS),
     "2 ep zero 3": Case("--n_expert=4 --ep=2 --zero=3", 2, waits=TOKENS),
+    "2 muon": Case(MUON, 2),
     "2 muon zero 1": Case(f"{MUON} --zero=1", 2),
     "2 muon tp": Case(f"{MUON} --tp=2", 2),
     "2 fp16 hook": Case("--grad_compression=fp16", 2, 2e-3),

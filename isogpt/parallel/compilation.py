@@ -87,6 +87,14 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
         replace_seams(model, loss=torch.compile(summed_loss, dynamic=False, **options))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """
+    Whether `compile_model` has compiled the model: on a GPU, with the setting, where compilation works. What
+    else a step computes with many small kernels is compiled as well then.
+    """
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 def compile_report() -> str:
     """Describe what torch.compile has compiled so far and what failed; '' if it has compiled nothing."""
     from torch._dynamo.utils import counters

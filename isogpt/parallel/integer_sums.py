@@ -5,16 +5,18 @@ A sum of floating-point numbers depends on the order of the terms, and the order
 each micro-batch is computed by one rank, with the same kernels on any rank, and the micro-batch's gradient is
 rounded to multiples of UNIT. The multiples are added as 64-bit integers. Integer addition has no order.
 
-Gradients of a micro-batch arrive in one of three ways:
-- in the flat buckets of DistributedDataParallel (zero 0 and 1), which a hook reduces during the last
-  micro-batch's backward pass;
-- in fully_shard's reduce-scatter (zero 2 and 3), which is replaced;
-- in `p.grad` (one process, one shard, a pipeline).
+Gradients of a micro-batch arrive as flat tensors:
+- the buckets of DistributedDataParallel (zero 0 and 1), which a hook reduces during the last micro-batch's
+  backward pass;
+- the inputs of fully_shard's reduce-scatter (zero 2 and 3), which is replaced;
+- `p.grad` of several parameters, concatenated (one process, one shard, a pipeline).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.common.torch_versions import reduce_scatter_single
-from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, sum_in_buckets
-from isogpt.parallel.local_parts import local
-from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.compilation import is_compiled
+from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, in_buckets, sum_in_buckets, views_of
+from isogpt.parallel.local_parts import like, local
+from isogpt.parallel.mesh import Mesh, Role
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
 
@@ -40,14 +43,12 @@ LOSS_UNIT = 2.0**-32  # of a mean over the tokens of a step
 TOKENS_UNIT = 2.0**-20  # of a sum over tokens
 COARSE_UNIT, FINE_UNIT = 2.0**-6, 2.0**-42  # parts of the squared norm, which reaches 2^47 in coarse units
 # Elements that are converted at once: by each thread of a CPU, whose cache holds intermediate results of this
-# size, and on a GPU, where these results take little memory
-CHUNK, GPU_CHUNK = 2**15, 2**22
-
-
-def in_chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same parts of flat tensors of equal length."""
-    size = CHUNK * torch.get_num_threads() if flat[0].device.type == "cpu" else GPU_CHUNK
-    return zip(*(t.split(size) for t in flat), strict=True)
+# size; on a GPU, where these results take little memory; and by compiled code, which has none. The gradients
+# of small parameters are concatenated up to this size.
+CHUNK, GPU_CHUNK, COMPILED_CHUNK = 2**15, 2**22, 2**27
+# Compiled code reduces rows of this length, and then the results: only so is what it reduces also converted
+# by the same kernel. Most parameters consist of whole rows.
+ROW = 256
 
 
 def rounded(x: Tensor, unit: float) -> Tensor:
@@ -59,36 +60,120 @@ def rounded(x: Tensor, unit: float) -> Tensor:
     return (x.double() + shift).sub_(shift)
 
 
-def add_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
-    """Add `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,), in place."""
-    for total, part in in_chunks(totals, values):
-        total += (part * factor).round_().to(torch.int64)
-
-
-def write_sums(totals: Tensor, factor: Tensor, values: Tensor) -> None:
-    """Write the int64 `totals` (n,) times `factor` to the float32 `values` (n,)."""
-    for total, part in in_chunks(totals, values):
-        torch.mul(total, factor, out=part)  # rounds once, since the factor is a power of two
-
-
-def sum_of_squares(grads: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def add_rounded(totals: Tensor, values: Tensor, factor: Tensor, largest: float, is_first: bool) -> Tensor:
     """
-    Return the sum of the squares of flat float32 tensors as (multiple of COARSE_UNIT, multiple of FINE_UNIT
-    below COARSE_UNIT). Both are exact sums of each element's rounded square: the same however elements are
-    divided over tensors and ranks.
+    Add `values` times `factor`, rounded to integers, to the int64 `totals` of equal shape, in place. Returns
+    whether no integer is larger than `largest`, or NaN: ().
+
+    Args:
+        is_first: totals contain nothing yet.
     """
-    coarse, fine = [], []
-    for grad in grads:
-        for (part,) in in_chunks(grad):
-            square = part.double().square_()  # float64 holds the square of a float32 number exactly
-            high = rounded(square, COARSE_UNIT)
-            coarse.append(high.sum())
-            fine.append(rounded(square.sub_(high), FINE_UNIT).sum())
-    if not grads:
-        return torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    high, low = torch.stack(coarse).sum(), torch.stack(fine).sum()
-    carry = (low / COARSE_UNIT).floor() * COARSE_UNIT
-    return high + carry, low - carry
+    scaled = values * factor
+    fit = scaled.abs().amax(-1).amax() <= largest  # False for NaN
+    terms = scaled.round_().to(torch.int64)
+    if is_first:
+        totals.copy_(terms)
+    else:
+        totals += terms
+    return fit
+
+
+def write_sums(totals: Tensor, values: Tensor, factor: Tensor) -> None:
+    """Write the int64 `totals` times `factor` to the float32 `values` of equal shape."""
+    # rounds once, since the factor is a power of two; out= would divide the graph of torch.compile
+    values.copy_(totals * factor)
+
+
+def squares_of(values: Tensor) -> Tensor:
+    """
+    The sum of the squares of float32 `values` in two parts, (2,): a multiple of COARSE_UNIT, and one of
+    FINE_UNIT. Both are exact sums of parts of each element's square.
+    """
+    square = values.double().square_()  # float64 holds the square of a float32 number exactly
+    high = rounded(square, COARSE_UNIT)
+    low = rounded(square.sub_(high), FINE_UNIT)
+    return torch.stack((high.sum(-1).sum(), low.sum(-1).sum()))
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """
+    Conversions of flat tensors: of gradients to integers, of sums to gradients, and of gradients to a squared
+    norm. Their bits are the same for any division into chunks, and compiled: factors are powers of two,
+    integers are added, and all other sums and products are exact.
+
+    Args:
+        chunk: how many elements are converted at once.
+        compiled: compiled forms of the functions above, if there are any. On a GPU they read and write each
+            element once, and not with each of some ten operators.
+    """
+
+    chunk: int
+    compiled: dict[Callable, Callable] = field(default_factory=dict)
+
+    def results(self, function: Callable, *flat: Tensor, **how: Tensor | float | bool) -> list[Tensor]:
+        """The results of a function for all chunks of flat tensors of equal length."""
+        results = []
+        for parts in zip(*(t.split(self.chunk) for t in flat), strict=True):
+            n = len(parts[0])
+            in_rows = n // ROW * ROW if self.compiled else 0
+            if in_rows:
+                rows = (part[:in_rows].view(-1, ROW) for part in parts)
+                results.append(self.compiled[function](*rows, **how))
+            if in_rows < n:
+                results.append(function(*(part[in_rows:] for part in parts), **how))
+        return results
+
+    def add(self, totals: Tensor, values: Tensor, **how: Tensor | float | bool) -> Tensor:
+        """See `add_rounded`."""
+        fits = self.results(add_rounded, totals, values, **how)
+        return torch.stack(fits).all() if len(fits) > 1 else fits[0]
+
+    def write(self, totals: Tensor, values: Tensor, factor: Tensor) -> None:
+        """See `write_sums`."""
+        self.results(write_sums, totals, values, factor=factor)
+
+    def sum_of_squares(self, grads: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """
+        Return the sum of the squares of flat float32 tensors as (multiple of COARSE_UNIT, multiple of
+        FINE_UNIT below COARSE_UNIT): the same however elements are divided over tensors and ranks.
+        """
+        sums = [part for grad in grads for part in self.results(squares_of, grad)]
+        if not sums:
+            return torch.zeros(2, dtype=torch.float64, device=device).unbind()
+        high, low = torch.stack(sums).sum(0)
+        carry = (low / COARSE_UNIT).floor() * COARSE_UNIT
+        return high + carry, low - carry
+
+
+def conversions_for(device: torch.device, compiles: bool = False) -> Conversions:
+    """Conversions that suit a device, compiled or with PyTorch's operators."""
+    if not compiles:
+        return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
+    # a kernel for the first length, and one for all others: DDP's buckets and FSDP's units have many
+    functions = (add_rounded, write_sums, squares_of)
+    return Conversions(COMPILED_CHUNK, {function: torch.compile(function) for function in functions})
+
+
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """Tensors as one flat tensor; a single tensor is not copied."""
+    return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
+
+
+def in_groups(module: nn.Module, elements: int) -> list[list[nn.Parameter]]:
+    """
+    Divide a module's trained parameters into lists of at most this many elements on this rank. A larger
+    parameter is in a list of its own.
+    """
+    params = iter([p for p in module.parameters() if p.requires_grad])
+    parts = [local(p.detach()) for p in module.parameters() if p.requires_grad]
+    return [[next(params) for _ in group] for group in in_buckets(parts, 4 * elements)]
+
+
+def share_of(flat: Tensor, ranks: Role) -> Tensor:
+    """This rank's share of a flat tensor that all these ranks hold: whole rows, but for the last share."""
+    size = ceil(len(flat) / (ranks.size * ROW)) * ROW
+    return flat[size * ranks.index : size * (ranks.index + 1)]
 
 
 @dataclass(eq=False)
@@ -113,20 +198,25 @@ class ExactSums:
     share: Share
     scaler: torch.amp.GradScaler
     keeps_memory: bool = field(init=False, default=False)  # see FloatSums
-    totals: dict[Hashable, Tensor] = field(default_factory=dict)  # int64 sums, by bucket, unit or parameter
-    fits: dict[Hashable, Tensor] = field(default_factory=dict)  # whether this rank's terms of a sum did fit
+    # int64 sums, by the address of a bucket, FSDP's unit, or the first parameter of a group
+    totals: dict[Hashable, Tensor] = field(default_factory=dict)
+    # whether this rank's terms of a sum did fit, of the sums to which it has added in this step
+    fits: dict[Hashable, Tensor] = field(default_factory=dict)
     buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
+    flat: list[Tensor] = field(default_factory=list)  # the step's gradients of groups
     is_padding: bool = False  # whether the current micro-batch consists of padding rows
-    is_last: bool = False  # whether the current micro-batch is the rank's last of the step
+    is_first: bool = False  # whether the current micro-batch is the rank's first of the step
+    is_last: bool = False  # whether it is the last
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
+        self.conversions = conversions_for(self.device, is_compiled(self.model))
+        stages = getattr(self.model, "stages", [self.model])
+        # parameters by stage, in groups whose gradients are concatenated
+        self.groups = {stage: in_groups(stage, self.conversions.chunk) for stage in stages}
         self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
         self.loss_weight = self.mesh.data_size
-        replicas = self.mesh.replicas
-        self.group = replicas.group  # the ranks with the same parameters
-        # each parameter's norm is computed by one of the ranks that hold it
-        self.counted = list(self.model.parameters())[replicas.index :: replicas.size]
+        self.group = self.mesh.replicas.group  # the ranks with the same parameters
         # of a micro-batch's integers; the number of micro-batches does not depend on the layout
         self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
         self.reduces_shards = self.mesh.shards.size > 1
@@ -158,9 +248,8 @@ class ExactSums:
         self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
-        for total in self.totals.values():
-            total.zero_()
         self.fits.clear()
+        self.flat.clear()
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
 
@@ -179,6 +268,7 @@ class ExactSums:
     def start_micro_batch(self, micro_step: int) -> None:
         """Note which micro-batch the next forward and backward pass are for."""
         self.is_padding = self.share.first(micro_step) >= self.share.sequences
+        self.is_first = micro_step == 0
         self.is_last = micro_step == self.share.micro_steps - 1
         self.model.reset_routing(self.device)
 
@@ -195,38 +285,35 @@ class ExactSums:
         for flat in self.buckets:
             self.add(flat.data_ptr(), flat)
             flat.zero_()
-        for p in (module or self.model).parameters() if not self.buckets else ():
-            if p.grad is not None:
-                self.add(p, local(p.grad).flatten())
+        for params in self.groups[module or self.model] if not self.buckets else ():
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            for p in params:
                 p.grad = None
+            self.add(params[0], concatenated([local(grad) for grad in grads]))
 
     def add(self, key: Hashable, values: Tensor) -> None:
-        """Add this micro-batch's flat gradients to a sum."""
-        total = self.total(key, values)
-        if not self.is_padding:
-            self.add_terms(key, total, values)
-
-    def total(self, key: Hashable, values: Tensor) -> Tensor:
-        """The integers of a sum, as many as `values`."""
+        """Add this micro-batch's flat gradients to a sum, which begins anew in each step."""
         if key not in self.totals:
-            self.totals[key] = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
-        return self.totals[key]
+            self.totals[key] = torch.empty_like(values, dtype=torch.int64)
+        is_first = key not in self.fits
+        if not self.is_padding:
+            self.add_terms(key, self.totals[key], values, is_first)
+        elif is_first:  # a rank that computes nothing else in this step: padding comes last
+            self.totals[key].zero_()
 
-    def add_terms(self, key: Hashable, total: Tensor, values: Tensor) -> None:
+    def add_terms(self, key: Hashable, total: Tensor, values: Tensor, is_first: bool) -> None:
         """Add values to integers, and note whether they can be added: they are finite and small enough."""
-        if not values.numel():
-            return
-        low, high = (bound * self.to_units for bound in torch.aminmax(values))
-        fit = (low >= -self.largest) & (high <= self.largest)  # False for NaN
-        self.fits[key] = fit & self.fits[key] if key in self.fits else fit
-        add_rounded(total, values, self.to_units)
+        if values.numel():
+            how = dict(factor=self.to_units, largest=self.largest, is_first=is_first)
+            fit = self.conversions.add(total, values, **how)
+            self.fits[key] = fit & self.fits[key] if key in self.fits else fit
 
     def write(self, key: Hashable, values: Tensor) -> None:
         """Write a complete sum as flat gradients: NaN if this rank's terms did not fit."""
         factor = self.from_units
         if key in self.fits:
             factor = torch.where(self.fits[key], factor, torch.nan)
-        write_sums(self.totals[key], factor, values)
+        self.conversions.write(self.totals[key], values, factor)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -235,13 +322,15 @@ class ExactSums:
             self.model.routing = self.routing
         if self.reduces_shards or self.buckets:
             return
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        totals = [self.total(p, local(p)) for p in params]
+        groups = list(chain(*self.groups.values()))
         if self.group:
-            sum_in_buckets(totals, self.group)
-        for p in params:
-            p.grad = torch.empty_like(p, requires_grad=False)
-            self.write(p, local(p.grad).view(-1))
+            sum_in_buckets([self.totals[params[0]] for params in groups], self.group)
+        for params in groups:
+            flat = torch.empty(len(self.totals[params[0]]), device=self.device)
+            self.write(params[0], flat)
+            for p, grad in zip(params, views_of(flat, [local(p) for p in params]), strict=True):
+                p.grad = like(p, grad)
+            self.flat.append(flat)
 
     def loss_term(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss as a term of a sum without an order: 0 for padding."""
@@ -255,13 +344,18 @@ class ExactSums:
         This rank's share of the gradient's squared norm, see `sum_of_squares`; NaN if the rank's terms of the
         gradient did not fit. The sum over all ranks is the squared norm.
         """
-        grads = [local(p.grad).flatten() for p in self.counted if p.grad is not None]
-        coarse, fine = sum_of_squares([grad for grad in grads if grad.numel()], self.device)
+        grads = self.buckets or self.flat
+        if self.reduces_shards:
+            grads = [concatenated([local(p.grad) for p in params]) for params in self.groups[self.model]]
+        # each element is counted by one of the ranks that hold it
+        shares = [share_of(grad, self.mesh.replicas) for grad in grads]
+        coarse, fine = self.conversions.sum_of_squares(shares, self.device)
         if self.fits:
             coarse = torch.where(torch.stack(list(self.fits.values())).all(), coarse, torch.nan)
         return coarse, fine
 
 
+@torch.no_grad()
 def reduce_bucket(sums: ExactSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """
     Add the last micro-batch's gradients in a DDP bucket, and start the reduction (DDP's communication hook).
@@ -270,6 +364,7 @@ def reduce_bucket(sums: ExactSums, bucket: dist.GradBucket) -> torch.futures.Fut
     key = flat.data_ptr()
     sums.add(key, flat)
 
+    @torch.no_grad()
     def write(done: torch.futures.Future) -> Tensor:
         done.value()
         sums.write(key, flat)
@@ -303,12 +398,14 @@ class IntegerReduceScatter:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
-        sums, terms = self.sums, torch.zeros_like(input_tensor, dtype=torch.int64)
-        if not sums.is_padding:
-            sums.add_terms(self, terms, input_tensor)
+        sums, terms = self.sums, torch.empty_like(input_tensor, dtype=torch.int64)
+        if sums.is_padding:
+            terms.zero_()
+        else:
+            sums.add_terms(self, terms, input_tensor, is_first=True)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         reduce_scatter_single(shard, terms, group=group)
-        total = sums.total(self, output_tensor).add_(shard)
+        total = sums.totals[self] = shard if sums.is_first else sums.totals[self].add_(shard)
         if not sums.is_last:
             output_tensor.zero_()
             return

@@ -193,6 +193,17 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if is_sharded(value) else value
 
 
+def like(p: nn.Parameter, value: Tensor) -> Tensor:
+    """A value in the shape of this rank's part of a parameter, as a DTensor if the parameter is one."""
+    if not is_sharded(p) or is_sharded(value) or value.shape != local(p).shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
 def copy_to_cpu(value: Tensor) -> Tensor:
     """
     Copy a tensor to the CPU. Copies from a GPU go to pinned memory and are queued: the caller waits once for

@@ -130,6 +130,11 @@ class Mesh:
         """Ranks that together hold each whole matrix of a pipeline's stage."""
         return Role(self, (*self.shards.axes, "tp"))
 
+    @property
+    def matrix_workers(self) -> Role:
+        """Ranks that know the same whole matrices once those of `matrix_parts` have gathered them."""
+        return Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
+
     def holders(self, p: Tensor) -> Role:
         """Ranks that hold the same part of a parameter; islands hold it with values of their own."""
         return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)

@@ -24,6 +24,7 @@ from isogpt.nn.kernels import (
     HALF_ATTENTION_UP_TO,
     logits_at_once,
 )
+from isogpt.parallel.integer_sums import COMPILED_CHUNK
 from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
@@ -337,6 +338,8 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
 
     # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
     end_of_backward = (3 if args["tied"] else 1) * 4 * head
+    if plan.exact and plan.zero < 2 and plan.device_type == "cuda":  # concatenated gradients
+        end_of_backward = max(end_of_backward, 4 * min(part.dense + part.experts, COMPILED_CHUNK))
     return max(end_of_forward, start_of_backward, last_block, end_of_backward)
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isogpt.common.torch_versions import all_gather_single
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
-from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of, whole_tensors
+from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, splits_of, whole_tensors
 
 
 class Stack(NamedTuple):
@@ -47,12 +48,18 @@ def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
 
 class Muon(torch.optim.Muon):
     """
-    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with three differences.
+    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with four differences.
 
     Matrices that are stacked in a parameter (q, k and v) are orthogonalized separately. Matrices of equal
     shape are orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the
-    layout. Matrices whose parts are on the ranks of `group` are gathered first.
+    layout. Matrices whose parts are on the ranks of `group` are gathered first. The ranks of `workers`, which
+    then know the same matrices, divide the orthogonalization.
+
+    Args:
+        compiles: whether what is between the collectives is compiled, once for each shape.
     """
+
+    grad_scale = 1.0  # gradients are divided by this number, at least 1, see optim.clip_and_step
 
     def __init__(
         self,
@@ -60,10 +67,14 @@ class Muon(torch.optim.Muon):
         lr: float = 1e-3,
         dtype: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
+        workers: dist.ProcessGroup | None = None,
+        compiles: bool = False,
     ) -> None:
         super().__init__(groups, lr)
-        self.dtype, self.group = dtype, group
+        self.dtype, self.group, self.workers = dtype, group, workers
         self.separately = False  # whether the bits must not depend on the layout
+        functions = (move_momentum, orthogonalize, update) if compiles else ()
+        self.compiled = {function: torch.compile(function, dynamic=False) for function in functions}
         for members in self.param_groups:  # a checkpoint can be saved before the first step
             for p in members["params"]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -76,35 +87,111 @@ class Muon(torch.optim.Muon):
             self._init_group(group, params, grads, buffers)
             if not params:
                 continue
-            updates = [grad.clone() for grad in grads]
-            # parts, since torch 2.11 has no rule for this operator on DTensors
-            local_updates, local_grads, local_buffers = map(local_tensors, (updates, grads, buffers))
-            torch._foreach_lerp_(local_buffers, local_grads, 1 - group["momentum"])
-            torch._foreach_lerp_(local_updates, local_buffers, group["momentum"])  # Nesterov momentum
-            parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
-            # without "rows", each parameter is one matrix
-            self.orthogonalize_parts(parts, group.get("rows", parts[0].shape[:1]), params[0].device)
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            numbers = [
+                self.grad_scale,
+                group["momentum"],
+                group["lr"],
+                1 - group["lr"] * group["weight_decay"],
+            ]
+            # what fuses operators may round differently for shapes of another layout
+            compiled = {} if self.separately else self.compiled
+            if compiled:  # numbers would be constants of the code
+                numbers = [torch.full((), number, device=params[0].device) for number in numbers]
+            divisor, momentum, lr, decay = numbers
+            # parts, since torch 2.11 has no rule for _foreach_lerp on DTensors
+            buffers, grads = local_tensors(buffers), local_tensors(grads)
+            updates = compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
+            wholes = updates
+            if self.group:
+                parts = [matrix_part(like(p, u), p) for p, u in zip(params, updates, strict=True)]
+                wholes = whole_tensors(parts, self.group, updates.device)
+            rows = group.get("rows", wholes.shape[1:2])  # without "rows", each parameter is one matrix
+            wholes, scales = self.orthogonalize_together(wholes, rows), scales_of(rows, wholes)
+            if self.group:
+                for part, whole in zip(parts, wholes * scales, strict=True):
+                    part.put(whole)
+                wholes, scales = updates, torch.ones_like(scales[:1])
+            compiled.get(update, update)(local_tensors(params), wholes, scales, lr, decay)
 
-    def orthogonalize_parts(
-        self, parts: list[LocalPart], rows: tuple[int, ...], device: torch.device
-    ) -> None:
+    def orthogonalize_together(self, wholes: Tensor, rows: tuple[int, ...]) -> Tensor:
         """
-        Orthogonalize the matrices of heights `rows` whose parts this rank holds, in place (all ranks of the
-        group).
+        Orthogonalize the matrices of heights `rows` in whole parameters, (parameters, rows, columns) -> the
+        same in `dtype` (all ranks of `workers`). Each rank does this for some of the parameters.
+        """
+        if not self.workers:
+            return self.orthogonalize_all(wholes, rows)
+        size = math.ceil(len(wholes) / self.workers.size())  # parameters of a rank
+        start = size * self.workers.rank()
+        share = wholes[start : start + size]
+        results = wholes.new_empty(size, *wholes.shape[1:], dtype=self.dtype)
+        if len(share):
+            results[: len(share)] = self.orthogonalize_all(share, rows)
+        gathered = results.new_empty(size * self.workers.size(), *wholes.shape[1:])
+        # as bytes, since gloo lacks bfloat16
+        all_gather_single(gathered.view(torch.uint8), results.view(torch.uint8), group=self.workers)
+        return gathered[: len(wholes)]
+
+    def orthogonalize_all(self, wholes: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """
+        Orthogonalize the matrices of heights `rows` in parameters, (parameters, rows, columns) -> the same in
+        `dtype`.
 
         Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices
         a matmul multiplies together. A matrix of which several ranks hold all is added several times. This
         changes its norm, by which `orthogonalize` divides.
         """
-        wholes = whole_tensors(parts, self.group, device)  # (parameters, rows, columns)
+        results = []
+        compute = self.compiled.get(orthogonalize, orthogonalize)
         for matrices in stacked_matrices(wholes, rows):
-            scale = math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
-            for batch in matrices.split(1) if self.separately else [matrices]:
-                batch.copy_(orthogonalize(batch, self.dtype)).mul_(scale)
-        for part, whole in zip(parts, wholes, strict=True):
-            part.put(whole)
+            batches = matrices.split(1) if self.separately else [matrices]
+            results.append(joined([compute(batch, self.dtype) for batch in batches], 0))
+        return joined(results, 1).view(wholes.shape)
+
+
+def move_momentum(
+    buffers: list[Tensor], grads: list[Tensor], divisor: float | Tensor, momentum: float | Tensor
+) -> Tensor:
+    """
+    Move the momentum toward the gradients, divided by `divisor`, in place. Returns Nesterov's momentum,
+    (parameters, ...).
+    """
+    if torch.is_tensor(momentum):  # _foreach_lerp takes only a number
+        grads = torch._foreach_div(grads, divisor)
+        changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)
+        torch._foreach_add_(buffers, changes)
+        changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)
+        return torch.stack(torch._foreach_add(buffers, changes))
+    if divisor > 1:
+        torch._foreach_div_(grads, divisor)
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    return torch.stack(torch._foreach_lerp(grads, buffers, momentum))
+
+
+def update(
+    params: list[Tensor], updates: Tensor, scales: Tensor, lr: float | Tensor, decay: float | Tensor
+) -> None:
+    """Move parameters by `updates` (parameters, ...) times -lr and the rows' `scales`, in place."""
+    updates = (updates * scales).unbind()
+    torch._foreach_mul_(params, decay)
+    if torch.is_tensor(lr):  # alpha is a number
+        torch._foreach_sub_(params, torch._foreach_mul(updates, lr))
+    else:
+        torch._foreach_add_(params, updates, alpha=-lr)
+
+
+def scales_of(rows: tuple[int, ...], wholes: Tensor) -> Tensor:
+    """The factors of the updates of matrices of these heights: (rows, 1), or (1, 1) for equal heights."""
+    lengths = rows if len(set(rows)) > 1 else (1,)
+    columns = wholes.size(-1)
+    scales = [math.sqrt(max(1, height / columns)) for height in rows]
+    # filled, since a GPU would wait for a copy
+    filled = [torch.full((n, 1), s, device=wholes.device) for n, s in zip(lengths, scales, strict=False)]
+    return joined(filled, 0)
+
+
+def joined(tensors: list[Tensor], dim: int) -> Tensor:
+    """Tensors, concatenated; a single tensor is not copied."""
+    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]
 
 
 def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
@@ -129,7 +216,7 @@ POLYNOMIALS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in COEFFICIENTS]
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
     if x.size(1) > x.size(2):
-        return orthogonalize(x.mT, dtype).mT
+        return orthogonalize(x.mT, dtype).mT.contiguous()
     # converted last: most gradients are below 6e-5, where float16 keeps fewer digits, and those below 3e-8
     # would become 0
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)

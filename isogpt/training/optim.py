@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered, gather_objects
 from isogpt.nn.experts import ExpertLinear
+from isogpt.parallel.compilation import is_compiled
 from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.tensor import RowParallelLinear
@@ -231,7 +232,16 @@ def make_optimizers(
         if cls is AdamW:
             options["fused"] = device_type in ("cuda", "cpu", "mps")
         elif cls is Muon:
-            options |= {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
+            # With zero 1, replicas update different parameters. To send the results takes 2 or 4 bytes for
+            # each parameter, besides the 8 of a reduction of gradients: little, unless these are compressed.
+            shares = zero != 1 and config.get("grad_compression", "none") == "none"
+            workers = mesh.matrix_workers if shares else mesh.matrix_parts
+            options |= {
+                "dtype": muon_dtype,
+                "group": mesh.matrix_parts.without(*divided).group,
+                "workers": workers.without(*divided).group,
+                "compiles": is_compiled(model) and device_type != "cpu",
+            }
         replicas = mesh.loss.without(*divided).group
         if zero == 1 and replicas:
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -437,10 +447,11 @@ def clip_and_step(
             inner.found_inf = (~numbers.is_finite).float()
             optimizer.step()
         elif (numbers := gathered.read()).is_finite:
-            divisor = clipping_divisor(numbers.grad_norm, max_norm)
-            if divisor > 1:
-                grads = [local(p.grad) for p in params if p.grad is not None]
-                torch._foreach_div_(grads, divisor.item())
+            divisor, inner = clipping_divisor(numbers.grad_norm, max_norm).item(), inner_optimizer(optimizer)
+            if isinstance(inner, Muon):  # divides where it reads them
+                inner.grad_scale = divisor
+            elif divisor > 1:
+                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():
             report_overflow(scaler, optimizer, gathered)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from isogpt.parallel.local_parts import is_sharded, local
+from isogpt.parallel.local_parts import like
 from isogpt.training.optimizer_class import BETAS, Kept, inner_optimizer, is_number, kept_by, share_groups
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
@@ -65,17 +65,6 @@ def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
             if tensors:
                 states[names[whole]] = tensors
     return states
-
-
-def like(p: nn.Parameter, value: Tensor) -> Tensor:
-    """A value that is kept for this rank's part of a parameter, as a DTensor if the parameter is one."""
-    if not is_sharded(p) or is_sharded(value) or value.shape != local(p).shape:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
 
 
 def create_state(
