@@ -340,7 +340,7 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
             size = node.get_read_write_buffers_sizes()
             kernels.append(Kernel(TRITON, first_part(origins), pass_, name, size))
             continue
-        fx = getattr(node.node, "origin_node", None) or next(reversed(origins))
+        fx = getattr(node.node, "origin_node", None) or next(iter(origins))
         if type(node.node).__name__ == "MultiOutput" or not isinstance(fx.target, torch._ops.OpOverload):
             continue
         args, kwargs = torch.fx.node.map_arg((fx.args, fx.kwargs), value_of)
@@ -654,10 +654,8 @@ def nanogpt_step(config: dict, ledger: Ledger, folder: Path) -> Step:
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
     args = {name: config[name] for name in names} | {"vocab_size": config["vocab_size"] or 50304}
     torch.set_float32_matmul_precision("high")
-    with mock.patch.object(nn.init, "normal_"), torch.device("meta"):
+    with device:
         model = nanogpt.GPT(nanogpt.GPTConfig(**args))
-    model.to_empty(device=device)
-    model.transformer.wte.weight = model.lm_head.weight  # to_empty unties it
     betas = (config["beta1"], config["beta2"])
     optimizer = model.configure_optimizers(config["weight_decay"], config["learning_rate"], betas, "cuda")
     parameters = sum(p.numel() for p in model.parameters()) - model.transformer.wpe.weight.numel()
