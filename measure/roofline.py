@@ -5,16 +5,15 @@ The step is compiled for the GPU by torch.compile, up to the point at which Trit
 with tensors that have shapes but no values. Every kernel is counted: the bytes that it reads and writes, and
 its FLOPs. A kernel takes max(bytes / bandwidth, FLOPs / speed). The speeds are in CARDS.
 
-    python measure/roofline.py --batch_size=16                      train.py's settings; one micro-batch a step
+    python measure/roofline.py --batch_size=16                    train.py's settings; one micro-batch a step
     python measure/roofline.py --arch=nanochat --optimizer=muon --card=a100 --json=step.json
-    python measure/roofline.py --nanogpt=FOLDER --batch_size=16     a clone of nanoGPT
+    python measure/roofline.py --nanogpt=FOLDER --batch_size=16   a clone of nanoGPT
     python measure/roofline.py --nanochat=FOLDER --batch_size=8 --block_size=2048
 
 It needs a CPU build of torch 2.13, triton (`pip install triton`) and g++, and no network.
 """
 
 import importlib.util
-import json as json_format
 import math
 import sys
 import types
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,8 +46,6 @@ from torch.utils._pytree import tree_leaves
 
 from configurator import configure, fail
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import count_model
-from isogpt.options.values import Setting
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
@@ -83,17 +81,15 @@ class Card:
 
 # A step of GPT-2 on an H200 (docs/benchmarks.md): its matmuls reach 738 TFLOP/s, 8192^3 alone 661; its Triton
 # kernels 3.3 TB/s, a copy alone 4.15; cuDNN's attention of 1,024 tokens and heads of 64 features 310 TFLOP/s
-# forward and 234 backward. The H100's bandwidth is 0.9 times the data sheet's. The A100's matmuls and bandwidth
-# are those of isogpt/speed/devices.py, and its attention is FlashAttention-2's at 1,024 tokens (arXiv:2307.08691,
-# figures 5 and 6).
+# forward and 234 backward. The H100's bandwidth is 0.9 times the data sheet's. The A100's matmuls and
+# bandwidth are those of isogpt/speed/devices.py. Its attention is an assumption: no measured step was
+# compared.
 HOPPER = {"capability": (9, 0), "processors": 132, "peak": 989e12, "matmul": 700e12}
 HOPPER |= {"attention": (310e12, 234e12)}
 CARDS = {
     "h100": Card("NVIDIA H100 80GB HBM3", memory=85 * 10**9, bytes_per_s=3.0e12, **HOPPER),
     "h200": Card("NVIDIA H200", memory=150 * 10**9, bytes_per_s=4.15e12, **HOPPER),
-    "a100": Card(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 85 * 10**9, 312e12, 234e12, 1.7e12, (110e12, 90e12)
-    ),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85 * 10**9, 312e12, 234e12, 1.7e12, (110e12, 90e12)),
 }
 # seconds between the end of a kernel and the start of the next, where the host is ahead: 1.2 ms for the 500
 # kernels of a measured step
@@ -187,14 +183,25 @@ def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) 
 
     packet = op._overloadpacket
     if op.namespace == "roofline":
-        return windowed_flops(packet, args)
+        return windowed_flops(op, args)
+    if op._schema.name == "aten::_grouped_mm":  # each row is multiplied by one expert's matrix
+        return 2.0 * args[0].numel() * args[1].size(-1)
     if packet not in flop_registry:
         return 0.0
     flops = flop_registry[packet](*args, **without_device(kwargs), out_val=out)
     return flops / 2 if is_causal(op, args, kwargs) else flops
 
 
+def windowed_flops(op: torch._ops.OpOverload, args: tuple) -> float:
+    """The FLOPs of FlashAttention-3, see `flash_attention_3`: 2 matmuls forward, 5 backward."""
+    (B, T, H, D), window = args[0].shape, args[3]
+    window = min(window, T) if window >= 0 else T
+    scores = window * (window + 1) / 2 + (T - window) * window
+    return (10 if "backward" in op._schema.name else 4) * B * H * D * scores
+
+
 def without_device(kwargs: dict) -> dict:
+    """The keyword arguments without those of a tensor's place and dtype."""
     return {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "device", "pin_memory")}
 
 
@@ -391,10 +398,12 @@ def compile_and_count(
     results = [value_of(out) if isinstance(out, torch.fx.Node) else out for out in output.args[0]]
 
     def call(args: list) -> list:
-        for kernel in kernels:
-            if kernel.part == REST and ledger.part != REST:
-                kernel.part = ledger.part
-        ledger.add(kernels)
+        # what is compiled outside of the model belongs to the part that runs now
+        part, pass_ = ledger.part, ledger.pass_
+        if pass_ == UPDATE:
+            ledger.add(replace(kernel, part=part, pass_=pass_) for kernel in kernels)
+        else:
+            ledger.add(kernels)
         counts, ledger.is_counting = ledger.is_counting, False
         out = [empty_like(t) if isinstance(t, Tensor) else t for t in results]
         ledger.is_counting = counts
@@ -552,7 +561,7 @@ class Step:
 
 @dataclass
 class Numbers:
-    """The numbers of a step, without values on the GPU: its norm is above grad_clip, so that it is clipped."""
+    """The numbers of a step, without values on the GPU. Its norm is above grad_clip, so it is clipped."""
 
     on_gpu: StepNumbers
     on_cpu: StepNumbers
@@ -640,7 +649,9 @@ def load_module(folder: Path, name: str) -> types.ModuleType:
     """Import a module of a folder, although there may be another one of the same name."""
     sys.path.insert(0, str(folder))
     if not (folder / f"{name.replace('.', '/')}.py").exists():
-        raise ValueError(f"{folder} does not contain {name.replace('.', '/')}.py: name a clone of the repository")
+        raise ValueError(
+            f"{folder} does not contain {name.replace('.', '/')}.py: name a clone of the repository"
+        )
     sys.modules.pop(name, None)
     module = importlib.import_module(name)
     sys.path.remove(str(folder))
@@ -682,6 +693,85 @@ def nanogpt_step(config: dict, ledger: Ledger, folder: Path) -> Step:
     return Step(f"nanoGPT {describe(config)}", ledger.kernels, per_token * tokens, tokens)
 
 
+def nanochat_step(config: dict, ledger: Ledger, folder: Path) -> Step:
+    """
+    Count a step of nanochat's scripts/base_train.py for a depth of n_layer: 64 n_layer features, heads of
+    128, and FlashAttention-3.
+    """
+    nanochat_gpt = load_module(folder, "nanochat.gpt")
+    flash = sys.modules["nanochat.flash_attention"]
+    flash.USE_FA3, flash._fa3 = True, types.SimpleNamespace(flash_attn_func=flash_attention_3())
+    device = torch.device("cuda", 0)
+    depth, length = config["n_layer"], config["block_size"]
+    heads = -(-64 * depth // 128)
+    vocabulary = config["vocab_size"] or 32768
+    with device:
+        model = nanochat_gpt.GPT(nanochat_gpt.GPTConfig(length, vocabulary, depth, heads, heads, 128 * heads))
+    for embedding in (model.transformer.wte, *model.value_embeds.values()):  # as its init_weights
+        embedding.weight = nn.Parameter(embedding.weight.detach().bfloat16())
+    optimizer = model.setup_optimizer()
+    compiled = torch.compile(model, dynamic=False)
+    x = torch.zeros(config["batch_size"], length, dtype=torch.int64, device=device)
+    micro_steps = config["gradient_accumulation_steps"]
+    for is_counted in (False, True):
+        ledger.is_counting = is_counted
+        for factor in [1, micro_steps - 1] if micro_steps > 1 else [1]:
+            ledger.factor = factor
+            with ledger.phase(REST, FORWARD):
+                loss = compiled(x, x) / micro_steps
+            with ledger.phase(REST, BACKWARD):
+                loss.backward()
+        ledger.factor = 1.0
+        with ledger.phase(OPTIMIZER, UPDATE):
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+    ledger.is_counting = False
+    tokens = x.numel() * micro_steps
+    title = f"nanochat d{depth} {describe(config)}"
+    return Step(title, ledger.kernels, model.estimate_flops() * tokens, tokens)
+
+
+def flash_attention_3() -> Callable[..., Tensor]:
+    """A stand-in for FlashAttention-3's function: (B, T, H, D) -> (B, T, H, D), with shapes alone."""
+
+    @torch.library.custom_op("roofline::attention", mutates_args=())
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        return torch.empty_like(q)
+
+    @torch.library.custom_op("roofline::attention_backward", mutates_args=())
+    def differentiate(
+        grad: Tensor, q: Tensor, k: Tensor, window: int, v: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    @attend.register_fake
+    def shape_of(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        return torch.empty_like(q)
+
+    @differentiate.register_fake
+    def shapes_of(
+        grad: Tensor, q: Tensor, k: Tensor, window: int, v: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        q, k, v, ctx.window = inputs
+        ctx.save_for_backward(q, k, v, output)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        q, k, v, y = ctx.saved_tensors
+        return *torch.ops.roofline.attention_backward(grad, q, k, ctx.window, v, y), None
+
+    attend.register_autograd(backward, setup_context=save)
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]
+    ) -> Tensor:
+        return torch.ops.roofline.attention(q, k, v, window_size[0])
+
+    return flash_attn_func
+
+
 # ------------------------------------------------------------------------------------------------------------
 # the report
 
@@ -692,7 +782,9 @@ def table_of(step: Step, card: Card, largest: int = 15) -> str:
     rows = defaultdict(list)
     for kernel in step.kernels:
         rows[kernel.part].append(kernel)
-    lines += ["| part | Triton forward + backward | matmuls | other | GB Triton | GB matmul | TFLOP matmul | ms |"]
+    lines += [
+        "| part | Triton forward + backward | matmuls | other | GB Triton | GB matmul | TFLOP matmul | ms |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for part in (*PARTS, "sum"):
         kernels = rows[part] if part != "sum" else step.kernels
@@ -714,6 +806,17 @@ def table_of(step: Step, card: Card, largest: int = 15) -> str:
             f"{kernel.part}, {kernel.pass_}: {kernel.name} |"
         )
     return "\n".join(lines)
+
+
+def to_json(step: Step, card: Card) -> str:
+    """The prediction and all kernels, equal ones together."""
+    total = seconds_of(step.kernels, card)
+    summary = {"title": step.title, "card": card.name, "torch": torch.__version__, "tokens": step.tokens}
+    summary |= {"ms": total * 1e3, "gaps_ms": count(step.kernels) * GAP * 1e3}
+    summary |= {"mfu": step.model_flops / total / card.peak}
+    parts = {part: seconds_of([k for k in step.kernels if k.part == part], card) * 1e3 for part in PARTS}
+    kernels = [asdict(k) | {"ms": k.seconds(card) * 1e3} for k in largest_kernels(step.kernels, card)]
+    return dumps(summary | {"parts_ms": parts, "kernels": kernels}, indent=1)
 
 
 def row_of(kernels: list[Kernel], card: Card) -> str:
@@ -740,7 +843,9 @@ def kinds_line(step: Step, card: Card) -> str:
         texts.append(f"{kind} {seconds_of(kernels, card) * 1e3:.1f} ({gigabytes(kernels):.1f} GB)")
     for part in (OPTIMIZER, SUMS):
         kernels = [k for k in step.kernels if k.part == part]
-        texts += [f"{part} {seconds_of(kernels, card) * 1e3:.1f} ({gigabytes(kernels):.1f} GB)"] if kernels else []
+        texts += (
+            [f"{part} {seconds_of(kernels, card) * 1e3:.1f} ({gigabytes(kernels):.1f} GB)"] if kernels else []
+        )
     return f"ms by kind: {', '.join(texts)}"
 
 
@@ -799,6 +904,8 @@ def predict(config: dict) -> Step:
 
     ledger = Ledger()
     with pretended_gpu(CARDS[card], ledger), FakeTensorMode(), CountEager(ledger):
+        if nanochat:
+            return nanochat_step(config, ledger, Path(nanochat))
         if nanogpt:
             return nanogpt_step(config, ledger, Path(nanogpt))
         return isogpt_step(config, ledger)
