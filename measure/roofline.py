@@ -344,7 +344,7 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
         if not isinstance(node, ind.ExternKernelSchedulerNode):
             names = [str(fx.target).split(".")[-2] if "." in str(fx.target) else str(fx) for fx in origins]
             name = "triton_" + "_".join(list(dict.fromkeys(names))[:6])
-            size = node.get_read_write_buffers_sizes()
+            size = traffic_of_fused(node, parts)
             kernels.append(Kernel(TRITON, first_part(origins), pass_, name, size))
             continue
         fx = getattr(node.node, "origin_node", None) or next(iter(origins))
@@ -360,6 +360,17 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
                 Kernel(kind_of(fx.target, flops), first_part([fx]), pass_, name, size, flops, width)
             )
     return kernels
+
+
+def traffic_of_fused(node: Any, parts: list) -> int:
+    """
+    The bytes that a kernel reads and writes, by Inductor's count. For a fused kernel, Inductor counts whole
+    buffers, also one from which a part gathers a few elements.
+    """
+    options = {"include_reads": True, "include_writes": True}
+    of_parts = [part.get_read_write_buffer_accesses(**options) for part in parts]
+    whole = node.get_read_write_buffer_accesses(**options)
+    return sum(min(size, sum(part.get(name, 0) for part in of_parts)) for name, size in whole.items())
 
 
 def value_of(node: torch.fx.Node) -> object:
