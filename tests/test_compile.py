@@ -156,7 +156,7 @@ COMPILED = [
     (LLAMA, "full", True),
     ({"n_expert": 4, "bias": True}, "every:2", True),
     (NANOCHAT | {"n_expert": 4}, "none", False),
-    (LLAMA | {"n_expert": 4}, "selective", False),
+    pytest.param(LLAMA | {"n_expert": 4}, "selective", False, marks=pytest.mark.slow),
 ]
 
 

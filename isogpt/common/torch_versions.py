@@ -11,6 +11,8 @@ The rest needs no branch, since the code is in a form that both versions compute
 - 2.11 has no rule for _foreach_lerp on DTensors: training/muon.py passes the local parts;
 - inductor of 2.11 cannot divide a long cumsum over a GPU's blocks: running_sum in nn/generation.py;
 - before 2.13, fused AdamW ignores grad_scale on MPS: clips_on_device in training/optim.py.
+
+Known and not mended: with 2.11, a rank ends during a step with --pp_schedule=zbv (two CPU processes, gloo).
 """
 
 import torch.distributed as dist
