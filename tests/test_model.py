@@ -596,6 +596,33 @@ def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
         assert torch.equal(gpt.generate(idx, 24, seed=3, **how), expected), how
 
 
+@pytest.mark.parametrize("model", [dict(bias=True), dict(arch="llama", n_kv_head=1)])
+@pytest.mark.parametrize("length", [1, 12, 20])  # all of them go past block_size
+def test_attention_on_a_gpu_has_one_shape_for_all_tokens(monkeypatch, model, length):
+    """cuDNN plans each shape anew. A compiled step is one graph, see test_compile.py."""
+    shapes, has_steps = [], generation.has_steps_of_one_shape
+    attention = F.scaled_dot_product_attention
+
+    def recorded(q, k, *args, **options):
+        shapes.append((q.size(2), k.size(2)))
+        return attention(q, k, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(
+        generation,
+        "has_steps_of_one_shape",
+        lambda gpt, caches, _: has_steps(gpt, caches, torch.device("cuda")),
+    )
+    gpt = rough(**model)
+    choice = generation.Choice(0.8, 5, None, None)
+    generation.generate(gpt, ids(2, length), 24, choice, True, seed=1, first_sample=0)
+    prompt, *tokens = shapes[:: gpt.config.n_layer]
+    assert prompt == (min(length, 16),) * 2 and len(tokens) == 23
+    # position embeddings end at block_size: each further token takes a pass over the last 16 tokens
+    is_late = [not model.get("arch") and length + n > 16 for n in range(1, 24)]
+    assert tokens == [(16, 16) if late else (1, 16) for late in is_late]
+
+
 def test_top_k_and_vocab_size_limit_what_is_drawn():
     gpt, idx = rough(std=0.1), ids(1, 5)
     logits = gpt(idx)[0][0, 0]
