@@ -337,7 +337,7 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
 
     kernels = []
     for node in scheduler.nodes:
-        parts = node.snodes if isinstance(node, ind.FusedSchedulerNode) else [node]
+        parts = node.get_nodes()  # more than one in a fused kernel, and in one for lists of tensors
         origins = {fx: None for part in parts if part.node is not None for fx in part.node.get_origins()}
         if isinstance(node, ind.NopKernelSchedulerNode) or not origins:
             continue
@@ -347,7 +347,7 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
             size = traffic_of_fused(node, parts)
             kernels.append(Kernel(TRITON, first_part(origins), pass_, name, size))
             continue
-        fx = getattr(node.node, "origin_node", None) or next(iter(origins))
+        fx = main_operator(getattr(node.node, "origin_node", None), origins)
         if type(node.node).__name__ == "MultiOutput" or not isinstance(fx.target, torch._ops.OpOverload):
             continue
         args, kwargs = torch.fx.node.map_arg((fx.args, fx.kwargs), value_of)
@@ -360,6 +360,15 @@ def kernels_of_graph(scheduler: Any, pass_: str) -> list[Kernel]:
                 Kernel(kind_of(fx.target, flops), first_part([fx]), pass_, name, size, flops, width)
             )
     return kernels
+
+
+def main_operator(origin: torch.fx.Node | None, origins: Iterable[torch.fx.Node]) -> torch.fx.Node:
+    """The matmul or attention among the operators that one call computes, or else Inductor's `origin`."""
+    from torch.utils.flop_counter import flop_registry
+
+    candidates = [origin, *origins] if origin else [*origins]
+    counted = (fx for fx in candidates if getattr(fx.target, "overloadpacket", None) in flop_registry)
+    return next(counted, candidates[0])
 
 
 def traffic_of_fused(node: Any, parts: list) -> int:
