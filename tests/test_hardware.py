@@ -190,13 +190,23 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
         kernels.F, "scaled_dot_product_attention", lambda q, *a, **kw: used.append(backends()) or q
     )
     choose = kernels.attention_backends
+
+    def on_gpu(dropout, device, grows=False):
+        return choose(dropout, cuda, grows)
+
     for module in (kernels, context):
-        monkeypatch.setattr(module, "attention_backends", lambda dropout, device: choose(dropout, cuda))
+        monkeypatch.setattr(module, "attention_backends", on_gpu)
     q = torch.zeros(1, 8, 2, 4)
     for dropout in (0.0, 0.1):
         kernels.causal_attention(q, q, q, dropout)
         context.attend_chunk(q, q, q, None, dropout)
     assert used == [(True, True)] * 2 + [(False, True)] * 2
+    # nor that of single tokens with a growing cache, for each length of which cuDNN would make a plan
+    used.clear()
+    cache = kernels.KVCache(rows=1, size=16)
+    for tokens in (8, 1, 1):
+        kernels.causal_attention(q[:, :tokens], q[:, :tokens], q[:, :tokens], 0.0, cache)
+    assert used == [(True, True)] + [(False, True)] * 2
 
 
 def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():

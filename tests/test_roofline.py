@@ -61,12 +61,32 @@ def test_time_is_the_longer_of_bytes_and_flops():
     assert Kernel(ATTENTION, MLP, BACKWARD, "", 0, card.attention[1]).seconds(card) == 1
 
 
+def kernels_of(tmp_path, *flags):
+    """The kernels of a small model's step, as roofline.py counts them."""
+    shape = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=256", "--block_size=128"]
+    options = ["--batch_size=4", f"--json={tmp_path / 'step'}", *flags]
+    subprocess.run(
+        [sys.executable, "measure/roofline.py", *shape, *options], cwd=REPO, check=True, timeout=250
+    )
+    return json.loads((tmp_path / "step").read_text())["kernels"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(roofline.LACKING), reason=roofline.LACKING or "not skipped")
+def test_a_compiled_muon(tmp_path):
+    """9 matmuls for each of four shapes; kernels for lists of tensors move what Muon reads and writes."""
+    update = [k for k in kernels_of(tmp_path, "--optimizer=muon") if k["pass_"] == UPDATE]
+    assert sum(k["launches"] for k in update if k["kind"] == MATMUL) == 36
+    # gradients and momentum are read and momentum and updates written, then updates and weights are read
+    # and weights written: at least
+    moved = sum(k["bytes"] * k["launches"] for k in update if k["kind"] == TRITON)
+    assert moved >= 7 * 4 * 2 * 12 * 64 * 64
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(bool(roofline.LACKING), reason=roofline.LACKING or "not skipped")
 def test_matmuls_of_a_compiled_step_have_the_flops_of_the_formula(tmp_path):
-    shape = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=256", "--block_size=128"]
-    command = [sys.executable, "measure/roofline.py", *shape, "--batch_size=4", f"--json={tmp_path / 'step'}"]
-    subprocess.run(command, cwd=REPO, check=True, timeout=250)
-    kernels = json.loads((tmp_path / "step").read_text())["kernels"]
+    kernels = kernels_of(tmp_path)
     parameters = 2 * 12 * 64 * 64 + 256 * 64
     flops = {
         kind: sum(k["flops"] * k["launches"] for k in kernels if k["kind"] == kind)

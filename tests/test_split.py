@@ -17,6 +17,7 @@ from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.parallel.shares import share_of
+from isogpt.training import degrees
 from isogpt.training.degrees import check_degrees
 
 
@@ -172,6 +173,15 @@ def test_degrees_that_do_not_divide(world_size, degrees, shape, said):
         for n in counts.split(" or "):
             args = plan.model_args | dict(n_layer=4, n_head=12, block_size=96)
             check_degrees(replace(plan, world_size=int(n), model_args=args))
+
+
+def test_a_schedule_that_torch_2_11_cannot_run_on_cpus(monkeypatch):
+    plan = default_plan(world_size=2, pp=2, pp_schedule="zbv", model_args=SHAPE | dict(n_layer=4))
+    check_degrees(plan)
+    monkeypatch.setattr(degrees, "SENDS_TO_ITSELF", False)
+    with pytest.raises(ValueError, match="cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"):
+        check_degrees(plan)
+    check_degrees(replace(plan, pp_schedule="zero_bubble"))
 
 
 @pytest.mark.slow

@@ -12,10 +12,13 @@ The rest needs no branch, since the code is in a form that both versions compute
 - inductor of 2.11 cannot divide a long cumsum over a GPU's blocks: running_sum in nn/generation.py;
 - before 2.13, fused AdamW ignores grad_scale on MPS: clips_on_device in training/optim.py.
 
-Known and not mended: with 2.11, a rank ends during a step with --pp_schedule=zbv (two CPU processes, gloo).
+Refused at the start, in training/degrees.py: zbv with 2.11 on CPUs, where a rank cannot send to itself.
 """
 
+import torch
 import torch.distributed as dist
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# of gloo, between two stages of one rank
+SENDS_TO_ITSELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)

@@ -310,7 +310,8 @@ def causal_attention(
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     elif is_fixed:
         mask = cache.is_written()
-    with attention_backends(dropout, q.device):
+    grows = has_previous and not is_fixed
+    with attention_backends(dropout, q.device, grows):
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -323,14 +324,18 @@ def causal_attention(
     return y.transpose(1, 2).flatten(2)
 
 
-def attention_backends(dropout: float, device: torch.device) -> AbstractContextManager:
+def attention_backends(dropout: float, device: torch.device, grows: bool = False) -> AbstractContextManager:
     """
     In the context, PyTorch chooses among the back ends that drop attention weights with this probability.
 
     On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. But cuDNN
-    rounds the probability to sixteenths: 0.1 becomes 0.125 or 0.0625. FlashAttention rounds to 1 / 256.
+    rounds the probability to sixteenths: 0.1 becomes 0.125 or 0.0625. FlashAttention rounds to 1 / 256. And
+    cuDNN takes up to 0.4 s to plan each new length.
+
+    Args:
+        grows: whether each call has one more key than the one before.
     """
-    if not dropout or device.type != "cuda":
+    if device.type != "cuda" or not (dropout or grows):
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 

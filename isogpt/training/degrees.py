@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from math import ceil, gcd, prod
 
+import torch
+
+from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.parallel.mesh import AXES, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import report
@@ -93,6 +96,8 @@ def problems_with_stages(plan: Plan) -> Iterator[str]:
             f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but there are only "
             f"{layers} layers: set --pp={max(1, layers // per_rank)}{schedule}"
         )
+    if pp > 1 and plan.pp_schedule == "zbv" and plan.device_type == "cpu" and not SENDS_TO_ITSELF:
+        yield f"torch {torch.__version__} cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"
     if plan.exact and pp > 1 and args["tied"]:
         yield (
             "exact: in a pipeline, the gradients of a tied head and of the embeddings are rounded "
