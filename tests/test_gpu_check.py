@@ -129,6 +129,25 @@ def test_settings_of_the_checks_exist():
     assert sum(c.seconds for c in gpu_check.CHECKS if c.group == "first") <= 540
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["wrong"], "no such check: wrong; possible are first, "),
+        (["--seconds=-5"], "--seconds=-5: it is a number above 0"),
+        (["--seconds=nan"], "--seconds=nan: it is a number above 0"),
+        (["--out=file"], "--out=file: File exists"),
+        (["--nanogpt=none"], "none is not a clone of nanoGPT"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device=cpu", *args])
+    with pytest.raises(SystemExit) as exit:
+        gpu_check.main()
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGALRM"])
 def test_a_kill_leaves_the_table_and_no_process(tmp_path, signal_name):
