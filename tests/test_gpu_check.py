@@ -94,6 +94,7 @@ def test_the_program_ends_in_time_if_every_check_hangs(tmp_path, zygote, monkeyp
     monkeypatch.setattr(gpu_check, "results", results)
     checks = [c for c in gpu_check.CHECKS if c.group == "first"]
     raises = gpu_check.Check("raises", "first", 10, partial(getattr, name="no such attribute"))
+    (tmp_path / "out").mkdir()
     place = gpu_check.Place(tmp_path, "cpu", zygote, nanogpt=tmp_path, out=tmp_path / "out")
     lines = gpu_check.measure(place, [raises, *checks], 540)
     assert gpu_check.now() < 540
