@@ -666,9 +666,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
     if unknown := set(options.checks) - by_name.keys() - groups.keys():
-        parser.error(f"no such check: {', '.join(sorted(unknown))}")
+        possible = ", ".join([*groups, *by_name])
+        parser.error(f"no such check: {', '.join(sorted(unknown))}; possible are {possible}")
+    if options.seconds is not None and not 0 < options.seconds < math.inf:
+        parser.error(f"--seconds={options.seconds:g}: it is a number above 0")
     if options.nanogpt and not (options.nanogpt / "train.py").exists():
         parser.error(f"{options.nanogpt} is not a clone of nanoGPT: it has no train.py")
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            parser.error(f"--out={options.out}: {e.strerror}")
     checks = [c for name in options.checks or groups for c in groups.get(name) or [by_name[name]]]
     checks = [check for check in checks if exists(check.needs)]
     seconds = options.seconds or sum(check.seconds for check in checks)
@@ -715,9 +723,7 @@ def measure(place: Place, checks: list[Check], seconds: float) -> list[Line]:
     """Run checks; write and return their lines. It ends within these seconds since place.began."""
     lines, end = [], place.began + seconds - reserve(seconds)
     make_data(place)
-    if place.out:
-        place.out.mkdir(parents=True, exist_ok=True)
-        write_table(lines, place)
+    write_table(lines, place)
     place.deadline = end
     (facts,) = results(place, "facts")
     place.name = f"{facts['name']}, torch {facts['torch']}"

@@ -94,6 +94,7 @@ def test_the_program_ends_in_time_if_every_check_hangs(tmp_path, zygote, monkeyp
     monkeypatch.setattr(gpu_check, "results", results)
     checks = [c for c in gpu_check.CHECKS if c.group == "first"]
     raises = gpu_check.Check("raises", "first", 10, partial(getattr, name="no such attribute"))
+    (tmp_path / "out").mkdir()
     place = gpu_check.Place(tmp_path, "cpu", zygote, nanogpt=tmp_path, out=tmp_path / "out")
     lines = gpu_check.measure(place, [raises, *checks], 540)
     assert gpu_check.now() < 540
@@ -127,6 +128,25 @@ def test_settings_of_the_checks_exist():
             accepted("train.py", *flags.split())
     assert gpu_check.exists("zero") and not gpu_check.exists("no_such_setting")
     assert sum(c.seconds for c in gpu_check.CHECKS if c.group == "first") <= 540
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["wrong"], "no such check: wrong; possible are first, "),
+        (["--seconds=-5"], "--seconds=-5: it is a number above 0"),
+        (["--seconds=nan"], "--seconds=nan: it is a number above 0"),
+        (["--out=file"], "--out=file: File exists"),
+        (["--nanogpt=none"], "none is not a clone of nanoGPT"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device=cpu", *args])
+    with pytest.raises(SystemExit) as exit:
+        gpu_check.main()
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def clear_gradients(params: list[nn.Parameter], keeps_memory: bool) -> None:
     gradient to zero with a separate kernel.
     """
     if keeps_memory:
-        torch._foreach_zero_([local(p.grad) for p in params if p.grad is not None])
+        if grads := [local(p.grad) for p in params if p.grad is not None]:  # none, if all are frozen
+            torch._foreach_zero_(grads)
         return
     for p in params:
         p.grad = None
