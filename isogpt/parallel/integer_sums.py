@@ -346,7 +346,9 @@ class ExactSums:
         """
         grads = self.buckets or self.flat
         if self.reduces_shards:
-            grads = [concatenated([local(p.grad) for p in params]) for params in self.groups[self.model]]
+            # FSDP leaves no gradient of a parameter that is not used
+            groups = [[p.grad for p in params if p.grad is not None] for params in self.groups[self.model]]
+            grads = [concatenated([local(grad) for grad in group]) for group in groups if group]
         # each element is counted by one of the ranks that hold it
         shares = [share_of(grad, self.mesh.replicas) for grad in grads]
         coarse, fine = self.conversions.sum_of_squares(shares, self.device)
