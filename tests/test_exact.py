@@ -351,6 +351,18 @@ def test_gradients_of_many_parameters_are_converted_together(monkeypatch, compil
         assert max(map(len, calls)) == 100 and addresses & {values.data_ptr() for values in calls}
 
 
+def test_a_parameter_that_is_not_used_has_no_norm():
+    """With FSDP it has no gradient."""
+    sums = sums_for()
+    sums.reduces_shards = True
+    sums.start_step()
+    for p in sums.model.parameters():
+        p.grad = torch.ones_like(p)
+    sums.model.transformer.wpe.weight.grad = None
+    used = sum(p.numel() for p in sums.model.parameters() if p.grad is not None)
+    assert sum(sums.norm_share()) == used
+
+
 def test_padding_adds_nothing_even_if_it_is_not_finite():
     sums = sums_for()
     sums.share = share_of_whole(4, 0, 1, 2, pp=4)  # 2 micro-batches and 2 of padding

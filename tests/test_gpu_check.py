@@ -51,6 +51,11 @@ def check(tmp_path, *args):
     return table(tmp_path)
 
 
+def test_a_curve_that_is_not_finite_is_not_close():
+    assert gpu_check.close("losses", {0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}, 0).passed
+    assert not gpu_check.close("losses", {0: 1.0, 1: 2.0}, {0: 1.0, 1: float("nan")}, 1e-4).passed
+
+
 def tree(pid):
     """A process and those that it has started."""
     pids = [pid]

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from runs import accepted, assert_same_curve, column, start_changed, train_defaults
+from runs import accepted, assert_same_curve, column, default_plan, start_changed, train_defaults
 from torch import nn
 from torch._dynamo.utils import counters
 
 from isogpt.parallel import gradients
+from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.local_parts import Split
+from isogpt.parallel.shares import share_of_whole
 from isogpt.training import muon, optim, optimizer_state
 from isogpt.training.optimizer_class import kept_by
 from model import GPT, GPTConfig
@@ -255,6 +258,39 @@ def test_muon_updates_a_linear_layer_of_any_name(zygote, work, gated, flags):
     run = start_changed(zygote, GATE, [*GATED, flags, "--out_dir=gated-2"], work, 2).wait()
     assert "10 matrices of blocks, lr 0.002" in run.text(), "of the whole model"
     assert_same_curve(work / "gated-2", gated)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_ranks_create_the_same_groups(at, zero):
+    """Also those of a pipeline's stage that trains no matrices or no experts."""
+    calls = []
+    at.set(optim.Mesh, "group", lambda mesh, *axes: calls.append(axes))
+    mesh = optim.Mesh(pp=2, dp_replicate=2, ep=2, tp=2)
+    frozen, whole = tiny(n_expert=2), tiny(n_expert=2)
+    frozen.transformer.h.requires_grad_(False)
+    for p in whole.transformer.h[0].mlp.experts.parameters():
+        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    optim.make_optimizers(frozen, train_defaults(optimizer="muon"), zero, mesh=mesh)
+    expected = calls.copy()
+    calls.clear()
+    optim.make_optimizers(whole, train_defaults(optimizer="muon"), zero, mesh=mesh)
+    assert calls == expected != []
+
+
+def test_gradients_whose_memory_is_kept_are_set_to_zero():
+    """Also if a group of parameters that as many ranks hold is frozen."""
+    model = tiny(n_expert=2)
+    for p in model.transformer.h[0].mlp.experts.parameters():
+        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    plan, share = default_plan(model_args=model.describe()), share_of_whole(4, 0, 1, 2)
+    sums = FloatSums(model, model, optim.Mesh(ep=2), plan, share)
+    assert len(sums.by_replica_count) == 2
+    trained = [p for p in model.parameters() if not hasattr(p, "splits")]
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    sums.keeps_memory = True
+    sums.start_step()
+    assert not any(p.grad.any() for p in trained)
 
 
 def tiny(**fields):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -69,8 +70,7 @@ class FloatSums:
 
     def start_step(self) -> None:
         """Set the gradients to zero; those whose memory is kept are not None afterwards."""
-        for params in self.by_replica_count.values():
-            clear_gradients(params, self.keeps_memory)
+        clear_gradients([*chain(*self.by_replica_count.values())], self.keeps_memory)
 
     def start_micro_batch(self, micro_step: int) -> None:
         """Nothing: no sum depends on the number of the micro-batch."""

@@ -205,8 +205,7 @@ class ExactSums:
     buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
     flat: list[Tensor] = field(default_factory=list)  # the step's gradients of groups
     is_padding: bool = False  # whether the current micro-batch consists of padding rows
-    is_first: bool = False  # whether the current micro-batch is the rank's first of the step
-    is_last: bool = False  # whether it is the last
+    is_last: bool = False  # whether it is the rank's last of the step
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -250,6 +249,8 @@ class ExactSums:
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
         self.fits.clear()
         self.flat.clear()
+        if self.reduces_shards:  # a unit may leave out the first micro-batch
+            self.totals.clear()
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
 
@@ -268,7 +269,6 @@ class ExactSums:
     def start_micro_batch(self, micro_step: int) -> None:
         """Note which micro-batch the next forward and backward pass are for."""
         self.is_padding = self.share.first(micro_step) >= self.share.sequences
-        self.is_first = micro_step == 0
         self.is_last = micro_step == self.share.micro_steps - 1
         self.model.reset_routing(self.device)
 
@@ -346,7 +346,9 @@ class ExactSums:
         """
         grads = self.buckets or self.flat
         if self.reduces_shards:
-            grads = [concatenated([local(p.grad) for p in params]) for params in self.groups[self.model]]
+            # FSDP leaves no gradient of a parameter that is not used
+            groups = [[p.grad for p in params if p.grad is not None] for params in self.groups[self.model]]
+            grads = [concatenated([local(grad) for grad in group]) for group in groups if group]
         # each element is counted by one of the ranks that hold it
         shares = [share_of(grad, self.mesh.replicas) for grad in grads]
         coarse, fine = self.conversions.sum_of_squares(shares, self.device)
@@ -405,7 +407,7 @@ class IntegerReduceScatter:
             sums.add_terms(self, terms, input_tensor, is_first=True)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         reduce_scatter_single(shard, terms, group=group)
-        total = sums.totals[self] = shard if sums.is_first else sums.totals[self].add_(shard)
+        total = sums.totals[self] = sums.totals[self].add_(shard) if self in sums.totals else shard
         if not sums.is_last:
             output_tensor.zero_()
             return

@@ -40,6 +40,7 @@ TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
 OTHER_MATRIX = "other matrix"  # the head, a token embedding tied to the head, position embeddings, routers
 VECTOR = "vector"  # biases, weights of norms
 LINEAR = (nn.Linear, ExpertLinear, RowParallelLinear)
+DIVIDED = ((), ("ep",))  # axes that have divided most parameters already, and experts
 IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 
 
@@ -223,31 +224,24 @@ def make_optimizers(
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     groups = groups_by_optimizer(model, config)
+    # all ranks create the process groups, also of a pipeline's stage that trains no matrices or no experts
+    replicas = [mesh.loss.without(*axes).group for axes in DIVIDED]
+    of_matrices = [matrix_groups(mesh, config, zero, axes) for axes in DIVIDED]
     optimizers = []
     # AdamW first, as in nanoGPT's checkpoints, and experts last
     for cls, are_experts in sorted(groups, key=lambda key: (key[0] is Muon, key[1])):
-        divided = ("ep",) if are_experts else ()  # axes that have divided the parameters already
         members = groups[cls, are_experts]
         options = options_of(cls, {"lr": members[0]["lr"], "betas": (config["beta1"], config["beta2"])})
         if cls is AdamW:
             options["fused"] = device_type in ("cuda", "cpu", "mps")
         elif cls is Muon:
-            # With zero 1, replicas update different parameters. To send the results takes 2 or 4 bytes for
-            # each parameter, besides the 8 of a reduction of gradients: little, unless these are compressed.
-            shares = zero != 1 and config.get("grad_compression", "none") == "none"
-            workers = mesh.matrix_workers if shares else mesh.matrix_parts
-            options |= {
-                "dtype": muon_dtype,
-                "group": mesh.matrix_parts.without(*divided).group,
-                "workers": workers.without(*divided).group,
-                "compiles": is_compiled(model) and device_type != "cpu",
-            }
-        replicas = mesh.loss.without(*divided).group
-        if zero == 1 and replicas:
+            compiles = is_compiled(model) and device_type != "cpu"
+            options |= {"dtype": muon_dtype, "compiles": compiles} | of_matrices[are_experts]
+        if zero == 1 and replicas[are_experts]:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             # a rank sends its share in one piece, not each parameter separately
-            options |= {"parameters_as_bucket_view": True, "process_group": replicas}
+            options |= {"parameters_as_bucket_view": True, "process_group": replicas[are_experts]}
             optimizer = ZeroRedundancyOptimizer(members, cls, **options)
         elif cls not in (AdamW, Muon) and is_sharded(members[0]["params"][0]):
             optimizer = OnShards(members, cls, **options)
@@ -259,6 +253,22 @@ def make_optimizers(
     if config.get("exact"):
         make_steps_exact(optimizers)
     return optimizers
+
+
+def matrix_groups(mesh: Mesh, config: dict, zero: int, divided: tuple[str, ...]) -> dict:
+    """
+    The process groups of Muon (all ranks); {} without Muon.
+
+    Args:
+        divided: axes that have divided the parameters already.
+    """
+    if not uses_muon(config["optimizer"]):
+        return {}
+    # With zero 1, replicas update different parameters. To send the results takes 2 or 4 bytes for each
+    # parameter, besides the 8 of a reduction of gradients: little, unless these are compressed.
+    shares = zero != 1 and config.get("grad_compression", "none") == "none"
+    workers = mesh.matrix_workers if shares else mesh.matrix_parts
+    return {"group": mesh.matrix_parts.without(*divided).group, "workers": workers.without(*divided).group}
 
 
 def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
