@@ -172,6 +172,10 @@ def rotate_on_cpu(rope, eps, x):
     return kernels.CPURotate.apply(x, rope, eps)
 
 
+def rotate_on_gpu(rope, eps, x):
+    return kernels.Rotate.apply(x, rope, eps)
+
+
 def functions():
     """
     {autograd.Function: [(what eager mode calls, what torch.compile is given, inputs)]}. A CPU's kernels are
@@ -201,6 +205,9 @@ def functions():
         sequence_collectives.Gather: [(gather, gather, (heads, group))],
         sequence_collectives.ScatterSum: [(scatter, scatter, (heads, group))],
         kernels.CPUNormalize: [(lambda x: kernels.CPUNormalize.apply(x, eps, x.dtype), norm, (rows,))],
+        kernels.Rotate: [
+            (partial(rotate_on_gpu, rope, e), partial(rotate_on_gpu, rope, e), (heads,)) for e in (None, eps)
+        ],
         kernels.CPURotate: [
             (partial(rotate_on_cpu, rope, e), partial(kernels.rotate, rope=rope, eps=e), (heads,))
             for e in (None, eps)

@@ -348,7 +348,8 @@ def test_gradients_of_many_parameters_are_converted_together(monkeypatch, compil
     if compiles:
         assert [values.shape for values in calls] == [(n // 256, 256), (n % 256,)]
     else:
-        assert max(map(len, calls)) == 100 and addresses & {values.data_ptr() for values in calls}
+        assert max(map(len, calls)) == 100 * torch.get_num_threads()
+        assert addresses & {values.data_ptr() for values in calls}
 
 
 def test_a_parameter_that_is_not_used_has_no_norm():

@@ -132,7 +132,7 @@ class Rotate(torch.autograd.Function):
             scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
             y = y * scale
         ctx.save_for_backward(x, rope, scale)
-        return y.to(x.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # see torch_versions.py
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
