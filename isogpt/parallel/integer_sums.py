@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.compilation import is_compiled
 from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, in_buckets, sum_in_buckets, views_of
+from isogpt.parallel.gradients import clear_gradients
 from isogpt.parallel.local_parts import like, local
 from isogpt.parallel.mesh import Mesh, Role
 from isogpt.parallel.plan import Plan
@@ -244,7 +245,7 @@ class ExactSums:
     @torch.no_grad()
     def start_step(self) -> None:
         """Set the gradients to zero, begin new sums, and read the loss scale."""
-        self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
+        clear_gradients([*chain(*chain(*self.groups.values()))], self.keeps_memory)
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
         self.fits.clear()
