@@ -1,6 +1,6 @@
 """
-How the cost of everything but the matmuls grows with ranks, bytes, parameters and steps: counted in requests, bytes and
-items, so that a busy machine shows the same. docs/scaling.md has the table.
+How the cost of everything but the matmuls grows with ranks, bytes, parameters and steps, counted in requests,
+bytes and items, so that a busy machine shows the same. docs/scaling.md has the table.
 
     python measure/growth.py                 all rows
     python measure/growth.py store metrics   these

@@ -1,4 +1,4 @@
-"""Nothing but the matmuls grows faster than it must (measure/growth.py). Each test counts, and none is timed."""
+"""What grows with ranks, bytes, parameters and steps (measure/growth.py): counted, not timed."""
 
 # -- newer_checkpoints
 
