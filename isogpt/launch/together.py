@@ -29,6 +29,8 @@ CONNECTION_LOST = (
     "reset by peer",
     "remote peer",
     "timed out waiting",
+    "timed out connecting",
+    "connect timeout",
     "connection was likely closed",
     "remote process exit",
     "ncclremoteerror",
