@@ -153,8 +153,7 @@ def welcome_ranks(store: dist.Store, world_size: int, timeout_s: float) -> str:
 
 def missing_ranks(store: dist.Store, keys: Sequence[str]) -> str:
     """The ranks from 1 on whose keys are not in the store, for messages."""
-    missing = [str(rank) for rank, key in enumerate(keys, start=1) if not store.check([key])]
-    return f"rank {console.shortened(missing, most=8)}"
+    return console.ranks_text([rank for rank, key in enumerate(keys, start=1) if not store.check([key])])
 
 
 def find_rank_0(store: dist.Store, rank: int, timeout_s: float) -> str:

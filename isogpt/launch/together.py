@@ -1,6 +1,8 @@
 """What all ranks do together: gather, broadcast, and exit if one of them found an error."""
 
+import hashlib
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,12 +49,29 @@ def is_main() -> bool:
 
 
 def gather_objects(value: object) -> list:
-    """Gather `value` from every rank, by rank (all ranks)."""
+    """
+    Gather `value` from every rank, by rank (all ranks). What is the same on all ranks, such as settings, is
+    not sent: the ranks first gather digests.
+    """
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    digest = hashlib.blake2b(pickled.numpy(), digest_size=16).digest()
+    facts = torch.frombuffer(bytearray(digest + len(pickled).to_bytes(8, "little")), dtype=torch.int64)
+    rows = gather_rows(facts)  # (world_size, 3): two halves of the digest, and the length
+    if (rows == facts).all():
+        return [value] * len(rows)
+    lengths = rows[:, 2].tolist()
+    padded = torch.nn.functional.pad(pickled, (0, max(lengths) - len(pickled)))
+    rows = gather_rows(padded)
+    return [pickle.loads(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """Gather a CPU tensor (n,) from every rank (all ranks): (world_size, n)."""
+    rows = row.new_empty(dist.get_world_size() * len(row))
+    all_gather_single(rows, row)
+    return rows.view(-1, len(row))
 
 
 def broadcast(value: object) -> object:
@@ -77,12 +96,13 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
         if future:
             futures.wait([future], timeout=1.0)
         done = gather_objects(not future or future.done())
-        waiting = [str(rank) for rank, is_done in enumerate(done) if not is_done]
+        waiting = [rank for rank, is_done in enumerate(done) if not is_done]
         waited_s = time.monotonic() - began
         if waiting and waited_s >= note_s and is_main():
             note_s *= 2
             console.print_to_stderr(
-                f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} {has_done}"
+                f"note: all ranks have waited for {waited_s:.0f} s until {console.ranks_text(waiting)} "
+                f"{has_done}"
             )
 
 
