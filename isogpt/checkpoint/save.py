@@ -30,6 +30,7 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
+from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -244,7 +245,7 @@ class Saver:
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         self.failures = self.failures + 1 if error else 0
         if error:
-            self.problem = reason_of(error)[:300]
+            self.problem = open_files.explained(reason_of(error)[:300])
             self.log.event("save_failed", self.about_failure(), reason=self.problem)
         else:
             folder = step_folder(self.run_folder.path, self.step)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from isogpt.common import console
+from isogpt.launch import open_files
 from isogpt.launch.machines import cores_in
 
 Answer = TypeVar("Answer")
@@ -199,7 +200,7 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     try:
         return answer.result(limit_s)
     except dist.DistError as e:
-        problem = str(e).splitlines()[0]
+        problem = open_files.explained(str(e).splitlines()[0])
         raise ValueError(f"cannot reach the other ranks at {store_address()}: {problem}") from e
     except TimeoutError as e:
         raise ValueError(

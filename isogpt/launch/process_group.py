@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from isogpt.launch import machines, network
+from isogpt.launch import machines, network, open_files
 from isogpt.launch.device import (
     collectives_timeout,
     gpu_identity,
@@ -104,8 +104,8 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
-        ValueError: the device or the backend is not available here, or other ranks are missing after
-            timeout_s.
+        ValueError: the device or the backend is not available here, other ranks are missing after timeout_s,
+            or too few files may be open.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
     stop_with_launcher()
@@ -128,6 +128,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
+    open_files.allow_connections(rank, world_size)
     # the store: all ranks meet, describe their processes, and are numbered by machine
     start, store = meet_ranks(rank, world_size, timeout_s)
     process = describe_process(picked, local_world_size)

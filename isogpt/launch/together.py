@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isogpt.common import console
 from isogpt.common.torch_versions import all_gather_single
+from isogpt.launch import open_files
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
@@ -228,7 +229,7 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
     """Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank."""
     failure = None
     if isinstance(error, ValueError | OSError):
-        failure = Failure(str(error), is_expected=True)
+        failure = Failure(open_files.explained(str(error)), is_expected=True)
     elif error:
         first_line = (str(error).splitlines() or [""])[0]
         failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)

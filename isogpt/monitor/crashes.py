@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
+from isogpt.launch import open_files
 from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
@@ -63,6 +64,11 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
             explain_out_of_memory(watchdog, error)
         else:  # rank 0 records and alerts, whichever rank explains
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
+        watchdog.let_others_finish()  # they may be about to ask whether they are the first
+    elif (text := open_files.explained(str(error))) != str(error):
+        if watchdog.is_first("open files"):
+            console.print_error(text.splitlines()[0])
+            watchdog.logger.failed(text)
         watchdog.let_others_finish()  # they may be about to ask whether they are the first
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
