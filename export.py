@@ -24,7 +24,6 @@ from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import free_name
-from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     damage,
     is_run,
@@ -163,7 +162,7 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
             if others := sorted(path.name for path in target.iterdir() if path.name not in names):
                 kept = target.rename(free_name(Path(out_dir), "hf", first=1))
                 console.print_to_stderr(
-                    f"note: {target} also contained {shortened(others)}: it is now {kept}"
+                    f"note: {target} also contained {console.shortened(others)}: it is now {kept}"
                 )
             else:
                 target.rename(unfinished / "old")

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
-from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
     damage,
@@ -282,7 +281,7 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
-        f"{shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
+        f"{console.shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
         "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines "
         "share, after any config that computes it"
     )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from isogpt.common.console import visible
+from isogpt.common.console import shortened
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
 # names of modules that wrap others: from torch.compile, DataParallel and DDP, FSDP, activation checkpointing,
@@ -45,9 +45,3 @@ def whole_number(path: Path, name: str, value: object) -> int:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     raise ValueError(f"{path}: {name} in model_args is {value!r}, not a whole number")
-
-
-def shortened(names: list[str]) -> str:
-    """The first names of a list, and how many there are in addition."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return visible(", ".join(names[:3])) + more

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
-from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     make_manifest,
     read_manifest,
@@ -28,6 +27,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_folder, share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
+from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together

@@ -10,10 +10,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
+from isogpt.checkpoint.forks import nanogpt_args, without_wrappers
 from isogpt.checkpoint.manifest import LARGEST_STEP
 from isogpt.checkpoint.search import StoredCheckpoint, check_same
-from isogpt.common.console import visible
+from isogpt.common.console import shortened, visible
 from isogpt.launch.device import synchronize
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local

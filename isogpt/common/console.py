@@ -9,6 +9,7 @@ import re
 import select
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -20,6 +21,8 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
+RANKS_SHOWN = 8  # in a message; a job can have thousands
+LIST_SIZE = 1500  # characters of a list in a message
 
 
 def prepare() -> None:
@@ -67,6 +70,19 @@ def visible(text: str, but: str = "") -> str:
     shows, or look like a line of ours. `but` are characters that stay.
     """
     return CONTROL.sub(lambda c: c[0] if c[0] in but else repr(c[0])[1:-1], text)
+
+
+def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """The first items of a list, as many as a line takes, and how many there are in addition."""
+    while most > 1 and len(between.join(items[:most])) > LIST_SIZE:
+        most -= 1
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return visible(between.join(items[:most])) + more
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """'rank 3, 5, 9', at most RANKS_SHOWN of them, and how many there are in addition."""
+    return f"rank {shortened([*map(str, ranks)], RANKS_SHOWN)}"
 
 
 def duration(seconds: float) -> str:

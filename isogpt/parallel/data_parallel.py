@@ -143,13 +143,16 @@ def allocate_gradients(
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in lists of at most this size."""
-    while tensors:
-        n = 1
-        while n < len(tensors) and sum(t.nbytes for t in tensors[: n + 1]) <= bucket_bytes:
-            n += 1
-        yield tensors[:n]
-        tensors = tensors[n:]
+    """Yield the tensors in order, in lists of at most this size. A larger tensor is in a list of its own."""
+    bucket, size = [], 0
+    for t in tensors:
+        if bucket and size + t.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(t)
+        size += t.nbytes
+    if bucket:
+        yield bucket
 
 
 def views_of(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
