@@ -281,9 +281,9 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
-        f"{console.shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
-        "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines "
-        "share, after any config that computes it"
+        f"{console.shortened(blind)}. All ranks write checkpoints that are in shards, and read any "
+        "checkpoint on a resume, a rollback or a restart: set --out_dir= to one folder on a file system that "
+        "all machines share, after any config that computes it"
     )
     with exit_together():
         if blind and (is_sharded or restarts_left()):
