@@ -145,14 +145,14 @@ def cost_of_failure(size: int, problem: str, lost: range) -> list[Cost]:
 
 
 class CountedTensor:
-    """Stands for a tensor of 64 KB, and counts how often its size is read."""
+    """Stands for a tensor of 1 KB, and counts how often its size is read."""
 
     reads = 0
 
     @property
     def nbytes(self) -> int:
         CountedTensor.reads += 1
-        return 2**16
+        return 2**10
 
 
 def buckets(sizes: Sequence[int] = (3_000, 12_000)) -> list[Cost]:
