@@ -44,13 +44,26 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather_objects(value: object) -> list:
-    """Gather `value` from every rank, by rank (all ranks)."""
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """
+    Gather `value` from every rank, by rank (all ranks), or from the ranks of a group (all of these). Each
+    rank receives all values: for what is small, or the same rarely.
+    """
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
+
+
+def add_together(*counts: int) -> list[int]:
+    """
+    Add each count over the ranks (all ranks). On the CPU: a GPU may have failed, and has work to complete.
+    """
+    totals = torch.tensor(counts, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    return totals.tolist()
 
 
 def broadcast(value: object) -> object:
@@ -70,18 +83,19 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
     Args:
         has_done: what a slow rank has done then, and advice, for the note.
     """
-    began, note_s, waiting = time.monotonic(), NOTE_S, [None]
+    began, note_s, waiting = time.monotonic(), NOTE_S, True
     while waiting:
         if future:
             futures.wait([future], timeout=1.0)
-        done = gather_objects(not future or future.done())
-        waiting = [str(rank) for rank, is_done in enumerate(done) if not is_done]
+        is_waiting = future is not None and not future.done()
         waited_s = time.monotonic() - began
-        if waiting and waited_s >= note_s and is_main():
+        waiting, is_late = add_together(is_waiting, is_main() and waited_s >= note_s)
+        if waiting and is_late:
             note_s *= 2
-            console.print_to_stderr(
-                f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} {has_done}"
-            )
+            slow = [rank for rank, is_slow in enumerate(gather_objects(is_waiting)) if is_slow]
+            if is_main():
+                text = f"note: all ranks have waited for {waited_s:.0f} s until {console.ranks_text(slow)}"
+                console.print_to_stderr(f"{text} {has_done}")
 
 
 def number_dtype(device: torch.device) -> torch.dtype:
@@ -192,7 +206,7 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
         raise error
     if failures:
         if on_error:
-            on_error("; ".join(dict.fromkeys(failure.message for failure in failures.values())))
+            on_error(console.shortened(distinct_messages(failures), console.RANKS_SHOWN, "; "))
         print_failures(failures)
         leave_with_others()
 
@@ -203,7 +217,10 @@ def own_rank() -> int:
 
 
 def gather_failures(error: BaseException | None) -> dict[int, Failure]:
-    """Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank."""
+    """
+    Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank. If no rank
+    has failed, this is one small sum.
+    """
     failure = None
     if isinstance(error, ValueError | OSError):
         failure = Failure(str(error), is_expected=True)
@@ -211,7 +228,8 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
         first_line = (str(error).splitlines() or [""])[0]
         failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)
     try:
-        failures = gather_objects(failure)
+        (failed,) = add_together(failure is not None)
+        failures = gather_objects(failure) if failed else []
     except RuntimeError:
         if error:  # after Ctrl-C, the other ranks may have left already
             raise error from None
@@ -219,14 +237,24 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
     return {rank: failure for rank, failure in enumerate(failures) if failure}
 
 
+def distinct_messages(failures: dict[int, Failure]) -> list[str]:
+    """The messages of the ranks that have failed, each once."""
+    return list(dict.fromkeys(failure.message for failure in failures.values()))
+
+
 def print_failures(failures: dict[int, Failure]) -> None:
-    """Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one."""
+    """
+    Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one. Many
+    messages may differ by a name alone: RANKS_SHOWN are printed.
+    """
     if not is_main():
         return
-    for message in dict.fromkeys(failure.message for failure in failures.values()):
+    messages = distinct_messages(failures)
+    for message in messages[: console.RANKS_SHOWN]:
         ranks = [rank for rank, failure in failures.items() if failure.message == message]
-        source = f"rank {', '.join(map(str, ranks))}: " if 0 not in ranks else ""
-        console.print_error(message, source)
+        console.print_error(message, f"{console.ranks_text(ranks)}: " if 0 not in ranks else "")
+    if len(messages) > console.RANKS_SHOWN:
+        console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more of other ranks")
 
 
 def leave_with_others() -> NoReturn:
