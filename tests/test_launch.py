@@ -5,6 +5,8 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,9 +16,10 @@ import torch.distributed as dist
 from runs import column, default_plan, free_port, listening, records, start_changed
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.launch import network, process_group
+from isogpt.launch import machines, network, process_group
 from isogpt.launch.device import gpu_identity, pick_backend, pick_device
-from isogpt.launch.process_group import check_gpus, connect_ranks
+from isogpt.launch.machines import Process, find_place, problem_with_gpus
+from isogpt.launch.process_group import connect_ranks
 from isogpt.monitor import banner
 from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
@@ -55,16 +58,42 @@ def test_gpus_that_processes_share(monkeypatch):
     gpu.name += " MIG 1g.10gb"
     assert gpu_identity(torch.device("cuda", 0)) == "H100 MIG 1g.10gb GPU-7 MIG-1"
 
-    def check(*processes):
-        check_gpus([network.Process(host, kernel, [0], 1, gpu=gpu) for host, kernel, gpu in processes])
+    def problem(*processes):
+        return problem_with_gpus([Process(host, kernel, "0", 1, gpu=gpu) for host, kernel, gpu in processes])
 
-    check(("a", "1", "GPU-1"), ("a", "1", "GPU-2"))
-    check(("a", "1", "GPU-1"), ("b", "2", "GPU-1"), ("a", "3", "GPU-1"))
-    check(("a", "1", ""), ("a", "1", ""))
-    with pytest.raises(
-        ValueError, match=r"^rank 1 \(b\) and rank 2 \(b\) use the same GPU, GPU-1: start fewer"
-    ):
-        check(("a", "1", "GPU-1"), ("b", "2", "GPU-1"), ("b", "2", "GPU-1"))
+    assert not problem(("a", "1", "GPU-1"), ("a", "1", "GPU-2"))
+    assert not problem(("a", "1", "GPU-1"), ("b", "2", "GPU-1"), ("a", "3", "GPU-1"))
+    assert not problem(("a", "1", ""), ("a", "1", ""))
+    text = "rank 1 (b) and rank 2 (b) use the same GPU, GPU-1: start fewer processes on b, let the processes"
+    assert problem(("a", "1", "GPU-1"), ("b", "2", "GPU-1"), ("b", "2", "GPU-1")).startswith(text)
+
+
+def places_of(*processes):
+    """Let these processes find their places through a store."""
+    store, ranks = dist.HashStore(), range(len(processes))
+    with ThreadPoolExecutor(len(processes)) as pool:
+        find = partial(find_place, store, world_size=len(processes))
+        return [*pool.map(lambda rank: find(rank, process=processes[rank]), reversed(ranks))][::-1]
+
+
+def test_each_process_finds_its_place():
+    """Two machines, whose ranks mpirun --map-by node has interleaved; three ranks share the cores of one."""
+    cores, masters = ("0-3", "0-1", "2-3", "2-3"), ("127.0.0.1", "10.0.0.1", "127.0.0.1", "10.0.0.1")
+    told = [
+        Process("ab"[rank % 2], "k", cores[rank], 2, f"agent {rank % 2}", master=masters[rank])
+        for rank in range(4)
+    ]
+    places = places_of(*told)
+    assert [place.rank for place in places] == [0, 2, 1, 3]
+    assert [place.core_sharers for place in places] == [2, 1, 2, 1]
+    for place in places:
+        assert [*place.hosts] == ["a", "a", "b", "b"] and [*place.local_sizes] == [2] * 4
+        assert place.master == "10.0.0.1"
+    assert set(places[0].agents) == {"agent 0", "agent 1"} and places[1].agents == ["agent 1"]
+    (alone,) = places_of(told[0])
+    assert alone.master is None and [*alone.hosts] == ["a"]
+    with pytest.raises(ValueError, match="^rank 0 and rank 1 use the same GPU, GPU-1"):
+        places_of(*[replace(told[0], gpu="GPU-1")] * 2)
 
 
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
@@ -328,8 +357,13 @@ def test_a_rank_that_rank_0_does_not_answer(at):
     store = dist.HashStore()
     with pytest.raises(ValueError, match=f"^did not find rank 0 within 0.2 s. {LEFT_OVER}"):
         network.meet(store, 1, 3, 0.2)
+    with pytest.raises(ValueError, match="^rank 2 of 3 did not join within 0.2 s"):
+        network.meet(store, 0, 3, 0.2)
+    store.set("hello/2", "name")
     with pytest.raises(ValueError, match="^rank 1, 2 of 3 did not join within 0.2 s"):
-        network.meet(store, 0, 3, 0.2)  # rank 1 has exited
+        network.meet(store, 0, 3, 0.2)  # both have exited
+    with pytest.raises(ValueError, match="^rank 3, 4, 5, 6, 7, 8, 9, 10 and 9 more of 20 did not join"):
+        network.meet(store, 0, 20, 0.2)
 
 
 def test_a_store_that_does_not_answer_is_named(at):
@@ -347,6 +381,6 @@ def test_a_store_that_does_not_answer_is_named(at):
         at.set(process_group, "connect_store", Mock())
         at.set(network, "meet", lambda *args: "start")
         at.set(dist, "PrefixStore", Mock())
-        at.set(network, "gather_processes", lambda *args: threading.Event().wait())
+        at.set(machines, "find_place", lambda *args: threading.Event().wait())
         with pytest.raises(ValueError, match=said):
             connect_ranks("cpu", "auto", 0.5)

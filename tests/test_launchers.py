@@ -21,7 +21,7 @@ from runs import REPO, TINY, assert_same_curve, children, free_port, listening, 
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt.launch import launchers, network
+from isogpt.launch import launchers, machines, network
 from isogpt.launch.launchers import (
     adopt_launcher_variables,
     first_node,
@@ -186,36 +186,40 @@ def test_slurm_node_lists():
     assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("8") == [8]
 
 
-def processes(*machines, cores=((0, 1, 2, 3),), local_size=1):
+def processes(*names, cores=("0-3",)):
     """Processes on machines 'name kernel', whose cores may differ."""
-    cores = [*cores] * (len(machines) if len(cores) == 1 else 1)
-    return [
-        network.Process(*name.split(), own, local_size) for name, own in zip(machines, cores, strict=True)
-    ]
+    cores = [*cores] * (len(names) if len(cores) == 1 else 1)
+    return [machines.Process(*name.split(), own, 1) for name, own in zip(names, cores, strict=True)]
 
 
 def test_ranks_of_one_machine_are_consecutive():
-    for machines, order in {
+    for names, order in {
         ("a 1", "a 1", "b 2", "b 2"): [0, 1, 2, 3],
         ("a 1", "b 2", "a 1", "b 2"): [0, 2, 1, 3],  # mpirun --map-by node
         ("b 2", "b other", "b 2"): [0, 2, 1],  # two machines with the same name
     }.items():
-        assert network.order_by_machine(processes(*machines)) == order
-    ranks = Ranks(0, 5, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
+        assert machines.order_by_machine(processes(*names)) == order
+    hosts = machines.Repeated(["a", "b"], [2, 3])
+    assert [*hosts] == ["a", "a", "b", "b", "b"] and len(hosts) == 5 and hosts[-1] == "b"
+    ranks = Ranks(0, 5, torch.device("cpu"), "gloo", hosts=hosts)
     assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
     assert rank_names(ranks.hosts)[4] == "rank 4 (b)"
     assert Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
 
 
 def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
+    assert machines.count_core_sharers(processes("a 1", "a 1", "b 2")) == [2, 2, 1]
+    # the scheduler has bound each rank to its own cores
+    assert machines.count_core_sharers(processes("a 1", "a 1", cores=("0-1", "2-3"))) == [1, 1]
+    assert machines.count_core_sharers(processes("a 1", "a 1", "a 1", cores=("0-1,4", "1", "2"))) == [2, 2, 1]
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    shared = processes("a 1", "a 1", "b 2")
-    assert [network.divide_cores(shared, rank) for rank in range(3)] == [2, 2, 1]
-    # the scheduler has bound each rank to its own cores
-    assert network.divide_cores(processes("a 1", "a 1", cores=([0, 1], [2, 3]), local_size=2), 1) == 1
-    assert network.divide_cores(processes("a 1", "a 1", "a 1", cores=([0],), local_size=3), 0) == 3
-    assert threads == [2, 2, 2, 1]
+    for cores, sharers, local_size in ((4, 2, 1), (4, 1, 1), (2, 1, 2), (1, 3, 3)):
+        network.divide_cores(cores, sharers, local_size)
+    assert threads == [2, 2, 1], "a rank that is alone on its machine keeps torch's default"
+    for cores in ([0], [0, 1, 2, 3, 8, 9, 31], [5, 7]):
+        assert machines.cores_in(machines.as_ranges(cores)) == set(cores)
+    assert machines.as_ranges([0, 1, 2, 8]) == "0-2,8-8"
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
@@ -243,8 +247,9 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-        group = [network.Process(f"h{i}", "", [0], 1, master=master) for i, master in enumerate(masters)]
-        return network.choose_interface(group), os.environ["GLOO_SOCKET_IFNAME"]
+        group = [machines.Process(f"h{i}", "", "0", 1, master=master) for i, master in enumerate(masters)]
+        master = machines.address_of_master(group) if len(group) > 1 else None
+        return network.choose_interface(master), os.environ["GLOO_SOCKET_IFNAME"]
 
     assert chosen("127.0.1.1", "10.0.0.1") == ("eth0 (10.0.0.7)", "eth0"), "rank 0 resolves its own name"
     assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo") and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"

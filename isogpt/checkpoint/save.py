@@ -82,9 +82,8 @@ class Saver:
             # now, and not at the first checkpoint: the source code may be changed during a run
             import isogpt.checkpoint.sharded_files  # noqa: F401
 
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
-            # long, since disks may be slow; set now that the group is connected
-            self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)
+            # long, since disks may be slow. The ranks connect in the first checkpoint: this limits that, too
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def is_due(self, state: TrainState, is_last: bool) -> bool:
         """

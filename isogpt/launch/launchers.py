@@ -60,7 +60,8 @@ class Launch:
     that other agents see. The run id is what the user passed as --rdzv-id.
     """
 
-    agents: tuple[str, ...] = ()  # torchrun's agents; a restart shares one with the start before
+    # torchrun's agents; a restart shares one with the start before. Other ranks than 0 know only their own
+    agents: tuple[str, ...] = ()
     job: str = ""  # id of Slurm's job
     requeued: int = 0  # how many times Slurm has put the job back into the queue
 
@@ -285,7 +286,7 @@ def has_lost_agent(launch: Launch) -> bool:
 
 
 def make_launch(agents: Sequence[str]) -> Launch:
-    """The launch that started this process, with the own_agent of each rank."""
+    """The launch that started this process, with the own_agent of each rank that is known."""
     env = os.environ
     job = f"{env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
     requeued = env.get("SLURM_RESTART_COUNT", "0")

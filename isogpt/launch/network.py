@@ -1,10 +1,8 @@
 """
-The network and the machines: rendezvous of the processes, numbering by machine, interfaces, shares of the
-cores.
+The network and this machine: rendezvous of the processes, interfaces, shares of the cores.
 """
 
 import ipaddress
-import json
 import os
 import socket
 import sys
@@ -14,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from isogpt.common import console
+from isogpt.launch.machines import cores_in
 
 Answer = TypeVar("Answer")
 # seconds beyond the timeout of a request after which the store counts as dead
@@ -34,24 +32,6 @@ UNSET = (
     "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
 )
 LEFT_OVER = f". If no launcher started this process, RANK is left over in the shell: type {UNSET}"
-
-
-@dataclass(frozen=True)
-class Process:
-    """What all ranks know of a process before there is a process group."""
-
-    host: str
-    kernel: str  # differs between machines of equal name, see this_machine
-    cores: Sequence[int]  # on which the process may run
-    local_size: int  # number of processes on its machine, as the launcher says
-    agent: str = ""  # torchrun's agent, see launchers.own_agent
-    gpu: str = ""  # name and identifier; "" on other devices
-    master: str = ""  # the address to which MASTER_ADDR resolves on its machine
-
-    @property
-    def machine(self) -> tuple[str, str]:
-        """What is equal for the processes of a machine."""
-        return self.host, self.kernel
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -68,7 +48,7 @@ def with_port(address: str, port: object) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def attempts(timeout_s: float) -> Iterator[bool]:
+def attempts(timeout_s: float, longest_pause_s: float = 0.25) -> Iterator[bool]:
     """
     Yield until timeout_s have passed, with pauses that grow. The value is True once, after WAITING_S: then
     the caller says what is missing.
@@ -79,7 +59,7 @@ def attempts(timeout_s: float) -> Iterator[bool]:
         yield is_late and not was_late
         was_late = is_late
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause = min(2 * pause, longest_pause_s)
 
 
 def listen_on_one_machine() -> int | None:
@@ -149,31 +129,37 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
 
 
 def welcome_ranks(store: dist.Store, world_size: int, timeout_s: float) -> str:
-    """Rank 0's part of `meet`: return the name of this start when every rank has confirmed it."""
-    start, missing = uuid.uuid4().hex, ""
-    for is_late in attempts(timeout_s):
-        ranks = [rank for rank in range(1, world_size) if not welcome(store, start, rank)]
-        if not ranks:
-            return start
-        missing = f"rank {', '.join(map(str, ranks))}"
+    """
+    Rank 0's part of `meet`: return the name of this start when every rank has confirmed it. Each request is
+    about all ranks.
+    """
+    start = uuid.uuid4().hex
+    awaited = hellos = [f"hello/{rank}" for rank in range(1, world_size)]
+    if not hellos:
+        return start
+    for is_late in attempts(timeout_s, longest_pause_s=1):
+        if store.check(hellos):
+            # perhaps of processes that have exited, until they are replaced
+            names = [name.decode() for name in store.multi_get(hellos)]
+            store.multi_set([f"welcome/{name}" for name in names], [start] * len(names))
+            awaited = [f"{start}/here/{name}" for name in names]
+            if store.check(awaited):
+                return start
         if is_late:
-            say_waiting(missing)
+            say_waiting(missing_ranks(store, awaited))
+    missing = missing_ranks(store, awaited)
     raise ValueError(f"{missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
 
 
-def welcome(store: dist.Store, start: str, rank: int) -> bool:
-    """Tell a rank that has registered the name of the start; returns whether the rank has confirmed it."""
-    if not store.check([f"hello/{rank}"]):
-        return False
-    name = store.get(f"hello/{rank}").decode()  # perhaps of a process that has exited, until it is replaced
-    store.set(f"welcome/{name}", start)
-    return store.check([f"{start}/here/{name}"])
+def missing_ranks(store: dist.Store, keys: Sequence[str]) -> str:
+    """The ranks from 1 on whose keys are not in the store, for messages."""
+    return console.ranks_text([rank for rank, key in enumerate(keys, start=1) if not store.check([key])])
 
 
 def find_rank_0(store: dist.Store, rank: int, timeout_s: float) -> str:
     """The other ranks' part of `meet`: return the name of the start that rank 0 has answered."""
     name = uuid.uuid4().hex
-    for is_late in attempts(timeout_s):
+    for is_late in attempts(timeout_s, longest_pause_s=1):
         store.set(f"hello/{rank}", name)
         if store.check([f"welcome/{name}"]):
             start = store.get(f"welcome/{name}").decode()
@@ -190,16 +176,6 @@ def say_waiting(for_what: str) -> None:
     if rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0":
         note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
         console.print_to_stderr(f"{note}{LEFT_OVER}")
-
-
-def gather_processes(store: dist.Store, rank: int, world_size: int, process: Process) -> list[Process]:
-    """Gather the Process of every rank, by rank, through the store (all ranks)."""
-    store.set(f"process/{rank}", json.dumps(vars(process)))
-    # rank 0 collects the values: if every rank read all values, requests would grow with world_size squared
-    if rank == 0:
-        values = [json.loads(store.get(f"process/{other}")) for other in range(world_size)]
-        store.set("processes", json.dumps(values))
-    return [Process(**value) for value in json.loads(store.get("processes"))]
 
 
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
@@ -265,15 +241,6 @@ def has_exited(process: tuple[str, int]) -> bool:
         return True
 
 
-def order_by_machine(processes: Sequence[Process]) -> list[int]:
-    """
-    Return the ranks in a new order: ranks of one machine are neighbours, as with torchrun but not with
-    `mpirun --map-by node`. Neighbours in a mesh, which shard a model together, are then on one machine.
-    """
-    machines = [process.machine for process in processes]
-    return sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
-
-
 def own_cores() -> list[int]:
     """
     Return the cores that this process may run on; a container or a scheduler often allows fewer than there
@@ -284,18 +251,18 @@ def own_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def divide_cores(processes: Sequence[Process], rank: int) -> int:
+def divide_cores(cores: int, sharers: int, local_size: int) -> None:
     """
     Limit torch's threads to this rank's share of the cores that the machine's ranks share. Thread pools on
-    the same cores slow each other down, and torchrun's default is one thread. Returns how many ranks share
-    this rank's cores: 1 if a scheduler has bound each rank to separate cores.
+    the same cores slow each other down, and torchrun's default is one thread.
+
+    Args:
+        cores: on which this rank may run.
+        sharers: ranks that may run on them; 1 if a scheduler has bound each rank to separate cores.
+        local_size: number of processes on this machine, as the launcher says.
     """
-    this = processes[rank]
-    neighbors = [process for process in processes if process.machine == this.machine]
-    sharing = sum(not set(neighbor.cores).isdisjoint(this.cores) for neighbor in neighbors)
-    if max(sharing, this.local_size) > 1:
-        torch.set_num_threads(max(1, len(this.cores) // sharing))
-    return sharing
+    if max(sharers, local_size) > 1:
+        torch.set_num_threads(max(1, cores // sharers))
 
 
 def bind_to_gpu(gpu: object) -> None:
@@ -305,9 +272,7 @@ def bind_to_gpu(gpu: object) -> None:
     """
     with suppress(OSError, AttributeError, ValueError):
         pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        ranges = (PCI / pci / "local_cpulist").read_text().split(",")  # 0-15,32-47
-        ends = [tuple(map(int, r.split("-"))) for r in ranges]
-        near = {core for r in ends for core in range(r[0], r[-1] + 1)} & os.sched_getaffinity(0)
+        near = cores_in((PCI / pci / "local_cpulist").read_text()) & os.sched_getaffinity(0)
         if near and len(os.sched_getaffinity(0)) == os.cpu_count():
             os.sched_setaffinity(0, near)
 
@@ -316,7 +281,7 @@ def bind_to_gpu(gpu: object) -> None:
 # network interfaces
 
 
-def choose_interface(processes: Sequence[Process] = ()) -> str:
+def choose_interface(master: str | None = None) -> str:
     """
     Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
     on a single machine. By default, gloo takes the interface of the host name's address, which on many
@@ -324,7 +289,7 @@ def choose_interface(processes: Sequence[Process] = ()) -> str:
     also gets loopback: both listen at an address of the interface, and need nobody else there.
 
     Args:
-        processes: of all ranks; (): they are on this machine.
+        master: the address of rank 0's machine, "" if it is not known; None: all ranks are on this machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
 
@@ -341,16 +306,10 @@ def choose_interface(processes: Sequence[Process] = ()) -> str:
             )
         address = next((address for address, name in addresses.items() if name == chosen), "")
         return f"{chosen} ({address})" if address else chosen
-    this_address = loopback()
-    has_others = len({process.machine for process in processes}) > 1
-    if has_others:
-        # rank 0's own machine often resolves MASTER_ADDR to a loopback address, the others never do
-        masters = {process.master for process in processes} - {""}
-        masters = {master for master in masters if not ipaddress.ip_address(master).is_loopback}
-        this_address = address_towards(min(masters)) if masters else this_address
+    this_address = address_towards(master) if master else loopback()
     if name := addresses.get(this_address):
         os.environ["GLOO_SOCKET_IFNAME"] = name
-        if not has_others:
+        if master is None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
         return f"{name} ({this_address})"
     return ""

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from isogpt.launch import network
+from isogpt.launch import machines, network
 from isogpt.launch.device import (
     collectives_timeout,
     gpu_identity,
@@ -22,7 +23,7 @@ from isogpt.launch.device import (
     pick_device,
 )
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
-from isogpt.launch.network import Process
+from isogpt.launch.machines import Process, RankNames, as_ranges
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Ranks:
     backend: str  # argument of init_process_group
     store: dist.Store | None = None  # reaches all ranks of this start; None: no launcher
     start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
-    hosts: tuple[str, ...] = ("this host",)  # host name, by rank
+    hosts: Sequence[str] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
     # number of processes on each rank's machine, as the launcher says
-    local_sizes: tuple[int, ...] = (1,)
+    local_sizes: Sequence[int] = (1,)
     core_sharers: int = 1  # ranks that may run on this rank's CPU cores, with this rank
 
     @property
@@ -54,8 +55,8 @@ class Ranks:
 
     def topology(self) -> str:
         """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
-        names = list(dict.fromkeys(self.hosts))
-        counts = [self.hosts.count(name) for name in names]
+        counts = Counter(self.hosts)
+        names, counts = [*counts], [*counts.values()]
         listed = ", ".join(names if len(names) <= 4 else [*names[:4], "..."])
         nodes = f"{len(names)} nodes ({listed})" if len(names) > 1 else "1 node"
         return (
@@ -77,9 +78,9 @@ class Ranks:
         )
 
 
-def rank_names(hosts: Sequence[str]) -> list[str]:
+def rank_names(hosts: Sequence[str]) -> Sequence[str]:
     """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
-    return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
+    return RankNames(hosts)
 
 
 def island_count(ranks: Ranks) -> int:
@@ -95,19 +96,6 @@ def island_count(ranks: Ranks) -> int:
             f"each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
     return max(1, ranks.world_size // ranks.local_sizes[0])
-
-
-def check_gpus(processes: Sequence[Process]) -> None:
-    """Raise ValueError if two processes use the same GPU."""
-    names, users = rank_names([process.host for process in processes]), {}
-    for name, process in zip(names, processes, strict=True):
-        user = users.setdefault((process.machine, process.gpu), name)
-        if process.gpu and user != name:
-            raise ValueError(
-                f"{user} and {name} use the same GPU, {process.gpu}: start fewer processes on "
-                f"{process.host}, let the processes see different GPUs (CUDA_VISIBLE_DEVICES, srun "
-                "--gpus-per-task=1), or set --device=cpu"
-            )
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
@@ -143,28 +131,26 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     # the store: all ranks meet, describe their processes, and are numbered by machine
     start, store = meet_ranks(rank, world_size, timeout_s)
     process = describe_process(picked, local_world_size)
-    gather = partial(network.gather_processes, store, rank, world_size, process)
-    processes = network.answer_of(gather, timeout_s + network.ANSWER_S)
-    order = network.order_by_machine(processes)
-    rank, processes = order.index(rank), [processes[other] for other in order]
-    os.environ["RANK"] = str(rank)
+    find = partial(machines.find_place, store, rank, world_size, process)
+    place = network.answer_of(find, timeout_s + network.ANSWER_S)
+    os.environ["RANK"] = str(place.rank)
 
-    check_gpus(processes)
-    interface = network.choose_interface(processes)
+    interface = network.choose_interface(place.master)
+    # also with GPUs: with cpu_offload the optimizer runs on the CPU
+    network.divide_cores(len(machines.cores_in(process.cores)), place.core_sharers, local_world_size)
     is_nccl = "nccl" in group_backend
     return Ranks(
-        rank=rank,
+        rank=place.rank,
         world_size=world_size,
         device=picked,
         backend=group_backend,
         store=store,
         start=start,
-        hosts=tuple(process.host for process in processes),
+        hosts=place.hosts,
         network="nccl" if is_nccl else f"gloo over {interface}" if interface else "gloo",
-        launch=make_launch([process.agent for process in processes]),
-        local_sizes=tuple(process.local_size for process in processes),
-        # also with GPUs: with cpu_offload the optimizer runs on the CPU
-        core_sharers=network.divide_cores(processes, rank),
+        launch=make_launch(place.agents),
+        local_sizes=place.local_sizes,
+        core_sharers=place.core_sharers,
     )
 
 
@@ -187,8 +173,8 @@ def stop_with_launcher() -> None:
 def describe_process(device: torch.device, local_size: int) -> Process:
     """Describe this process for the other ranks."""
     host, kernel = network.this_machine()
-    master = network.address_of(os.environ["MASTER_ADDR"])
-    return Process(host, kernel, network.own_cores(), local_size, own_agent(), gpu_identity(device), master)
+    cores, master = as_ranges(network.own_cores()), network.address_of(os.environ["MASTER_ADDR"])
+    return Process(host, kernel, cores, local_size, own_agent(), gpu_identity(device), master)
 
 
 def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[str, dist.Store]:

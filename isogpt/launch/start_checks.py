@@ -1,13 +1,14 @@
 """Checks at the start that all ranks use the same code, settings, data and versions of packages."""
 
 import os
-import socket
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.common.files import REPOSITORY
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
@@ -19,7 +20,7 @@ def check_start(ranks: Ranks, config: dict) -> None:
     """
     facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
-        check_alike(facts)
+        check_alike(facts, rank_names(ranks.hosts))
         uses_ddp = n > 1 and config.get("zero") in (0, 1) and config["pp"] == 1
         if uses_ddp and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             raise ValueError(  # torch 2.13 wraps process groups, and DDP ends with a segmentation fault
@@ -36,12 +37,12 @@ def check_start(ranks: Ranks, config: dict) -> None:
 
 
 def start_facts(config: dict) -> dict:
-    """Return what should be the same on all ranks (settings, code, torch), and this machine's host name."""
+    """Return what should be the same on all ranks: settings, code, torch."""
     sources = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")])
     file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
     sources += [Path(file).expanduser()] if file else []
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
-    facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
+    facts = config | {"torch": torch.__version__, "the code's digest": code}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
     if (weights / "config.json").is_file():  # not a run: search.check_same compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
@@ -51,21 +52,32 @@ def start_facts(config: dict) -> dict:
     return facts | {"has_weights": weights.exists()}
 
 
-def check_alike(facts: list[dict]) -> None:
+def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     """
     Compare the start_facts of all ranks: with different facts, they would train weights that drift apart.
     Paths may differ between machines, also the path in init_from. A run name for wandb may contain the time.
 
+    Args:
+        names: of the ranks, for the message.
+
     Raises:
         ValueError: the facts differ.
     """
-    may_differ = {"out_dir", "dataset", "host", "alert_command", "has_weights"}
+    may_differ = {"out_dir", "dataset", "alert_command", "has_weights"}
     if all(f.get("has_weights") for f in facts):
         may_differ.add("init_from")
     compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]
     if differ := [k for k in compared if any(f.get(k) != facts[0][k] for f in facts)]:
-        names = rank_names([f["host"] for f in facts])
-        values = [
-            f"{k} is " + ", ".join(f"{f.get(k)!r} on {names[r]}" for r, f in enumerate(facts)) for k in differ
-        ]
-        raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")
+        raise ValueError(
+            "the ranks were started with different settings: "
+            f"{'; '.join(about_different(k, [f.get(k) for f in facts], names) for k in differ)}"
+        )
+
+
+def about_different(name: str, values: list, names: Sequence[str]) -> str:
+    """Say which ranks have which values of a setting, first a rank for each value."""
+    firsts = {repr(value): rank for rank, value in reversed([*enumerate(values)])}
+    others = [rank for rank in range(len(values)) if rank not in firsts.values()]
+    return f"{name} is " + shortened(
+        [f"{values[rank]!r} on {names[rank]}" for rank in (*sorted(firsts.values()), *others)], RANKS_SHOWN
+    )

@@ -187,15 +187,11 @@ class Mesh:
             for axis in sizes:
                 self.limit(self.devices.get_group(axis))
 
-    def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
+    def limit(self, group: ProcessGroup) -> None:
         """
-        Set a group's timeout, by default the mesh's. A new group uses the backend's timeout, up to half an
-        hour.
+        Set a group's timeout to the mesh's. A new group uses the backend's timeout, up to half an hour.
         """
-        _set_pg_timeout(
-            collectives_timeout(timeout_s or self.timeout_s, str(get_backend_config(group))), group
-        )
-        return group
+        _set_pg_timeout(collectives_timeout(self.timeout_s, str(get_backend_config(group))), group)
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The one-dimensional mesh of the ranks that differ from this rank only in these axes (all ranks)."""
