@@ -7,11 +7,21 @@ bytes and items, so that a busy machine shows the same. docs/scaling.md has the 
 """
 
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from isogpt.parallel.data_parallel import in_buckets
 
 
 class Cost(NamedTuple):
@@ -42,9 +52,118 @@ class Cost(NamedTuple):
 
 # -- failure_report: watching, and the report of a failure (requests, bytes)
 
+
+class CountingStore:
+    """A store that counts the requests of all ranks and the bytes that it answers."""
+
+    def __init__(self) -> None:
+        self.store = torch.distributed.HashStore()
+        self.answers = []  # the bytes of each
+
+    def __getattr__(self, name: str) -> Callable:
+        def request(*arguments: object) -> object:
+            answer = getattr(self.store, name)(*arguments)
+            self.answers.append(sum(map(len, answer)) if isinstance(answer, list) else len(str(answer)))
+            return answer
+
+        return request
+
+
+def failure_report(sizes: Sequence[int] = (128, 1024), hurry: float = 1.0) -> list[Cost]:
+    """
+    The watchdogs of all ranks, through one store: what they ask in a second of training; then what they ask
+    and print if one rank does not respond, and if half of the ranks crash.
+
+    Args:
+        hurry: how much shorter pauses are.
+    """
+    sleep, costs = time.sleep, []
+    with mock.patch.object(time, "sleep", lambda seconds: sleep(seconds / hurry)):
+        for size in sizes:
+            costs += cost_of_failure(size, "1 hangs", range(1, 2))
+            costs += cost_of_failure(size, f"{size // 2:,} crash", range(1, 1 + size // 2))
+    return costs
+
+
+def watchdogs(size: int) -> list:
+    """The watchdogs of so many ranks, which share a store."""
+    from isogpt.checkpoint.progress import Progress
+    from isogpt.launch.process_group import Ranks
+    from isogpt.monitor.log import Logger
+    from isogpt.monitor.watchdog import Watchdog
+
+    store, cpu = CountingStore(), torch.device("cpu")
+    hosts = tuple(f"node-{rank // 8}.cluster.example.org" for rank in range(size))
+    logger = Logger(Progress(1, step=4), [])
+    all_ranks = [Ranks(rank, size, cpu, "gloo", hosts=hosts) for rank in range(size)]
+    return [Watchdog(ranks, 600.0, logger.progress, logger, store=store) for ranks in all_ranks]
+
+
+def cost_of_failure(size: int, problem: str, lost: range) -> list[Cost]:
+    """`failure_report` of so many ranks."""
+    dogs, per_second = watchdogs(size), []
+    store = dogs[0].store
+
+    class Over(threading.Event):
+        """The end of the loop of beats after some seconds, which pass at once."""
+
+        def wait(self, interval_s: float) -> bool:
+            asked, self.asked = getattr(self, "asked", None), len(store.answers)
+            if asked:
+                per_second.append((self.asked - asked) / interval_s)
+            return len(per_second) % 3 == 0 and asked is not None
+
+    for dog in dogs:
+        dog.over = Over()
+        dog.beat()
+    store.answers.clear()
+    for rank in lost if len(lost) > 1 else ():  # as the crash hook does
+        dogs[rank].turn("exception")
+        dogs[rank].leave("RuntimeError: " + "what happened " * 14, has_failed=True)
+    reason = "lost the connection to a different rank (Connection closed by peer [10.77.0.1]:29500)"
+    others = [dog for dog in dogs if dog.ranks.rank not in lost]
+    threads = [threading.Thread(target=dog.report, args=(reason,)) for dog in others]
+    with redirect_stderr(StringIO()) as printed:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = printed.getvalue().splitlines()
+    what = f"{size:,} ranks, {problem}"
+    return [
+        Cost(what, sum(per_second) / len(per_second) * size, "requests a second while training"),
+        Cost(what, len(store.answers), "requests for the report"),
+        Cost(what, sum(store.answers), "bytes for the report"),
+        Cost(what, len(lines), "lines"),
+        Cost(what, max(map(len, lines)), "bytes in the longest line"),
+    ]
+
+
 # -- sharded_metadata: the metadata of a checkpoint in shards (items, bytes)
 
 # -- buckets: dividing tensors into buckets (comparisons)
+
+
+class CountedTensor:
+    """Stands for a tensor of 1 KB, and counts how often its size is read."""
+
+    reads = 0
+
+    @property
+    def nbytes(self) -> int:
+        CountedTensor.reads += 1
+        return 2**10
+
+
+def buckets(sizes: Sequence[int] = (3_000, 12_000)) -> list[Cost]:
+    """The gradients of many small layers in buckets of 32 MB."""
+    costs = []
+    for size in sizes:
+        CountedTensor.reads = 0
+        assert sum(map(len, in_buckets([CountedTensor() for _ in range(size)]))) == size
+        costs.append(Cost(f"{size:,} tensors", CountedTensor.reads, "sizes that are read"))
+    return costs
+
 
 # -- memory_of_saves: a save of one process, and an export (bytes a parameter)
 
@@ -61,9 +180,9 @@ ROWS = {
     # initial_weights
     # metrics
     # shuffle
-    # failure_report
+    "failure_report": failure_report,
     # sharded_metadata
-    # buckets
+    "buckets": buckets,
     # memory_of_saves
     # loop_memory
 }

@@ -30,7 +30,7 @@ from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
-from isogpt.monitor.watchdog import Silence, Watchdog
+from isogpt.monitor.watchdog import Beat, Silence, Watchdog
 from isogpt.speed.clock import Clock
 from isogpt.training.step_numbers import StepNumbers
 
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
     dog.start(store)
     assert dog.position() == (0, "step 4, the first step")
-    store.set("failed", "")
+    store.set("failed", "yes")
     assert is_over.wait(30)
     dog.stop()
     assert set(codes) == {1} and [record["event"] for record in told] == ["failed"]
@@ -352,8 +352,11 @@ def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not()
     exited.wait()
     here, number = network.this_process()
 
+    def beat_of(number, process, fate=None):
+        return json.dumps(Beat(number, "step 3, forward", process, fate)).encode()
+
     def seconds_until_lost(process, timeout_s):
-        silence, beat = Silence(), json.dumps([17, "step 3, forward", process])
+        silence, beat = Silence(1.0), beat_of(17, process)
         return next(second for second in count() if silence.is_too_long(beat, timeout_s))
 
     assert seconds_until_lost((here, number), 600) == 600
@@ -362,9 +365,11 @@ def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not()
     assert seconds_until_lost((here, number), 3) == 8
     if here:
         assert seconds_until_lost((here, exited.pid), 600) == 8
-    silence = Silence()
-    assert not any(silence.is_too_long(json.dumps([n, "", (here, number)]), 8) for n in range(99)), "it beats"
-    assert not any(silence.is_too_long(None, 8) for _ in range(100)), "it has not begun"
+    silence = Silence(1.0)
+    assert not any(silence.is_too_long(beat_of(n, (here, number)), 8) for n in range(99)), "it beats"
+    assert not any(silence.is_too_long(b"", 8) for _ in range(100)), "it has not begun"
+    left = beat_of(9, (here, exited.pid), "")
+    assert not any(silence.is_too_long(left, 8) for _ in range(100)), "it has left"
 
 
 def test_only_a_step_after_the_first_is_watched():

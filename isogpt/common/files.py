@@ -12,6 +12,8 @@ from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
 
+from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
+
 # what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
@@ -141,12 +143,12 @@ def reason_of(error: BaseException) -> str:
     if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
         ranks_of = {}
         for rank, (failure, _) in sorted(failures.items()):
-            ranks_of.setdefault(reason_of(failure), []).append(str(rank))
+            ranks_of.setdefault(reason_of(failure), []).append(rank)
         is_alone = list(failures) == [0]  # rank 0, which reports, or a process without others
-        return "; ".join(
-            reason if is_alone else f"{reason} (rank {', '.join(ranks)})"
-            for reason, ranks in ranks_of.items()
-        )
+        reasons = [
+            reason if is_alone else f"{reason} ({ranks_text(ranks)})" for reason, ranks in ranks_of.items()
+        ]
+        return shortened(reasons, RANKS_SHOWN, "; ")
     chain = [error]
     while (behind := chain[-1].__cause__ or chain[-1].__context__) and behind not in chain:
         chain.append(behind)

@@ -49,30 +49,40 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather_objects(value: object) -> list:
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """
-    Gather `value` from every rank, by rank (all ranks). What is the same on all ranks, such as settings, is
-    not sent: the ranks first gather digests.
+    Gather `value` from every rank, by rank (all ranks), or from those of a group (all of these). What is the
+    same on all ranks, such as settings, is not sent: the ranks first gather digests.
     """
     if not dist.is_initialized():
         return [value]
     pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     digest = hashlib.blake2b(pickled.numpy(), digest_size=16).digest()
     facts = torch.frombuffer(bytearray(digest + len(pickled).to_bytes(8, "little")), dtype=torch.int64)
-    rows = gather_rows(facts)  # (world_size, 3): two halves of the digest, and the length
+    rows = gather_rows(facts, group)  # (world_size, 3): two halves of the digest, and the length
     if (rows == facts).all():
         return [value] * len(rows)
     lengths = rows[:, 2].tolist()
     padded = torch.nn.functional.pad(pickled, (0, max(lengths) - len(pickled)))
-    rows = gather_rows(padded)
+    rows = gather_rows(padded, group)
     return [pickle.loads(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def gather_rows(row: Tensor) -> Tensor:
-    """Gather a CPU tensor (n,) from every rank (all ranks): (world_size, n)."""
-    rows = row.new_empty(dist.get_world_size() * len(row))
-    all_gather_single(rows, row)
+def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gather a CPU tensor (n,) from every rank of a group (all of these; None: all ranks): (size, n)."""
+    rows = row.new_empty(dist.get_world_size(group) * len(row))
+    all_gather_single(rows, row, group)
     return rows.view(-1, len(row))
+
+
+def add_together(*counts: int) -> list[int]:
+    """
+    Add each count over the ranks (all ranks). On the CPU: a GPU may have failed, and has work to complete.
+    """
+    totals = torch.tensor(counts, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    return totals.tolist()
 
 
 def broadcast(value: object) -> object:
@@ -92,19 +102,19 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
     Args:
         has_done: what a slow rank has done then, and advice, for the note.
     """
-    began, note_s, waiting = time.monotonic(), NOTE_S, [None]
+    began, note_s, waiting = time.monotonic(), NOTE_S, True
     while waiting:
         if future:
             futures.wait([future], timeout=1.0)
-        done = gather_objects(not future or future.done())
-        waiting = [rank for rank, is_done in enumerate(done) if not is_done]
+        is_waiting = future is not None and not future.done()
         waited_s = time.monotonic() - began
-        if waiting and waited_s >= note_s and is_main():
+        waiting, is_late = add_together(is_waiting, is_main() and waited_s >= note_s)
+        if waiting and is_late:
             note_s *= 2
-            console.print_to_stderr(
-                f"note: all ranks have waited for {waited_s:.0f} s until {console.ranks_text(waiting)} "
-                f"{has_done}"
-            )
+            slow = [rank for rank, is_slow in enumerate(gather_objects(is_waiting)) if is_slow]
+            if is_main():
+                text = f"note: all ranks have waited for {waited_s:.0f} s until {console.ranks_text(slow)}"
+                console.print_to_stderr(f"{text} {has_done}")
 
 
 def number_dtype(device: torch.device) -> torch.dtype:
@@ -215,7 +225,7 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
         raise error
     if failures:
         if on_error:
-            on_error("; ".join(dict.fromkeys(failure.message for failure in failures.values())))
+            on_error(console.shortened(distinct_messages(failures), console.RANKS_SHOWN, "; "))
         print_failures(failures)
         leave_with_others()
 
@@ -226,7 +236,10 @@ def own_rank() -> int:
 
 
 def gather_failures(error: BaseException | None) -> dict[int, Failure]:
-    """Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank."""
+    """
+    Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank. If no rank
+    has failed, this is one small sum.
+    """
     failure = None
     if isinstance(error, ValueError | OSError):
         failure = Failure(open_files.explained(str(error)), is_expected=True)
@@ -234,7 +247,8 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
         first_line = (str(error).splitlines() or [""])[0]
         failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)
     try:
-        failures = gather_objects(failure)
+        (failed,) = add_together(failure is not None)
+        failures = gather_objects(failure) if failed else []
     except RuntimeError:
         if error:  # after Ctrl-C, the other ranks may have left already
             raise error from None
@@ -242,14 +256,24 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
     return {rank: failure for rank, failure in enumerate(failures) if failure}
 
 
+def distinct_messages(failures: dict[int, Failure]) -> list[str]:
+    """The messages of the ranks that have failed, each once."""
+    return list(dict.fromkeys(failure.message for failure in failures.values()))
+
+
 def print_failures(failures: dict[int, Failure]) -> None:
-    """Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one."""
+    """
+    Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one. Many
+    messages may differ by a name alone: RANKS_SHOWN are printed.
+    """
     if not is_main():
         return
-    for message in dict.fromkeys(failure.message for failure in failures.values()):
+    messages = distinct_messages(failures)
+    for message in messages[: console.RANKS_SHOWN]:
         ranks = [rank for rank, failure in failures.items() if failure.message == message]
-        source = f"rank {', '.join(map(str, ranks))}: " if 0 not in ranks else ""
-        console.print_error(message, source)
+        console.print_error(message, f"{console.ranks_text(ranks)}: " if 0 not in ranks else "")
+    if len(messages) > console.RANKS_SHOWN:
+        console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more of other ranks")
 
 
 def leave_with_others() -> NoReturn:

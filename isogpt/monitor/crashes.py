@@ -14,7 +14,7 @@ from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
-from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
+from isogpt.monitor.watchdog import REPORTERS, STORE_TIMEOUT_S, Watchdog
 from isogpt.parallel.pipeline import cause_of
 from isogpt.parallel.plan import LayoutError
 
@@ -42,8 +42,7 @@ def explain_crashes(watchdog: Watchdog) -> None:
             explain(watchdog, kind, error, trace)
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {error} (and while explaining it: {e})")
-        watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
-        watchdog.announce("failed")
+        watchdog.leave(summary_of(cause_of(error)), has_failed=True)
         watchdog.finish_checkpoint()
         console.flush()
         # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo),
@@ -60,7 +59,7 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
     """
     error = cause_of(raised)
     if watchdog.memory_use and is_out_of_memory(error):
-        if watchdog.is_first("out of memory"):
+        if watchdog.turn("out of memory") == 1:
             explain_out_of_memory(watchdog, error)
         else:  # rank 0 records and alerts, whichever rank explains
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
@@ -74,15 +73,19 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
         reason = str(error).splitlines()[0].split(". ")[0][:200]
         watchdog.report(f"lost the connection to a different rank ({reason})")
     elif isinstance(raised, LayoutError):
-        if watchdog.is_first("layout"):  # all ranks raise it
+        if watchdog.turn("layout") == 1:  # all ranks raise it
             console.print_error(str(raised))
             watchdog.logger.failed(str(raised))
         watchdog.let_others_finish()  # they may be about to ask whether they are the first
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
+        if (turn := watchdog.turn("exception")) > REPORTERS:
+            return
         with suppress(OSError):  # a full disk
             print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
         sys.__excepthook__(kind, raised, trace)
+        if turn == REPORTERS < watchdog.ranks.world_size:
+            console.print_to_stderr(f"note: {turn} ranks have failed; any others print no traceback")
 
 
 def summary_of(error: BaseException) -> str:

@@ -4,18 +4,19 @@ import json
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.common import console
+from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.launch import network
 from isogpt.launch.launchers import has_lost_agent
 from isogpt.launch.process_group import Ranks, rank_names
@@ -27,26 +28,59 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # seconds of silence after which a rank whose process has exited counts as failed
+BEAT_S = 1.0  # seconds between two beats of a rank, of which there can be more to spare the store
+BEATS_PER_S = 500  # of all ranks; each is two requests, and the store serves ten thousand or more a second
+LATE_S = 1.5  # how late a beat may be
+REPORTERS = 8  # ranks that report why a different rank ends the run
+
+
+class Beat(NamedTuple):
+    """What a rank writes to the store, under one key."""
+
+    number: int
+    position: str  # where the main thread is
+    process: tuple[str, int]  # see network.this_process
+    fate: str | None = None  # None: the rank goes on; "": it has left, or looks for the cause; else its error
+
+
+def parse_beat(text: bytes) -> Beat | None:
+    """The beat in a value of the store; None: the rank has not begun."""
+    return Beat(*json.loads(text)) if text else None
+
+
+def beat_interval_s(world_size: int) -> float:
+    """The seconds between two beats of a rank: what all ranks ask of the store in a second is limited."""
+    return max(BEAT_S, world_size / BEATS_PER_S)
+
+
+def reporters(world_size: int) -> set[int]:
+    """
+    The ranks that report why a different rank ends the run: at most REPORTERS, on as many machines as
+    possible. They are known without the store, which may be what does not respond.
+    """
+    return {i * (world_size - 1) // (REPORTERS - 1) for i in range(REPORTERS)}
 
 
 @dataclass
 class Silence:
-    """How long a rank has written no new position."""
+    """How long a rank has written no new beat."""
 
-    last: str | None = None  # what it wrote last
-    seconds: int = 0  # counted, not timed: a job that was suspended as a whole has missed nothing
+    interval_s: float  # between two looks
+    last: bytes = b""  # what it wrote last
+    seconds: float = 0  # counted, not timed: a job that was suspended as a whole has missed nothing
 
-    def is_too_long(self, now: str | None, timeout_s: float) -> bool:
+    def is_too_long(self, now: bytes, timeout_s: float) -> bool:
         """
-        Read what the rank has written, once a second; returns whether the rank is lost. A process that was
-        suspended, for instance while its machine moves, looks like a machine without power: both get
-        timeout_s. A process that has exited on this machine does not come back.
+        Read what the rank has written; returns whether the rank is lost. A process that was suspended, for
+        instance while its machine moves, looks like a machine without power: both get timeout_s. A process
+        that has exited on this machine does not come back.
         """
-        self.seconds = self.seconds + 1 if now and now == self.last else 0
+        self.seconds = self.seconds + self.interval_s if now and now == self.last else 0
         self.last = now
-        if self.seconds < SILENT_S:
+        if self.seconds < max(SILENT_S, 2 * self.interval_s):
             return False
-        return self.seconds >= timeout_s or network.has_exited(json.loads(now)[2])
+        beat = parse_beat(now)
+        return beat.fate is None and (self.seconds >= timeout_s or network.has_exited(beat.process))
 
 
 @dataclass
@@ -54,12 +88,15 @@ class Watchdog:
     """
     Two threads that watch this rank and its neighbors.
 
-    One thread writes the position of this rank to the store four times a second, and checks that the ranks
+    One thread writes the position of this rank to the store every `interval_s`, and checks that the ranks
     before and after this rank do the same. The other thread ends the process if the main thread makes no
     progress for timeout_s in a step, for instance in a hung collective. After a different rank has failed, a
     moment without progress is enough. Gloo notices a lost connection, NCCL does not. A store that does not
     respond is a failure, too, but not if it has ended with torchrun's agent: then the ranks are saving, see
     process_group.stop_with_launcher.
+
+    The store serves all ranks with one thread. So a rank has one key, `reporters` read all of these at once
+    when a rank has failed, and the other ranks write one last beat and print nothing.
 
     With a single process there is no store and nothing to watch, but the crash hook uses the same report.
 
@@ -75,10 +112,23 @@ class Watchdog:
     saver: Saver | None = None  # None: there is no checkpoint yet
     memory_use: "MemoryUse | None" = None  # explains running out of memory; None: a traceback does
     has_failed: bool = False  # whether a different rank has failed
+    beats: int = 0  # of this rank
+    fate: str | None = None  # in its last beat, see Beat
+    writing: threading.Lock = field(default_factory=threading.Lock)  # no beat follows the last one
     silent: list[int] = field(default_factory=list)
     reported: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def interval_s(self) -> float:
+        """The seconds between two beats of a rank."""
+        return beat_interval_s(self.ranks.world_size)
+
+    @property
+    def look_s(self) -> float:
+        """The seconds in which each rank that responds writes a beat."""
+        return self.interval_s + LATE_S
 
     def start(self, store: dist.Store) -> None:
         """Begin to watch, through a store that reaches all ranks."""
@@ -109,57 +159,89 @@ class Watchdog:
                 os._exit(1)
 
     def beat(self) -> None:
-        """Write the position of this rank to the store, and read those of its neighbors, until the end."""
-        process, reached = network.this_process(), time.monotonic()
+        """Write the position of this rank to the store, and read those of its neighbors, until its end."""
+        reached, has_keys = time.monotonic(), False
         # two neighbors: only a rank of the same machine can see that a process has exited
-        neighbors = {(self.ranks.rank + step) % self.ranks.world_size: Silence() for step in (1, -1)}
-        for number in count():
+        neighbors = {
+            (self.ranks.rank + step) % self.ranks.world_size: Silence(self.interval_s) for step in (1, -1)
+        }
+        keys = [*(f"beat/{rank}" for rank in neighbors), "failed"]
+        while self.fate is None:
             with suppress(Exception):  # the store ends with rank 0 or with the agent
-                self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1], process]))
-                if number % 4 == 0:
-                    for rank, silence in neighbors.items():
-                        is_lost = silence.is_too_long(self.read(f"beat/{rank}"), self.timeout_s)
-                        if is_lost and not self.store.check([f"left/{rank}"]):
-                            self.store.set("failed", "")
-                    self.has_failed = self.store.check(["failed"])
+                for key in () if has_keys else keys:  # multi_get would wait for a key that does not exist
+                    self.store.compare_set(key, "", "")
+                has_keys = True
+                self.write_beat()
+                *beats, failed = self.store.multi_get(keys)
+                silences = zip(neighbors.values(), beats, strict=True)
+                # each neighbor is counted, also beside one that is lost
+                lost = [silence.is_too_long(now, self.timeout_s) for silence, now in silences]
+                if any(lost):
+                    self.store.set("failed", "yes")
+                self.has_failed = bool(failed) or any(lost)
                 reached = time.monotonic()
             # only if requests fail: a store that is suspended answers them later
-            if time.monotonic() - reached > SILENT_S and not has_lost_agent(self.ranks.launch):
+            patience_s = max(SILENT_S, 2 * self.interval_s)
+            if time.monotonic() - reached > patience_s and not has_lost_agent(self.ranks.launch):
                 self.has_failed = True
-            if self.over.wait(0.25):
+            if self.over.wait(self.interval_s):
                 return
 
-    def read(self, key: str) -> str | None:
-        """Return what a rank has written to the store; None: nothing."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def read_all(self, name: str) -> list[str | None]:
-        """Return what each rank has written under a name."""
-        return [self.read(f"{name}/{rank}") for rank in range(self.ranks.world_size)]
-
-    def find_silent(self) -> str:
+    def write_beat(self, fate: str | None = None, has_failed: bool = False) -> None:
         """
-        Return which ranks do not respond and where each rank was, from two looks that are some beats apart.
+        Write this rank's position to the store; with a fate (see Beat) it is the last beat. If `has_failed`,
+        also tell the other ranks that the run has failed, in the same request.
+        """
+        with self.writing:
+            if self.fate is not None:
+                return
+            self.fate = fate
+            self.beats += 1
+            beat = Beat(self.beats, self.position()[1], network.this_process(), fate)
+            values = {f"beat/{self.ranks.rank}": json.dumps(beat)} | ({"failed": "yes"} if has_failed else {})
+            self.store.multi_set(list(values), list(values.values()))
+
+    def read(self, keys: list[str]) -> list[bytes]:
+        """
+        Return what the store holds under these keys; b"" if nothing. Two requests, unless keys are missing:
+        those are searched for by halves.
+        """
+        if self.store.check(keys):
+            return self.store.multi_get(keys)
+        if len(keys) == 1:
+            return [b""]
+        half = len(keys) // 2
+        return self.read(keys[:half]) + self.read(keys[half:])
+
+    def read_beats(self) -> list[Beat | None]:
+        """Return the last beat of each rank."""
+        keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
+        return [parse_beat(text) for text in self.read(keys)]
+
+    def find_cause(self) -> str:
+        """
+        Return which ranks have failed or do not respond, and where each was, from two looks between which a
+        rank that responds has written a beat. If all respond, return where they are.
         """
         names = rank_names(self.ranks.hosts)
-        self.store.set(f"left/{self.ranks.rank}", "")
-        self.store.set("failed", "")  # the others also report, while rank 0's store exists
-        before = self.read_all("beat")
-        time.sleep(1.5)
-        after, errors, left = (self.read_all(name) for name in ("beat", "error", "left"))
-        positions = [json.loads(beat)[1] if beat else "the start" for beat in after]
-        fates = {}
-        for r in range(len(names)):
-            if errors[r] and left[r] is None:
-                fates[r] = f"has failed ({errors[r]})"
-            elif before[r] == after[r] and left[r] is None:
-                fates[r] = "does not respond"
+        self.write_beat(fate="", has_failed=True)  # the others also report, while rank 0's store exists
+        before = self.read_beats()
+        time.sleep(self.look_s)
+        failed, silent, at = {}, {}, defaultdict(list)
+        for rank, (earlier, beat) in enumerate(zip(before, self.read_beats(), strict=True)):
+            position = beat.position if beat else "the start"
+            at[position].append(names[rank])
+            if beat and beat.fate:
+                failed[rank] = f"has failed ({beat.fate}), its last position was {position}"
+            elif not beat or (beat == earlier and beat.fate is None):
+                silent[rank] = f"does not respond, its last position was {position}"
+        fates = failed | silent
         self.silent = list(fates)
         if fates:
-            return "; ".join(
-                f"{names[r]} {fate}, its last position was {positions[r]}" for r, fate in fates.items()
-            )
-        return "all ranks respond: " + ", ".join(f"{names[r]} at {positions[r]}" for r in range(len(names)))
+            return shortened([f"{names[rank]} {fate}" for rank, fate in fates.items()], RANKS_SHOWN, "; ")
+        rarest = sorted(at.items(), key=lambda item: len(item[1]))  # in a hang, the ranks that are elsewhere
+        places = [f"{shortened(ranks)} at {position}" for position, ranks in rarest]
+        return f"all ranks respond: {shortened(places, between='; ')}"
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
         """
@@ -172,13 +254,23 @@ class Watchdog:
             return f"the store of rank 0 or its agent at {network.store_address()} does not respond"
 
     def report(self, problem: str) -> None:
-        """Print once what is wrong and which rank is the cause."""
+        """
+        Print once what is wrong and which rank is the cause. A rank that is not one of the `reporters` lets
+        them do so: a launcher may end them when this rank exits.
+        """
         if not self.reported.acquire(blocking=False):
             time.sleep(25)  # the other thread is reporting, and then ends the process
             return
-        names = rank_names(self.ranks.hosts)
-        cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
-        text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
+        speakers = reporters(self.ranks.world_size)
+        if self.ranks.rank not in speakers:
+            self.leave(has_failed=True)
+            time.sleep(self.interval_s + self.look_s + 2)
+            return
+        name = rank_names(self.ranks.hosts)[self.ranks.rank]
+        cause = self.ask(self.find_cause, self.look_s + STORE_TIMEOUT_S) if self.store else ""
+        text = f"{name} at {self.position()[1]}: {problem}; {cause}"
+        if others := self.ranks.world_size - len(speakers):
+            text += f" (and {others:,} more ranks, which print no line)"
         console.print_to_stderr(f"error: {text}")
         # in a thread: if the file system of metrics.jsonl is the cause, writing does not return either
         self.ask(partial(self.logger.failed, text), 15)
@@ -187,46 +279,48 @@ class Watchdog:
     def let_others_finish(self) -> None:
         """
         Say that this rank has reported. On rank 0, which may serve the store that the other ranks are asking,
-        wait until they have reported too, for at most 4 seconds.
+        wait until the other reporters have reported, too, at most for as long as they look for the cause.
         """
-        if self.store:
-            self.ask(self.wait_for_reports, 5)
+        if self.store and self.ranks.rank in reporters(self.ranks.world_size):
+            self.ask(self.wait_for_reports, self.look_s + 3)
 
     def wait_for_reports(self) -> str:
         """`let_others_finish` with a store."""
         self.store.set(f"reported/{self.ranks.rank}", "")
-        others = [f"reported/{r}" for r in range(self.ranks.world_size) if r not in self.silent]
-        end = time.monotonic() + 4
-        while self.ranks.is_main and not self.store.check(others) and time.monotonic() < end:
-            time.sleep(0.05)
+        others = reporters(self.ranks.world_size) - set(self.silent)
+        keys = [f"reported/{rank}" for rank in others]
+        end = time.monotonic() + self.look_s + 2
+        while self.ranks.is_main and not self.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.2)
         return ""
 
-    def is_first(self, problem: str) -> bool:
+    def turn(self, problem: str) -> int:
         """
-        Return whether no other rank has asked this about a problem before: many ranks may meet the same
-        problem, and one rank explains it. Also True if the store does not respond.
+        Return which one this rank is of the ranks that meet a problem, which many ranks may meet at once: the
+        first explains it. After REPORTERS of them, a rank has nothing to add, and does not write its fate. 1
+        if the store does not respond.
         """
         if not self.store:
-            return True
-        number = self.ask(lambda: str(self.store.add(f"first/{problem}", 1)), STORE_TIMEOUT_S)
-        return number == "1" or not number.isdigit()
+            return 1
+        number = self.ask(lambda: str(self.store.add(f"turn/{problem}", 1)), STORE_TIMEOUT_S)
+        turn = int(number) if number.isdigit() else 1
+        if turn > REPORTERS:
+            self.fate = ""
+        return turn
 
     def finish_checkpoint(self) -> None:
         """Wait for a checkpoint under way if this rank can complete the checkpoint alone."""
         if self.saver and self.saver.writes_alone():
             self.saver.wait_alone()
 
-    def announce(self, key: str, value: str = "") -> None:
-        """
-        Tell the other ranks that the run has failed here (key "failed"), why (key "error/N"), or that rank N
-        has left (key "left/N").
-        """
+    def leave(self, fate: str = "", has_failed: bool = False) -> None:
+        """Write the last beat, see `write_beat`."""
         if self.store:
-            self.ask(partial(self.store.set, key, value), STORE_TIMEOUT_S)
+            self.ask(partial(self.write_beat, fate, has_failed), STORE_TIMEOUT_S)
 
     def stop(self) -> None:
         """Tell the other ranks that this rank leaves, and stop watching, before the store ends."""
-        self.announce(f"left/{self.ranks.rank}")
+        self.leave()
         self.over.set()
         for thread in self.threads:
             thread.join(2)

@@ -69,10 +69,11 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             places[p].append((module, name))
-    if fsdp_units(model):
+    has_units = bool(fsdp_units(model))
+    if has_units:
         model.to_empty(device=device)
     for p, ((first, first_name), *others) in places.items():
-        if not fsdp_units(model):  # Module.to_empty would do, but imports sympy, which takes half a second
+        if not has_units:  # Module.to_empty would do, but imports sympy, which takes half a second
             memory = torch.empty(p.shape, dtype=p.dtype, device=device)
             setattr(first, first_name, nn.Parameter(memory, requires_grad=p.requires_grad))
         for module, name in others:

@@ -398,7 +398,8 @@ def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], 
                 kind = kinds.get(role_of(name, p, model), short_name(name))
                 treatments[name] = Treatment(type(inner).__name__, group["lr"], decay, kind)
     if mesh.pp > 1:  # a rank holds some of the blocks
-        treatments = {name: t for ranks in gather_objects(treatments) for name, t in ranks.items()}
+        of_stages = gather_objects(treatments, mesh.group("pp"))
+        treatments = {name: t for stage in of_stages for name, t in stage.items()}
     if model.config.tied and "transformer.wte.weight" in treatments:
         treatments.pop("lm_head.weight", None)  # in a pipeline, two ranks hold it
     counts = defaultdict(Counter)  # {(optimizer, rate, decay): {kind: number of parameters}}
