@@ -250,8 +250,11 @@ def read_windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndar
     """
     advise(tokens, starts, length, "MADV_WILLNEED", mmap.PAGESIZE)
     ids = np.asarray(tokens)  # slices of a memmap take microseconds
-    windows = np.stack([ids[start : start + length] for start in starts.tolist()])
-    advise(tokens, starts, length, "MADV_DONTNEED", PAGE_TABLE_BYTES)
+    windows = np.empty((len(starts), length), tokens.dtype)
+    for first in range(0, len(starts), 16):  # the system can map 2 MB for a window
+        rows = slice(first, first + 16)
+        np.stack([ids[start : start + length] for start in starts[rows].tolist()], out=windows[rows])
+        advise(tokens, starts[rows], length, "MADV_DONTNEED", PAGE_TABLE_BYTES)
     return windows
 
 
@@ -262,10 +265,11 @@ def advise(tokens: np.ndarray, starts: np.ndarray, length: int, advice: str, uni
     """
     if not isinstance(tokens.base, mmap.mmap) or not hasattr(mmap, advice):  # not on Windows
         return
-    map_address = tokens.ctypes.data - tokens.offset % mmap.ALLOCATIONGRANULARITY
-    first = tokens.ctypes.data + starts * tokens.itemsize
-    ends = -(-(first + length * tokens.itemsize) // unit) * unit
+    address = tokens.ctypes.data
+    map_address = address - tokens.offset % mmap.ALLOCATIONGRANULARITY
+    first = address + starts * tokens.itemsize
     begins = np.maximum(first // unit * unit, map_address)
+    ends = -(-(first + length * tokens.itemsize) // unit) * unit
     # windows of a small file share pages
     for begin, end in set(zip(begins.tolist(), ends.tolist(), strict=True)):
         tokens.base.madvise(getattr(mmap, advice), begin - map_address, end - begin)
