@@ -6,16 +6,23 @@ bytes and items, so that a busy machine shows the same. docs/scaling.md has the 
     python measure/growth.py store metrics   these
 """
 
+import ctypes
+import mmap
+import os
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +49,71 @@ class Cost(NamedTuple):
 
 # -- read_ahead: a window of tokens from a file larger than memory (bytes from the disk)
 
+
+class CountedMap(mmap.mmap):
+    """A mapped file that counts the bytes of which it is told that they are not needed any more."""
+
+    released = 0
+
+    def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
+        if advice == mmap.MADV_DONTNEED:
+            rest = len(self) - start
+            self.released += rest if length is None else min(length, rest)
+        super().madvise(advice, start, length if length is not None else len(self) - start)
+
+
+def read_ahead(sizes: tuple[int, ...] = (10**9, 10**12), windows: int = 256) -> list[Cost]:
+    """
+    What is read when a data set of so many tokens is opened, and for each window of 1,024 tokens. Files of
+    zeros take no room on the disk, but the system reads them ahead like others. Only Linux counts this.
+    """
+    import torch
+
+    from isogpt.data.dataset import open_dataset
+    from isogpt.data.reader import Reader
+    from isogpt.parallel.mesh import Mesh
+    from isogpt.parallel.plan import UNDIVIDED
+
+    shape = {"block_size": 1024, "vocab_size": 50304}
+    plan = replace(UNDIVIDED, micro_batch=64, shares="equal", model_args=shape)
+    costs = []
+    for n_tokens in sizes:
+        with TemporaryDirectory() as folder, mock.patch("mmap.mmap", CountedMap):
+            for split, length in (("train", n_tokens), ("val", 10**6)):
+                with open(Path(folder, f"{split}.bin"), "wb") as file:
+                    file.truncate(2 * length)
+            data = open_dataset(folder, block_size=1024)
+            tokens = data.train
+            at_start, released = cached_bytes(tokens), tokens.base.released
+            with open(tokens.filename, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            before = cached_bytes(tokens)
+            for _ in Reader(data, "random", 1, plan, Mesh(), torch.device("cpu")).evaluation(
+                "train", windows
+            ):
+                pass
+            read, released = cached_bytes(tokens) - before, tokens.base.released - released
+            size = f"{n_tokens:,} tokens"
+            costs += [
+                Cost(size, read / windows, "bytes from the disk a window"),
+                Cost(size, released / windows, "bytes released a window"),
+                Cost(size, at_start, "bytes from the disk at the start"),
+            ]
+    return costs
+
+
+def cached_bytes(tokens: np.memmap) -> int:
+    """The bytes of a mapped file that are in the system's page cache."""
+    mincore, part = ctypes.CDLL(None, use_errno=True).mincore, 2**30
+    is_cached, pages = (ctypes.c_ubyte * (part // mmap.PAGESIZE))(), 0
+    for start in range(0, tokens.nbytes, part):
+        length = min(part, tokens.nbytes - start)
+        if mincore(ctypes.c_void_p(tokens.ctypes.data + start), ctypes.c_size_t(length), is_cached):
+            raise OSError(ctypes.get_errno(), "mincore")
+        pages += np.count_nonzero(np.frombuffer(is_cached, np.uint8)[: -(-length // mmap.PAGESIZE)] & 1)
+    return pages * mmap.PAGESIZE
+
+
 # -- hashing: a save in shards, and a resume (bytes that rank 0 hashes)
 
 # -- initial_weights: a new model that is divided (numbers that a rank draws)
@@ -49,6 +121,23 @@ class Cost(NamedTuple):
 # -- metrics: an evaluation and a resume beside a long metrics.jsonl (bytes that are read, memory)
 
 # -- shuffle: data_order=shuffle (bytes of memory)
+
+
+def shuffle(sizes: tuple[int, ...] = (10**9, 10**12), sequences: int = 480) -> list[Cost]:
+    """The memory in which a rank finds the windows of a step, of 1,024 tokens each, and what of it stays."""
+    from isogpt.data.windows import shuffled_windows
+
+    shuffled_windows(10**6, 1024, seed=1337, step=7, n=sequences)  # imports what numpy needs
+    costs = []
+    for n_tokens in sizes:
+        tracemalloc.start()
+        starts = shuffled_windows(n_tokens, 1024, seed=1337, step=7, n=sequences)
+        stays, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        size = f"{n_tokens:,} tokens"
+        costs += [Cost(size, peak, "bytes at peak"), Cost(size, stays - starts.nbytes, "bytes that stay")]
+    return costs
+
 
 # -- failure_report: watching, and the report of a failure (requests, bytes)
 
@@ -170,22 +259,7 @@ def buckets(sizes: Sequence[int] = (3_000, 12_000)) -> list[Cost]:
 # -- loop_memory: a long run (bytes that stay)
 
 
-ROWS = {
-    # newer_checkpoints
-    # open_files
-    # gloo
-    # store
-    # read_ahead
-    # hashing
-    # initial_weights
-    # metrics
-    # shuffle
-    "failure_report": failure_report,
-    # sharded_metadata
-    "buckets": buckets,
-    # memory_of_saves
-    # loop_memory
-}
+ROWS = {"read_ahead": read_ahead, "failure_report": failure_report, "shuffle": shuffle, "buckets": buckets}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ROWS:

@@ -23,9 +23,9 @@ from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
 from isogpt.data import dataset
-from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta
+from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta, read_windows
 from isogpt.data.reader import Reader, read_rows
-from isogpt.data.windows import epoch_order, random_windows, shuffled_windows
+from isogpt.data.windows import permuted, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of
 
@@ -58,7 +58,6 @@ def test_windows_depend_on_their_arguments_only():
 
     steps = [0, 1, 2, 20, 21, 500]
     forward = {step: drawn(step) for step in steps}
-    epoch_order.cache_clear()
     numpys, torchs = np.random.get_state()[1].copy(), torch.get_rng_state()
     assert forward == {step: drawn(step) for step in reversed(steps)}
     assert drawn(20, seed=7) != forward[20]
@@ -75,9 +74,9 @@ def test_windows_have_not_changed():
     }.items():
         assert random_windows(1000003, 64, seed, stream, step, 4).tolist() == golden
     for (seed, step), golden in {
-        (1337, 0): [411648, 919232, 825152, 421184],
-        (1337, 5000): [764352, 233536, 180352, 576000],
-        (7, 0): [531584, 179136, 70720, 329856],
+        (1337, 0): [139968, 55808, 42240, 610816],
+        (1337, 5000): [709376, 173888, 933952, 940800],
+        (7, 0): [256, 205312, 736768, 300736],
     }.items():
         assert shuffled_windows(1000003, 64, seed, step, 4).tolist() == golden
 
@@ -120,6 +119,30 @@ def test_each_window_appears_once_per_epoch(n):
         assert sorted(epoch) == list(range(0, 1000, BLOCK))
     for a, b in itertools.combinations([*epochs, np.arange(0, 1000, BLOCK)], 2):
         assert (a == b).sum() < 10  # the order of each epoch is different, and not the order of the text
+
+
+def test_the_order_of_an_epoch_contains_each_window_once():
+    for n in [*range(1, 150), 4095, 4096, 4097, 99991]:
+        order = permuted(np.arange(n), n, 1337, 0)
+        assert np.array_equal(np.sort(order), np.arange(n)), n
+        assert np.array_equal(order[::-3], permuted(np.arange(n)[::-3], n, 1337, 0)), (
+            "it depends on the place alone"
+        )
+    places = np.arange(10**15 - 500, 10**15)
+    order = permuted(places, 10**15, 1337, 0)
+    assert len(np.unique(order)) == 500 and order.min() >= 0 and order.max() < 10**15
+
+
+def test_the_order_of_an_epoch_is_random():
+    orders = np.array([permuted(np.arange(6), 6, 1337, epoch) for epoch in range(1500)])
+    places = np.array([np.bincount(column, minlength=6) for column in orders.T])
+    assert ((places - 250) ** 2 / 250).sum() < 50  # 25 on average, standard deviation 7
+    steps = np.bincount((np.diff(orders) % 6).ravel())[1:]  # from a window to the next one
+    assert ((steps - 1500) ** 2 / 1500).sum() < 15  # 4 on average, standard deviation 3
+    in_order = np.arange(10**4)
+    orders = [permuted(in_order, 10**4, seed, epoch) for seed in (1337, 1338) for epoch in (0, 1)]
+    for a, b in [*itertools.combinations([*orders, in_order], 2), *((o[:-1], o[1:]) for o in orders)]:
+        assert (a == b).sum() < 8 and abs(np.corrcoef(a, b)[0, 1]) < 0.04  # standard deviation 0.01
 
 
 def test_a_resume_with_a_different_batch_continues_the_epoch():
@@ -258,6 +281,17 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
             read += 1
     assert read in (4, 5) and not loaders()  # the last batch before it may be lost
     assert len(list(reader_of(66).read(tokens, starts.__getitem__, range(9), share))) == 9
+
+
+@pytest.mark.parametrize("offset", [0, 1024, 5000])  # llm.c's header; a page and a bit
+def test_windows_of_a_mapped_file(tmp_path, offset):
+    ids = np.arange(3 * 2**19 + 17, dtype=np.uint32)
+    (tmp_path / "train.bin").write_bytes(bytes(offset) + ids.tobytes())
+    tokens = np.memmap(tmp_path / "train.bin", np.uint32, "r", offset)
+    for length in 1, 1025, 2**19 + 3:  # the last one is longer than a part of the page table
+        starts = np.array([0, len(ids) - length, 2**19 - length % 2**19 // 2, 7, 7])
+        expected = [ids[start : start + length] for start in starts]
+        assert np.array_equal(read_windows(tokens, starts, length), expected)
 
 
 # ------------------------------------------------------------------------------------------------------------

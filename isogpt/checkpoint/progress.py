@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
+from isogpt.data.windows import SHUFFLE_VERSION
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Progress:
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
             "kind_of_device": self.kind_of_device,
+            "shuffle_version": SHUFFLE_VERSION,
         }
 
 

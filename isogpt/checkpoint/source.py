@@ -37,6 +37,7 @@ OF_ISOGPT = {
     "position": int,
     "scaler": dict,
     "shares": list,
+    "shuffle_version": int,
     "tokens": int,
     "vocabulary": dict | None,
     "wandb_id": str | None,

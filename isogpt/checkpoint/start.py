@@ -14,6 +14,7 @@ from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.parallel.parallelize import init_weights
@@ -168,14 +169,15 @@ def differences(
         sentences.append(
             f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
         )
-    return sentences + (changes_of_curve(config, source.run["config"]) if is_resume else [])
+    return sentences + (changes_of_curve(config, source.run) if is_resume else [])
 
 
-def changes_of_curve(config: dict, before: dict) -> list[str]:
+def changes_of_curve(config: dict, run: dict) -> list[str]:
     """
-    Describe the settings in which a resumed run differs from the run before in what it reads or how it
-    updates the weights, all in one sentence.
+    Describe in what a resumed run differs from the run before, whose checkpoint contains `run`, in what it
+    reads or how it updates the weights, all in one sentence.
     """
+    before = run["config"]
     names = ["dataset", "seed", "data_order", *OF_UPDATES]
     if "shuffle" in (config["data_order"], before.get("data_order")):  # windows are cut anew
         names.append("block_size")
@@ -184,4 +186,10 @@ def changes_of_curve(config: dict, before: dict) -> list[str]:
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
     if was != now:
         pairs.insert(0, f"{now} sequences per step (was {was})")
+    is_shuffled = config["data_order"] == before.get("data_order") == "shuffle"
+    if is_shuffled and run.get("isogpt", {}).get("shuffle_version", 1) != SHUFFLE_VERSION:
+        pairs.append(
+            "data_order shuffle in a different order (of a different version of isoGPT), in which this epoch "
+            "repeats some windows and leaves out others"
+        )
     return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []

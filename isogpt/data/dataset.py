@@ -3,6 +3,7 @@
 import hashlib
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
+# of a file that one page of a process's page table maps: around a page that is read, the system maps others,
+# but none beyond these. Linux 6.14 and later free such a page of the table when all that it maps is released.
+PAGE_TABLE_BYTES = 2**21
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
 
 
@@ -194,11 +198,9 @@ def highest_id(path: Path, tokens: np.ndarray, vocab_size: int) -> int:
     Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
     when it is read). Raises DataError if an id is outside the vocabulary.
     """
-    parts = np.array_split(tokens, len(tokens) // 2**20 + 1)
     lowest = highest = 0
-    for part in parts if len(tokens) <= 2**26 else samples(tokens, 1000):
+    for part in parts_of(tokens) if len(tokens) <= 2**26 else [samples(tokens, 1000)]:
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-        release_pages(tokens)
     check_ids(highest, vocab_size, path, lowest)
     return highest
 
@@ -239,13 +241,38 @@ def check_length(tokens: np.ndarray, path: Path) -> None:
             raise DataError(f"{path} has been truncated since the start of the run")
 
 
-def release_pages(tokens: np.ndarray) -> None:
+def read_windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     """
-    Remove the pages of a mapped file from this process's resident set, which would otherwise grow to the size
-    of the file. The pages stay in the system's page cache.
+    Copy windows (len(starts), length) of a file's ids. Of a mapped file, the pages that contain the windows
+    are read from the disk, all at once, and no others: at a page that is missing, the system would read
+    megabytes ahead. Then the pages leave this process's resident set, which would otherwise grow to the size
+    of the file. They stay in the system's page cache.
     """
-    if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-        tokens.base.madvise(mmap.MADV_DONTNEED)
+    advise(tokens, starts, length, "MADV_WILLNEED", mmap.PAGESIZE)
+    ids = np.asarray(tokens)  # slices of a memmap take microseconds
+    windows = np.empty((len(starts), length), tokens.dtype)
+    for first in range(0, len(starts), 16):  # the system can map 2 MB for a window
+        rows = slice(first, first + 16)
+        np.stack([ids[start : start + length] for start in starts[rows].tolist()], out=windows[rows])
+        advise(tokens, starts[rows], length, "MADV_DONTNEED", PAGE_TABLE_BYTES)
+    return windows
+
+
+def advise(tokens: np.ndarray, starts: np.ndarray, length: int, advice: str, unit: int) -> None:
+    """
+    Advise the system about the memory of windows of a mapped file, rounded outwards to multiples of `unit`
+    bytes.
+    """
+    if not isinstance(tokens.base, mmap.mmap) or not hasattr(mmap, advice):  # not on Windows
+        return
+    address = tokens.ctypes.data
+    map_address = address - tokens.offset % mmap.ALLOCATIONGRANULARITY
+    first = address + starts * tokens.itemsize
+    begins = np.maximum(first // unit * unit, map_address)
+    ends = -(-(first + length * tokens.itemsize) // unit) * unit
+    # windows of a small file share pages
+    for begin, end in set(zip(begins.tolist(), ends.tolist(), strict=True)):
+        tokens.base.madvise(getattr(mmap, advice), begin - map_address, end - begin)
 
 
 def digest_of(splits: dict[str, np.ndarray]) -> str:
@@ -253,13 +280,17 @@ def digest_of(splits: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for tokens in splits.values():
         digest.update(len(tokens).to_bytes(8, "little"))
-        for sample in samples(tokens, 64):
-            digest.update(sample)
-            release_pages(tokens)  # a sample may map the megabytes around it
+        digest.update(samples(tokens, 64))
     return digest.hexdigest()[:12]
 
 
-def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
-    """n evenly spaced samples of a file: 4096 tokens each."""
+def samples(tokens: np.ndarray, n: int) -> np.ndarray:
+    """n evenly spaced samples of a file: 4096 tokens each, or all of a shorter file."""
     starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
-    return [tokens[s : s + 4096] for s in starts]
+    return read_windows(tokens, starts, min(4096, len(tokens)))
+
+
+def parts_of(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield all of a file in parts of at most 2**18 tokens."""
+    for start in range(0, len(tokens), 2**18):
+        yield read_windows(tokens, np.array([start]), min(2**18, len(tokens) - start))

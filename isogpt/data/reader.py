@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
-from isogpt.data.dataset import DataError, Dataset, check_ids, check_length, release_pages
+from isogpt.data.dataset import DataError, Dataset, check_ids, check_length, read_windows
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -30,7 +30,7 @@ def read_rows(
     padding row consists of zeros with targets of -1.
     """
     padding = starts == PADDING
-    windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
+    windows = read_windows(tokens, np.where(padding, 0, starts), block_size + 1).astype(np.int64)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     x[padding], y[padding] = 0, -1
     x, y = torch.from_numpy(x), torch.from_numpy(y)
@@ -156,7 +156,6 @@ class Reader:
             check_length(tokens, path)
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
             check_ids(max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"], path, int(x.min()))
-            release_pages(tokens)
             # copies to a GPU from memory that is not pinned block the CPU
             return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
 

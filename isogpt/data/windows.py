@@ -1,10 +1,14 @@
 """The sequences that a step reads: a pure function of the seed, the data set and the step."""
 
-from functools import lru_cache
+import math
 
 import numpy as np
 
 from isogpt.common.random_numbers import SHUFFLE, random_bits
+
+# recorded in checkpoints; those that do not record it are of version 1, whose permutation was kept in memory
+SHUFFLE_VERSION = 2
+ROUNDS = 8  # pairs of rounds. With 4, the orders of fewer than 20 windows are visibly not equally frequent
 
 
 def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step: int, n: int) -> np.ndarray:
@@ -22,11 +26,37 @@ def shuffled_windows(
     """
     windows = (n_tokens - 1) // block_size
     epochs, places = np.divmod(shift + step * n + np.arange(n), windows)
-    orders = [epoch_order(windows, seed, int(e))[places[epochs == e]] for e in np.unique(epochs)]
+    orders = [permuted(places[epochs == e], windows, seed, int(e)) for e in np.unique(epochs)]
     return np.concatenate(orders) * block_size
 
 
-@lru_cache(maxsize=2)
-def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of the windows: 8 bytes per window, 70 MB for OpenWebText at block_size 1024."""
-    return np.argsort(random_bits(seed, SHUFFLE, epoch, windows), kind="stable")
+def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """
+    Return where a permutation of range(n) takes `places`. It is computed for these alone, so that nothing is
+    kept of a data set of any size.
+
+    The permutation is a generalized Feistel network on a rectangle of at least n places: a place has a row
+    and a column, and each round shifts one of them by a random function of the other one. A place that
+    arrives at n or beyond goes through the network again until it does not (Black and Rogaway 2002, "Ciphers
+    with Arbitrary Finite Domains").
+    """
+    columns = math.isqrt(n - 1) + 1
+    rows = -(-n // columns)  # the rectangle has fewer than `columns` places too many
+    keys = random_bits(seed, SHUFFLE, epoch, 2 * ROUNDS)
+    results = places.astype(np.uint64)
+    left = np.arange(len(results))
+    while len(left):
+        row, column = np.divmod(results[left], np.uint64(columns))
+        for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
+            row = (row + mixed(column ^ row_key) % np.uint64(rows)) % np.uint64(rows)
+            column = (column + mixed(row ^ column_key) % np.uint64(columns)) % np.uint64(columns)
+        results[left] = row * np.uint64(columns) + column
+        left = left[results[left] >= n]
+    return results.astype(np.int64)
+
+
+def mixed(bits: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014), in arithmetic modulo 2**64."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
