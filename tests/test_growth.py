@@ -1,21 +1,129 @@
 """What grows with ranks, bytes, parameters and steps (measure/growth.py): counted, not timed."""
 
+import json
+import os
+import resource
+import sys
 import time
 
+import pytest
 import torch
-from growth import buckets, failure_report, watchdogs
+from growth import buckets, failure_report, gloo, open_files, store, watchdogs
+from torch.distributed import DistNetworkError
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.monitor.watchdog import beat_interval_s, reporters
+from isogpt.launch import open_files as open_limit
+from isogpt.launch.machines import Process, Repeated, survey
+from isogpt.launch.process_group import Ranks, rank_names
+from isogpt.monitor import crashes
+from isogpt.monitor.log import Logger
+from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters
 from isogpt.parallel.data_parallel import in_buckets
 
 # -- newer_checkpoints
 
 # -- open_files
 
+
+def test_a_rank_connects_to_few_others():
+    """In the full mesh of gloo's default, a rank has N - 1 sockets."""
+    few, many, host, larger_host = (cost.amount for cost in open_files([8, 24], host_sizes=[1, 4]))
+    assert many <= few + 0.5 < 9
+    assert larger_host - host == 2 * 3, "the store's host has two of each rank"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
+def test_the_limit_of_open_files_is_raised(at):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+        assert open_limit.raise_limit() == limits[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    raised = []
+    at.set(open_limit, "raise_limit", lambda process=0: raised.append(process))
+    at.env("TORCHELASTIC_RUN_ID", "none")
+    open_limit.allow_connections(1, 8)
+    assert raised == [0, os.getppid()], "torchrun may serve the store"
+
+
+def test_too_few_open_files_are_named_before_anything_fails(at):
+    at.set(open_limit, "raise_limit", lambda process=0: 1024)
+    open_limit.allow_connections(0, 241)
+    open_limit.allow_connections(1, 4096)  # rank 0 says it
+    text = "the store of 4,096 ranks needs 12588 open files, but rank 0 on .* may have 1024: type ulimit -n"
+    with pytest.raises(ValueError, match=f"{text} 12588 as root"):
+        open_limit.allow_connections(0, 4096)
+    at.set(open_limit, "raise_limit", lambda process=0: None)
+    open_limit.allow_connections(0, 4096)  # a system that does not say
+
+
+def test_too_many_open_files_are_explained(at, capsys):
+    """In the message of an error of any kind: of the file system, of gloo, of the store."""
+    logger, text = Logger(Progress(1, step=4), []), "socket: Too many open files"
+    for error in (OSError(24, "Too many open files", "x"), RuntimeError(text), DistNetworkError(text)):
+        dog = Watchdog(Ranks(0, 1, torch.device("cpu"), "gloo"), 600.0, logger.progress, logger)
+        crashes.explain(dog, type(error), error, None)
+        said = capsys.readouterr().err
+        assert "Too many open files" in said and "type ulimit -n 65536 as root" in said
+        assert said.count("error:") == 1 == said.count("\n")
+    assert open_limit.explained("[Errno 2] No such file") == "[Errno 2] No such file"
+
+
 # -- gloo
 
+
+def test_gloos_addresses_are_linear_in_ranks():
+    """2 N^2 requests and N^2 (157 + 8 N) bytes in the full mesh of gloo's default."""
+    (_, requests, answered), (most, more_requests, more_answered) = (
+        [cost.amount for cost in gloo([size])] for size in (8, 32)
+    )
+    assert more_requests < 5 * requests and more_answered < 5 * answered
+    assert most <= 1 + 3 * (2 + 5), "a ring and a tree of 32"
+
+
 # -- store
+
+
+def test_ranks_know_each_other_by_few_bytes():
+    """Every rank used to read every rank's cores: 944 N^2 bytes."""
+    (_, requests, answered), (most, more_requests, more_answered) = (
+        [cost.amount for cost in store([size])] for size in (32, 128)
+    )
+    assert most <= 100 and more_requests < 10 * requests
+    assert more_answered < 128 * 1000 and more_answered < 6 * answered
+
+
+@pytest.mark.slow
+def test_1024_ranks_start_by_few_requests():
+    most, requests, answered = (cost.amount for cost in store([1024]))
+    assert most <= 100 and requests <= 100 * 1024 and answered <= 2e6
+
+
+def test_the_answer_of_rank_0_lists_machines_once():
+    sizes = []
+    for size in (1024, 4096):
+        names = [f"node-{rank // 8}" for rank in range(size)]
+        answers = survey([Process(name, "k", "0-95", 8, f"agent of {name}") for name in names])
+        assert json.loads(answers[f"place/{size - 1}"]) == [size - 1, 8]
+        sizes.append(len(answers["machines"]))
+    assert sizes[0] < 1000 and sizes[1] < 4 * 1000
+
+
+def test_ranks_names_are_made_when_asked_for():
+    """A list of the names, which each rank made, was N^2: each name looked at all hosts."""
+    looked = []
+
+    class Hosts(Repeated):
+        def __getitem__(self, rank):
+            looked.append(rank)
+            return super().__getitem__(rank)
+
+    names = rank_names(Hosts(["a", "b"], [1000, 1000]))
+    assert len(names) == 2000 and not looked
+    assert names[1999] == "rank 1999 (b)" and len(looked) <= 3000
+
 
 # -- read_ahead
 
