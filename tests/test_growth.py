@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch.distributed import DistNetworkError
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch import open_files as open_limit
+from isogpt.launch import together
 from isogpt.launch.machines import Process, Repeated, survey
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor import crashes
 from isogpt.monitor.log import Logger
 from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters
+from isogpt.parallel.compare_weights import TERM, term_of_comparison
 from isogpt.parallel.data_parallel import in_buckets
 
 # -- newer_checkpoints
@@ -175,6 +178,36 @@ def test_a_report_shows_a_few_of_many_ranks(at):
     cause = dogs[0].find_cause()
     assert cause.startswith("all ranks respond: rank 3 (node-0.cluster.example.org) at step 3, the start; ra")
     assert cause.endswith("rank 2 (node-0.cluster.example.org) and 596 more at step 4, the start")
+
+
+def test_ranks_that_agree_gather_nothing(at):
+    """Neither while they wait for a disk nor when no rank has failed."""
+    at.set(together, "gather_objects", lambda value: pytest.fail("gathered"))
+    together.wait_together(None)
+    with together.exit_together():
+        pass
+
+
+def test_errors_of_many_ranks_are_a_few_lines(capsys):
+    same = {rank: together.Failure("no disk", is_expected=True) for rank in range(1, 1024)}
+    together.print_failures(same)
+    assert capsys.readouterr().err == "error: rank 1, 2, 3, 4, 5, 6, 7, 8 and 1,015 more: no disk\n"
+    together.print_failures({rank: failure._replace(message=f"no {rank}") for rank, failure in same.items()})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: rank 1: no 1" and lines[8:] == ["error: and 1,015 more of other ranks"]
+
+
+def test_weights_are_compared_by_one_number():
+    """All checksums are gathered only if the sum over the ranks shows that some differ."""
+    model, checksums = torch.nn.Linear(2, 2), {("weight", (0, 0), 0): -7, ("bias", (0,), 0): 2**40 + 1}
+    terms = []
+    for rank in range(300):
+        holders = SimpleNamespace(without=lambda _, rank=rank: SimpleNamespace(index=rank, size=300))
+        mesh = SimpleNamespace(pp=1, holders=lambda p, holders=holders: holders)
+        terms.append(term_of_comparison(model, mesh, checksums))
+        if rank == 7:
+            changed = term_of_comparison(model, mesh, checksums | {("bias", (0,), 0): 5}) - terms[-1]
+    assert sum(terms) % TERM == 0 and (sum(terms) + changed) % TERM and sum(terms) < 2**63
 
 
 # -- sharded_metadata
