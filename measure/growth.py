@@ -122,6 +122,7 @@ def open_files(sizes: Sequence[int] = (64, 256), host_sizes: Sequence[int] = (8,
         clients = [torch.distributed.TCPStore("127.0.0.1", store.port) for _ in range(2 * size)]
         host = files_open() - before - len(clients)
         costs.append(Cost(f"{size:,} ranks", host, "files of the store's host"))
+        del clients, store
     return costs
 
 

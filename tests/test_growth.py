@@ -30,9 +30,9 @@ from isogpt.parallel.data_parallel import in_buckets
 
 def test_a_rank_connects_to_few_others():
     """In the full mesh of gloo's default, a rank has N - 1 sockets."""
-    few, many, host, larger_host = (cost.amount for cost in open_files([8, 24], host_sizes=[1, 4]))
+    few, many, host, larger_host = (cost.amount for cost in open_files([8, 24], host_sizes=[1, 5]))
     assert many <= few + 0.5 < 9
-    assert larger_host - host == 2 * 3, "the store's host has two of each rank"
+    assert 4 < larger_host - host <= 2 * 4, "two of each rank, besides the few of the first store"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
