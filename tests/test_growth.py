@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import sys
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from growth import buckets, failure_report, gloo, open_files, store, watchdogs
 from torch.distributed import DistNetworkError
 
@@ -112,6 +114,27 @@ def test_the_answer_of_rank_0_lists_machines_once():
         assert json.loads(answers[f"place/{size - 1}"]) == [size - 1, 8]
         sizes.append(len(answers["machines"]))
     assert sizes[0] < 1000 and sizes[1] < 4 * 1000
+
+
+def test_what_is_the_same_on_all_ranks_is_sent_as_a_digest(at):
+    """All ranks' settings on each rank were N^2 bytes."""
+    others, sent = [{"seed": 1}] * 3, []
+
+    def gather(rows, row, group):
+        if len(row) == 3:  # digests: this rank's for the others
+            sent.append(row)
+            rows.copy_(torch.cat([row, *[sent[0]] * (len(others) - 1)]))
+        else:
+            padded = [torch.tensor([*pickle.dumps(other)], dtype=torch.uint8) for other in others]
+            rows.copy_(torch.stack([F.pad(p, (0, len(row) - len(p))) for p in padded]).flatten())
+            sent.append(row)
+
+    at.set(together, "all_gather_single", gather)
+    at.set(torch.distributed, "is_initialized", lambda: True)
+    at.set(torch.distributed, "get_world_size", lambda group=None: len(others))
+    assert together.gather_objects(others[0]) == others and len(sent) == 1 and sent[0].nbytes == 24
+    others = [{"seed": 2}, *others[1:]]
+    assert together.gather_objects(others[0]) == others and len(sent) == 3
 
 
 def test_ranks_names_are_made_when_asked_for():
