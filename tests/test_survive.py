@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import (
@@ -422,14 +423,20 @@ def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tm
 
 def test_slow_ranks_and_spikes_are_detected():
     slow = SlowRanks(patience=3)
-    assert not slow.seen({"forward ms": [10.0, 40.0]}) and not slow.seen({"forward ms": [10.0, 40.0]})
-    assert slow.seen({"forward ms": [10.0, 40.0]}) == ["rank 1: forward ms 40.0, others 10.0"]
-    assert not slow.seen({"forward ms": [10.0, 40.0]}), "reported once"
+
+    def seen(**columns):
+        return slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})
+
+    assert not seen(forward_ms=[10.0, 40.0]) and not seen(forward_ms=[10.0, 40.0])
+    assert seen(forward_ms=[10.0, 40.0]) == ["rank 1: forward ms 40.0, others 10.0"]
+    assert not seen(forward_ms=[10.0, 40.0]), "reported once"
     for _ in range(10):
-        assert not slow.seen({"forward ms": [10.0, 11.0, 12.0], "memory GB": [1.0, 1.1, 1.2]})
-    assert slow.seen({}) == []
-    named = [slow.seen({"memory GB": [1.0, 1.0, 9.0]}) for _ in range(3)][-1]
+        assert not seen(forward_ms=[10.0, 12.0], memory_GB=[1.0, 1.1, 1.2])
+    assert seen() == []
+    named = [seen(memory_GB=[1.0, 1.0, 9.0]) for _ in range(3)][-1]
     assert named == ["rank 2: memory GB 9.0, others 1.0"]
+    named = [seen(data_wait_ms=[1.0] * 30 + [*range(100, 120)]) for _ in range(3)][-1]
+    assert named == ["rank 30, 31, 32, 33, 34, 35, 36, 37 and 12 more: data wait ms 119.0, others 1.0"]
     spikes = LossSpikes()
     assert not any(spikes.seen(3 - i / 100 + i % 3 / 10) for i in range(60))
     assert spikes.seen(6.0) and not spikes.seen(2.5)

@@ -64,7 +64,8 @@ class RankNames(Sequence[str]):
         return len(self.hosts)
 
     def __getitem__(self, rank: int) -> str:
-        has_several = any(host != self.hosts[0] for host in self.hosts)
+        first = self.hosts[0]
+        has_several = any(host != first for host in self.hosts)
         return f"rank {rank} ({self.hosts[rank]})" if has_several else f"rank {rank}"
 
 

@@ -45,7 +45,7 @@ def how_to_allow(needed: int) -> str:
     """What to type so that a process may have this many open files."""
     return (
         f"type ulimit -n {needed} as root before the command, start the container with --ulimit "
-        f"nofile={needed}, or set LimitNOFILE={needed} in the launcher's unit of systemd (with Slurm, slurmd's)"
+        f"nofile={needed}, or set LimitNOFILE={needed} in the systemd unit of the launcher (Slurm's slurmd)"
     )
 
 

@@ -1,10 +1,11 @@
 """Detect loss spikes, repeated overflows and slow ranks."""
 
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from isogpt.common.console import ranks_text
 
 
 @dataclass
@@ -37,26 +38,27 @@ class Overflows:
 
 @dataclass
 class SlowRanks:
-    """Detects a rank that stays well above the other ranks in forward time, in data wait or in memory."""
+    """Detects ranks that stay well above the other ranks in forward time, in data wait or in memory."""
 
     patience: int = 20  # consecutive logged steps
-    counts: dict = field(default_factory=dict)  # consecutive steps by (column, rank)
+    counts: dict[str, np.ndarray] = field(default_factory=dict)  # consecutive steps of each rank, by column
 
-    def seen(self, columns: dict[str, list[float]]) -> list[str]:
+    def seen(self, columns: dict[str, np.ndarray]) -> list[str]:
         """
         Args:
-            columns: {what was measured: the value of each rank}.
+            columns: {what was measured: the value of each rank, (world_size,)}.
 
         Returns:
-            A sentence for each rank that has been above the other ranks for exactly `patience` steps.
+            A sentence for each column with the ranks that have been above the others for exactly `patience`
+            steps, and their largest value.
         """
         sentences = []
         for what, values in columns.items():
-            typical = statistics.median_low(values)
+            typical = np.quantile(values, 0.5, method="lower")
             margin = 0.2 if what.endswith("GB") else 5  # GB or ms: differences that do not matter
-            for rank, value in enumerate(values):
-                is_above = value > 1.5 * typical + margin
-                self.counts[what, rank] = self.counts.get((what, rank), 0) + 1 if is_above else 0
-                if self.counts[what, rank] == self.patience:
-                    sentences.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
+            is_above = values > 1.5 * typical + margin
+            self.counts[what] = np.where(is_above, self.counts.get(what, 0) + 1, 0)
+            if len(slow := np.flatnonzero(self.counts[what] == self.patience)):
+                most = values[slow].max()
+                sentences.append(f"{ranks_text(slow)}: {what} {most:.1f}, others {typical:.1f}")
         return sentences

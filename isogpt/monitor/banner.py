@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import torch_import
@@ -65,7 +66,8 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     """The sequences of a step."""
     share, length = reader.share, reader.block_size
     tokens = share.sequences * length
-    rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]))
+    rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
+    rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
     padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
     unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
     lines = [

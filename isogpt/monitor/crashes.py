@@ -65,7 +65,7 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
         watchdog.let_others_finish()  # they may be about to ask whether they are the first
     elif (text := open_files.explained(str(error))) != str(error):
-        if watchdog.is_first("open files"):
+        if watchdog.turn("open files") == 1:
             console.print_error(text.splitlines()[0])
             watchdog.logger.failed(text)
         watchdog.let_others_finish()  # they may be about to ask whether they are the first

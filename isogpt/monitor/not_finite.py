@@ -10,6 +10,7 @@ import torch.nn as nn
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
+from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
 from isogpt.data.reader import Batches, Reader
 from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.log import Logger
@@ -107,7 +108,7 @@ def describe_not_finite(
     everyone, starts = range(len(numbers.loss)), reader.starts(step)
     guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
     rows_read = {}  # {rank: the tokens at which its rows start}
-    for r in guilty:
+    for r in guilty[:RANKS_SHOWN]:
         share = reader.share_of_rank(r)
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]
         rows_read[r] = np.concatenate(picked)[:64].tolist()
@@ -125,8 +126,9 @@ def describe_not_finite(
     }
     gradients = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:5])
     rows = "; ".join(f"{first[:8]} (rank {r})" for r, first in list(rows_read.items())[:4])
+    losses = shortened([*map(str, facts["loss"])], RANKS_SHOWN)
     text = (
-        f"step {step}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {facts['loss']}, "
-        f"gradient norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}"
+        f"step {step}: not finite on {ranks_text(guilty)}: loss by rank [{losses}], gradient "
+        f"norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}"
     )
     return text, facts

@@ -125,7 +125,7 @@ class RunReport:
             "data wait ms": numbers.data_ms,
             "memory GB": numbers.memory_gb,
         }
-        for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
+        for slow in self.slow_ranks.seen({name: values.numpy() for name, values in columns.items()}):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
     def is_stopped(self) -> bool:
