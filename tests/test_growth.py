@@ -9,6 +9,7 @@ from growth import buckets, failure_report, watchdogs
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch import together
+from isogpt.monitor import crashes
 from isogpt.monitor.watchdog import beat_interval_s, reporters
 from isogpt.parallel.compare_weights import TERM, term_of_comparison
 from isogpt.parallel.data_parallel import in_buckets
@@ -71,6 +72,16 @@ def test_a_report_shows_a_few_of_many_ranks(at):
     cause = dogs[0].find_cause()
     assert cause.startswith("all ranks respond: rank 3 (node-0.cluster.example.org) at step 3, the start; ra")
     assert cause.endswith("rank 2 (node-0.cluster.example.org) and 596 more at step 4, the start")
+
+
+def test_the_first_of_many_ranks_print_a_traceback(capsys):
+    dogs = watchdogs(20)
+    for dog in dogs:
+        crashes.explain(dog, KeyError, KeyError("x"), None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("KeyError: 'x'") == 8
+    assert lines[-1] == "note: 8 ranks have failed; any others print no traceback"
+    assert [dog.fate for dog in dogs] == [None] * 8 + [""] * 12, "the others have nothing to add"
 
 
 def test_ranks_that_agree_gather_nothing(at):
