@@ -75,19 +75,39 @@ class Written(NamedTuple):
     numbers: dict[str, float]  # the tensors without dimensions
 
 
-def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> None:
+class Division(NamedTuple):
+    """Which rank writes each of the pieces that this rank holds."""
+
+    digests: np.ndarray  # see digests_of
+    writers: np.ndarray  # (pieces,)
+
+
+def write(
+    folder: Path,
+    parts: dict[str, LocalPart],
+    group: dist.ProcessGroup | None,
+    division: Division | None = None,
+) -> Division:
     """
     Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
     Returns when all ranks have written. Raises OSError if a rank fails, or if files are missing on rank 0.
+
+    Args:
+        division: what the call before returned. The ranks divide the pieces again only if a rank holds other
+            pieces than then.
     """
     together = _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
+    digests = digests_of(parts)
+    is_same = division is not None and np.array_equal(digests, division.digests)
     try:
-        writers = together.reduce_scatter("plan", partial(digests_of, parts), choose_writers)
-        together.all_reduce(
-            "write", partial(write_pieces, folder, parts, writers, together.rank), partial(complete, folder)
-        )
+        if not together.all_reduce("compare", partial(bool, is_same), all):
+            writers = together.reduce_scatter("divide", partial(np.array, digests), choose_writers)
+            division = Division(digests, writers)
+        write_mine = partial(write_pieces, folder, parts, division.writers, together.rank)
+        together.all_reduce("write", write_mine, partial(complete, folder))
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
+    return division
 
 
 def pieces_of(parts: dict[str, LocalPart]) -> Iterator[tuple[str, LocalPart, Offsets, Tensor]]:
