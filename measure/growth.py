@@ -6,7 +6,13 @@ bytes and items, so that a busy machine shows the same. docs/scaling.md has the 
     python measure/growth.py store metrics   these
 """
 
+import gc
+import re
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +52,85 @@ class Cost(NamedTuple):
 
 # -- buckets: dividing tensors into buckets (comparisons)
 
+
 # -- memory_of_saves: a save of one process, and an export (bytes a parameter)
+def memory_of_saves(n_embd: int = 384, file_size: str = "8MB") -> list[Cost]:
+    """
+    What a checkpoint of one process and conversions of checkpoints allocate beyond the state of the run:
+    weights, gradients and two moments. Memory-mapped pages of a checkpoint's file are not counted.
+    """
+    from isogpt.nn import huggingface
+
+    usual, huggingface.FILE_SIZE = huggingface.FILE_SIZE, file_size
+    try:
+        memory_of_conversions(8)  # imports what is imported when it is first used
+        return memory_of_conversions(n_embd)
+    finally:
+        huggingface.FILE_SIZE = usual
+
+
+def memory_of_conversions(n_embd: int) -> list[Cost]:
+    """See memory_of_saves, of a GPT-2 of four layers."""
+    import torch
+
+    import export
+    from isogpt.checkpoint.ckpt_file import copied_state, write_file
+    from isogpt.checkpoint.commit import commit_checkpoint
+    from isogpt.checkpoint.manifest import make_manifest
+    from isogpt.nn import huggingface
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
+    count = sum(p.numel() for p in model.parameters())
+    optimizers = export.optimizers_of(model, {})
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0, "config": {}, "isogpt": {}}
+    amounts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "unfinished" / "ckpt.pt"
+
+        def save() -> None:
+            write_file(file, copied_state(run, model, optimizers))
+
+        amounts["a save"] = peak_of(save)
+        commit_checkpoint(file.parent, make_manifest(run, 1, 0, None), keep_last=0)
+        amounts["--to=shards"] = peak_of(partial(export.convert, folder, "shards"))
+        amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
+        amounts["--to=hf, the model apart"] = peak_of(
+            partial(huggingface.save, Path(folder) / "hf", model, {})
+        )
+    size = f"{count / 1e6:,.1f}M parameters"
+    return [Cost(f"{size}, {what}", amount / count, "bytes a parameter") for what, amount in amounts.items()]
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """By how many bytes work() raises the process's memory, without mapped files, at most."""
+    gc.collect()
+    before = anonymous_memory()
+    highest, is_done = [before], threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.001):
+            highest.append(anonymous_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        is_done.set()
+        thread.join()
+    return max(highest) - before
+
+
+def anonymous_memory() -> int:
+    """The bytes of this process's memory that are not pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
 
 # -- loop_memory: a long run (bytes that stay)
 
@@ -64,7 +148,7 @@ ROWS = {
     # failure_report
     # sharded_metadata
     # buckets
-    # memory_of_saves
+    "memory_of_saves": memory_of_saves
     # loop_memory
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
+from isogpt.checkpoint.ckpt_file import copied_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
@@ -121,7 +121,7 @@ class Saver:
         if self.is_sharded:
             copied = state.copy_parts()
         else:
-            copied = nanogpt_state(run, state.model, state.optimizers) if is_main() else {}
+            copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
         with exit_together(self.log.failed):
             self.check_weights(state)  # also waits until a GPU has copied
             lost = self.claim_folder()
