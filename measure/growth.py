@@ -48,7 +48,79 @@ class Cost(NamedTuple):
 
 # -- failure_report: watching, and the report of a failure (requests, bytes)
 
+
 # -- sharded_metadata: the metadata of a checkpoint in shards (items, bytes)
+def sharded_metadata(sizes: tuple[int, ...] = (64, 256, 1024), tensors: int = 102) -> list[Cost]:
+    """
+    What rank 0 gathers of pieces, and what a rank reads to resume on the same layout, with as many tensors as
+    the weights and moments of 34 parameters, a tenth of a model of 10B, divided by rows (ZeRO-3). The ranks are simulated and
+    write one after the other into a folder, with one number in a row.
+    """
+    costs = []
+    for ranks in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            first, later, read, total = shards_of(Path(folder), ranks, tensors)
+        costs += [
+            Cost(f"{ranks:,} ranks, gathered once", first, "bytes on rank 0"),
+            Cost(f"{ranks:,} ranks, gathered later", later, "bytes on rank 0"),
+            Cost(f"{ranks:,} ranks, same layout", read, "bytes of indices that a rank reads"),
+            Cost(f"{ranks:,} ranks, other layout", total, "bytes of indices that a rank reads at most"),
+        ]
+    return costs
+
+
+def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tuple[int, int, int, int]:
+    """
+    Write a checkpoint of simulated ranks: (bytes that rank 0 gathers at the first save, at later ones, bytes
+    of indices and of tensors.json that rank 1 reads, bytes of all of these).
+    """
+    import pickle
+    from unittest.mock import patch
+
+    from isogpt.checkpoint import sharded_files
+
+    parts = [rows_of(rank // replicas, ranks // replicas, tensors) for rank in range(ranks)]
+    digests = [sharded_files.digests_of(part) for part in parts]
+    writers = sharded_files.choose_writers(digests)
+    with patch("os.fsync"):
+        written = [
+            sharded_files.write_pieces(folder, part, of_rank, rank)
+            for rank, (part, of_rank) in enumerate(zip(parts, writers, strict=True))
+        ]
+        sharded_files.complete(folder, written)
+    opened = []
+    read_json = sharded_files.PlainReader.read_json
+
+    def noted(reader: sharded_files.PlainReader, path: Path) -> dict:
+        opened.append(path.stat().st_size)
+        return read_json(reader, path)
+
+    target = rows_of(1 // replicas, ranks // replicas, tensors, value=0.0)
+    with (
+        patch.object(sharded_files.PlainReader, "read_json", noted),
+        patch.object(sharded_files, "own_rank", return_value=1),
+    ):
+        sharded_files.read(folder, target, {})
+    for name, part in parts[1].items():
+        assert all(a.equal(b) for (_, a), (_, b) in zip(part.pieces, target[name].pieces, strict=True))
+    total = sum(path.stat().st_size for path in folder.glob("*.json"))
+    return sum(map(len, map(pickle.dumps, digests))), len(pickle.dumps(written)), sum(opened), total
+
+
+def rows_of(index: int, count: int, tensors: int, value: float | None = None) -> dict:
+    """The parts of a rank that holds one of `count` rows of each tensor, and a number."""
+    import torch
+
+    from isogpt.parallel.local_parts import LocalPart
+
+    names = [f"optim.transformer.h.{i // 21}.mlp.c_proj.weight.{i % 21}" for i in range(tensors)]
+    shape = torch.Size((count, 1))
+    parts = {
+        name: LocalPart(shape, (((index, 0), torch.full((1, 1), float(index) if value is None else value)),))
+        for name in names
+    }
+    return parts | {"optim.step": LocalPart(torch.Size(()), (((), torch.tensor(7.0)),))}
+
 
 # -- buckets: dividing tensors into buckets (comparisons)
 
@@ -146,9 +218,9 @@ ROWS = {
     # metrics
     # shuffle
     # failure_report
-    # sharded_metadata
+    "sharded_metadata": sharded_metadata,
     # buckets
-    "memory_of_saves": memory_of_saves
+    "memory_of_saves": memory_of_saves,
     # loop_memory
 }
 
