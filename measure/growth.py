@@ -53,8 +53,8 @@ class Cost(NamedTuple):
 def sharded_metadata(sizes: tuple[int, ...] = (64, 256, 1024), tensors: int = 102) -> list[Cost]:
     """
     What rank 0 gathers of pieces, and what a rank reads to resume on the same layout, with as many tensors as
-    the weights and moments of 34 parameters, a tenth of a model of 10B, divided by rows (ZeRO-3). The ranks are simulated and
-    write one after the other into a folder, with one number in a row.
+    the weights and moments of 34 parameters, a tenth of those of a model of 10B, divided by rows (ZeRO-3).
+    The ranks are simulated and write one after the other into a folder, with one number in a row.
     """
     costs = []
     for ranks in sizes:
