@@ -72,7 +72,7 @@ def sharded_metadata(sizes: tuple[int, ...] = (64, 256, 1024), tensors: int = 10
 def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tuple[int, int, int, int]:
     """
     Write a checkpoint of simulated ranks: (bytes that rank 0 gathers at the first save, at later ones, bytes
-    of indices and of tensors.json that rank 1 reads, bytes of all of these).
+    of indices and of tensors.json that the last rank reads, bytes of all of these).
     """
     import pickle
     from unittest.mock import patch
@@ -95,13 +95,14 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
         opened.append(path.stat().st_size)
         return read_json(reader, path)
 
-    target = rows_of(1 // replicas, ranks // replicas, tensors, value=0.0)
+    own = ranks - 1  # it stands last in a search through all indices
+    target = rows_of(own // replicas, ranks // replicas, tensors, value=0.0)
     with (
         patch.object(sharded_files.PlainReader, "read_json", noted),
-        patch.object(sharded_files, "own_rank", return_value=1),
+        patch.object(sharded_files, "own_rank", return_value=own),
     ):
         sharded_files.read(folder, target, {})
-    for name, part in parts[1].items():
+    for name, part in parts[own].items():
         assert all(a.equal(b) for (_, a), (_, b) in zip(part.pieces, target[name].pieces, strict=True))
     total = sum(path.stat().st_size for path in folder.glob("*.json"))
     return sum(map(len, map(pickle.dumps, digests))), len(pickle.dumps(written)), sum(opened), total
