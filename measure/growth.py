@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
 
 # -- sharded_metadata: the metadata of a checkpoint in shards (items, bytes)
-def sharded_metadata(sizes: tuple[int, ...] = (64, 256, 1024), tensors: int = 102) -> list[Cost]:
+def sharded_metadata(sizes: tuple[int, ...] = (16, 64, 256), tensors: int = 102) -> list[Cost]:
     """
     What rank 0 gathers of pieces, and what a rank reads to resume on the same layout, with as many tensors as
     the weights and moments of 34 parameters, a tenth of those of a model of 10B, divided by rows (ZeRO-3).
