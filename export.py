@@ -36,14 +36,14 @@ from isogpt.checkpoint.manifest import (
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
-from isogpt.checkpoint.state import restore_checkpoint, state_parts
+from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.nn import huggingface
-from isogpt.parallel.local_parts import local_part_of, local_parts_by_name
+from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
-from isogpt.training import optim
+from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
 
 
@@ -72,28 +72,63 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
+    if form == "shards":
+        return write_shards(out_dir, source, model)
     materialize(model, torch.device("cpu"))
     if form == "hf":
         restore_checkpoint(source, model)
         check_finite(model, stored.path)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
-    of_a_file = ":" in source.run["config"].get("optimizer", "adamw")
+    of_a_file = is_of_a_file(source)
     optimizers = [] if of_a_file else optimizers_of(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
-    kept = read_state(source) if of_a_file else {}
+    state = nanogpt_state(source.run, model, optimizers)
+    state["optimizer"]["state"] |= read_state(source) if of_a_file else {}
     with unfinished_folder(out_dir) as unfinished:
-        if form == "ckpt.pt":
-            state = nanogpt_state(source.run, model, optimizers)
-            state["optimizer"]["state"] |= kept
-            write_file(unfinished / "ckpt.pt", state)
-            return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
-        from isogpt.checkpoint import sharded_files
+        write_file(unfinished / "ckpt.pt", state)
+        return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
 
-        of_files = {n: {k: local_part_of(v) for k, v in tensors.items()} for n, tensors in kept.items()}
-        parts = flat(local_parts_by_name(model), state_parts(model, optimizers) | of_files)
+
+def write_shards(out_dir: str, source: OpenCheckpoint, model: GPT) -> Path:
+    """
+    Write the step folder of a ckpt.pt again, in shards. Returns the folder.
+
+    Args:
+        model: on the meta device.
+    """
+    from isogpt.checkpoint import sharded_files
+
+    parts = {name: local_part_of(tensor) for name, tensor in tensors_of(source, model).items()}
+    with unfinished_folder(out_dir) as unfinished:
         sharded_files.write(unfinished, parts, group=None)
-        manifest = make_manifest(source.run, 1, 3, stored.val_loss) | {"run": source.run}
+        manifest = make_manifest(source.run, 1, 3, source.stored.val_loss) | {"run": source.run}
         return commit_checkpoint(unfinished, manifest, keep_last=0)
+
+
+def tensors_of(source: OpenCheckpoint, model: GPT) -> dict[str, Tensor]:
+    """
+    The tensors of a ckpt.pt that a run would resume with, by their names in shards. They are memory-mapped:
+    nothing is allocated.
+
+    Args:
+        model: on the meta device.
+
+    Raises:
+        ValueError: a tensor is missing or has a different shape.
+    """
+    optimizers = [] if is_of_a_file(source) else optimizers_of(model, source.run["config"])
+    state = optimizer_state.state_on_meta(model, optimizers, source.names_with_state)
+    wanted = flat({name: p.detach() for name, p in model.named_parameters()}, state)
+    source.read({name: local_part_of(tensor) for name, tensor in wanted.items()})  # to meta: only checks
+    dtypes = {name: tensor.dtype for name, tensor in wanted.items()}
+    if is_of_a_file(source):
+        dtypes |= {n: dtype_of_state(shape) for n, shape in source.shapes.items() if n.startswith("optim.")}
+    return {name: source.tensors[name].to(dtype) for name, dtype in dtypes.items()}
+
+
+def is_of_a_file(source: OpenCheckpoint) -> bool:
+    """Whether the optimizer is of a user's class."""
+    return ":" in source.run["config"].get("optimizer", "adamw")
 
 
 def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
@@ -102,14 +137,18 @@ def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
     needed, and no file that a checkpoint names is run.
     """
     saved = {n: shape for n, shape in source.shapes.items() if n.startswith("optim.")}
-    # the optimizer's numbers are in float64
-    tensors = {n: torch.empty(shape, dtype=None if shape else torch.float64) for n, shape in saved.items()}
+    tensors = {n: torch.empty(shape, dtype=dtype_of_state(shape)) for n, shape in saved.items()}
     source.read({name: local_part_of(tensor) for name, tensor in tensors.items()})
     state = defaultdict(dict)
     for name, tensor in tensors.items():
         parameter, _, key = name.removeprefix("optim.").rpartition(".")
         state[parameter][key] = tensor
     return dict(state)
+
+
+def dtype_of_state(shape: torch.Size) -> torch.dtype:
+    """In which dtype a tensor of an optimizer of a user's class is written."""
+    return torch.float32 if shape else torch.float64
 
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:

@@ -89,17 +89,31 @@ def why_not_loaded(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
+def copied_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """
+    Start to copy `nanogpt_state` to the CPU, so that a training run can go on while it is written. The copy
+    is complete when the caller has waited for the device.
+    """
+    state, copies = nanogpt_state(run, model, optimizers), {}
+    for tensors in (state["model"], *state["optimizer"]["state"].values()):
+        for name, tensor in tensors.items():
+            if tensor not in copies:  # the head can be tied to wte
+                copies[tensor] = copy_to_cpu(tensor)
+            tensors[name] = copies[tensor]
+    return state
+
+
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    Start to copy the state to the CPU in nanoGPT's form, which nanoGPT's train.py and sample.py load if the
-    model is a GPT-2. The copy is complete when the caller has waited for the device.
+    The state in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a GPT-2. Its
+    tensors are the model's and the optimizers' own.
 
     Args:
         run: what is not a tensor.
     """
-    weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
     state = optimizer_state.saved_state(model, optimizers)
-    state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
+    state["state"] = {i: dict(kept) for i, kept in state["state"].items()}
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     args, others = {}, {}

@@ -2,7 +2,7 @@
 Enter a run's folder: find the checkpoint to start from, claim the folder, set aside what earlier runs left.
 
     <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form (zero 0, one process)
-    <out_dir>/step_00001200/*.distcp, .metadata  or in shards: each rank's part, by parameter name
+    <out_dir>/step_00001200/*.distcp, *.json     or in shards: each rank's part, see sharded_files.py
     <out_dir>/step_00001200/manifest.json        the layout and a checksum of each file
     <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 

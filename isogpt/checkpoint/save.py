@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
+from isogpt.checkpoint.ckpt_file import copied_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.manifest import (
@@ -34,6 +34,9 @@ from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
+
+if TYPE_CHECKING:
+    from isogpt.checkpoint.sharded_files import Division
 
 
 class Log(Protocol):
@@ -75,6 +78,7 @@ class Saver:
     failures: int = 0  # how many have failed in succession
     is_sharded: bool = field(init=False)  # whether ranks hold different parts of the state
     group: dist.ProcessGroup | None = field(init=False, default=None)  # of the ranks that write shards
+    division: "Division | None" = field(init=False, default=None)  # which rank writes which shards
 
     def __post_init__(self) -> None:
         self.is_sharded = is_sharded(self.plan, self.mesh)
@@ -117,7 +121,7 @@ class Saver:
         if self.is_sharded:
             copied = state.copy_parts()
         else:
-            copied = nanogpt_state(run, state.model, state.optimizers) if is_main() else {}
+            copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
         with exit_together(self.log.failed):
             self.check_weights(state)  # also waits until a GPU has copied
             lost = self.claim_folder()
@@ -165,7 +169,7 @@ class Saver:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                sharded_files.write(folder, copied, self.group)
+                self.division = sharded_files.write(folder, copied, self.group, self.division)
                 manifest["run"] = run
             else:
                 write_file(folder / "ckpt.pt", copied)

@@ -96,6 +96,7 @@ RUN_NO_CODE = {"trust_remote_code": False}
 OTHER_FORMS = "set --to=ckpt.pt or --to=shards"  # advice if a model cannot be exported
 # the rows of these weights are tokens
 ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
+FILE_SIZE = "5GB"  # largest file of weights: transformers transposes all weights of a file before it writes
 CHECKED_TOKENS = 2048  # length of the sequence on which an exported model is compared with ours, at most
 
 
@@ -257,7 +258,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
     """
     hf = converted(model, token_ids)
     check_logits(model, hf)
-    hf.save_pretrained(folder)
+    hf.save_pretrained(folder, max_shard_size=FILE_SIZE)
 
 
 def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
@@ -381,13 +382,13 @@ def their_weights(kind: str, args: dict, weights: dict[str, Tensor]) -> dict[str
     if args["tied"]:
         weights = weights | {"lm_head.weight": weights["transformer.wte.weight"]}
     if kind == "gpt2":
-        return {name: w.t().contiguous() if name.endswith(CONV1D) else w for name, w in weights.items()}
+        return {name: w.t() if name.endswith(CONV1D) else w for name, w in weights.items()}
     config, theirs = GPTConfig(**args), {}
     for ours, targets in names(kind, config.n_layer):
         if ours in weights:
             w = weights[ours]
             parts = w.split(config.qkv_rows) if len(targets) > 1 else [w]
-            theirs |= {target: part.contiguous() for target, part in zip(targets, parts, strict=True)}
+            theirs |= dict(zip(targets, parts, strict=True))
     if kind == "mixtral":
         join_experts(theirs, config)
     return theirs

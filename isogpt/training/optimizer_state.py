@@ -39,10 +39,11 @@ def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn
 
 
 def what_is_kept(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Kept:
-    """What an optimizer keeps for a parameter, found by a probe."""
+    """What an optimizer keeps for a parameter, found by a probe (on the CPU for the meta device)."""
     inner = inner_optimizer(optimizer)
     betas = tuple(inner.defaults.get("betas", BETAS))
-    return kept_by(type(inner), p.dim(), p.device, betas)
+    device = torch.device("cpu") if p.is_meta else p.device
+    return kept_by(type(inner), p.dim(), device, betas)
 
 
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
@@ -85,6 +86,25 @@ def create_state(
                 state[p] = kept.new_state(p)
             group.update(kept.group)  # a first step may add a number, or make a float of 0
     return state_by_name(model, optimizers)
+
+
+def state_on_meta(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], names: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """What `create_state` would return for a model on the meta device."""
+    names_of = {p: name for name, p in model.named_parameters()}
+    states = {}
+    for optimizer in optimizers:
+        for whole, p, _ in held_by(optimizer):
+            if names_of[whole] in names:
+                kept = what_is_kept(optimizer, p)
+                values = kept.new_state(p)
+                values |= {GROUP + key: number for key, number in kept.group.items()}
+                states[names_of[whole]] = {
+                    key: value if torch.is_tensor(value) else torch.tensor(value, dtype=torch.float64)
+                    for key, value in values.items()
+                }
+    return states
 
 
 def take_numbers(
