@@ -3,26 +3,29 @@ Checkpoints in shards: each rank writes the parts that it holds with torch.distr
 parameter name, and reads the parts that it holds from shards of any layout.
 """
 
+import io
 import os
 import pickle
 import socket
 import warnings
+import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.checkpoint.manifest import damaged_file
-from isogpt.common.files import check_no_link, check_regular, load_pickle, reason_of
+from isogpt.common.files import HashedFile, check_no_link, check_regular, load_pickle, reason_of
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
@@ -46,23 +49,34 @@ METADATA = {
 }
 
 
-def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> None:
+def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> dict:
     """
     Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
     Returns when all ranks have written. Raises OSError if a rank fails, or if files are missing on rank 0.
+
+    Returns:
+        On rank 0 the manifest's entries of all files, which each rank has hashed while it wrote its own; on
+        other ranks {}.
     """
+    writer = Writer(folder)
     try:
         dcp.save(
             parts,
-            storage_writer=Writer(folder),
+            storage_writer=writer,
             planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
-    if group is None or dist.get_rank(group) == 0:
+    is_first = group is None or dist.get_rank(group) == 0
+    if is_first:
         check_complete(folder)
+    entries = [writer.fs.entries]
+    if group is not None:
+        entries = [None] * dist.get_world_size(group) if is_first else []
+        dist.gather_object(writer.fs.entries, entries if is_first else None, group=group, group_dst=0)
+    return {name: entry for of_rank in entries for name, entry in of_rank.items()}
 
 
 def check_complete(folder: Path) -> None:
@@ -99,10 +113,24 @@ def shapes(folder: Path, unverified: dict) -> dict[str, torch.Size]:
 
 
 class NewFiles(FileSystem):
-    """DCP's file system, with new files only: no link to a file elsewhere is followed."""
+    """
+    DCP's file system for writing, with new files only: no link to a file elsewhere is followed. `entries` are
+    the manifest's entries of the files, which are hashed while they are written.
+    """
 
-    def create_stream(self, path: str | os.PathLike, mode: str) -> AbstractContextManager:
-        return super().create_stream(path, mode.replace("w", "x"))
+    def __init__(self) -> None:
+        self.entries: dict[str, dict] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
+        with super().create_stream(path, mode.replace("w", "x")) as file:
+            hashed = HashedFile(file)
+            yield hashed
+        self.entries[Path(path).name] = hashed.entry()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -175,28 +203,48 @@ class PlainReader(dcp.FileSystemReader):
     """
 
     def __init__(self, folder: Path, unverified: dict | None = None) -> None:
-        """`unverified`: the manifest's entries of the files that are verified when they are read."""
+        """`unverified`: the manifest's entries of what is verified when it is read."""
         super().__init__(folder)
         self.unverified = unverified or {}
 
-    def verify(self, names: set[str]) -> None:
+    def verify(self, name: str) -> None:
         """
-        Raise ValueError if one of these files of the folder does not match the manifest's checksum, and
-        OSError if it is not a file.
+        Raise ValueError if a file of the folder does not match the manifest's checksum, and OSError if it is
+        not a file.
         """
-        for name in names:
-            check_regular(Path(self.path) / name)
-        for name in sorted(names & self.unverified.keys()):
-            if problem := damaged_file(Path(self.path) / name, self.unverified):
-                host = socket.gethostname()
-                raise ValueError(f"it is damaged on {host}: {problem}. Copy it from rank 0's machine again")
+        check_regular(Path(self.path) / name)
+        if name in self.unverified and damaged_file(Path(self.path) / name, self.unverified):
+            raise ValueError(self.about_damage(name))
+
+    def about_damage(self, name: str) -> str:
+        """What to do about a file that does not match a checksum."""
+        where = f"it is damaged on {socket.gethostname()}: the checksum of {name} does not match"
+        return f"{where}. Copy it from rank 0's machine again"
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> object:
-        self.verify({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            check_regular(Path(self.path) / name)
         return super().read_data(plan, planner)
 
+    def _slice_file(self, file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
+        """
+        The part of a file that contains a tensor, of which DCP reads no other part. If nobody has verified
+        the file on this machine, the checksums of what torch.save wrote for this tensor are compared: the
+        file's own would need all that other ranks hold.
+        """
+        part = super()._slice_file(file, info)
+        if info.relative_path in self.unverified:
+            try:
+                bad = zipfile.ZipFile(io.BytesIO(part.read())).testzip()
+            except zipfile.BadZipFile as e:
+                bad = e
+            if bad:
+                raise ValueError(self.about_damage(info.relative_path))
+            part.seek(0)
+        return part
+
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
-        self.verify({".metadata"})
+        self.verify(".metadata")
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
             # DCP would unpickle such objects unchecked
