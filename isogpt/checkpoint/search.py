@@ -49,7 +49,7 @@ class StoredCheckpoint:
     @property
     def folder(self) -> Path:
         """The folder of the files in the manifest."""
-        return self.path.parent if self.path.name in self.manifest["files"] else self.path
+        return self.path.parent if self.path.name in self.manifest.get("files", {}) else self.path
 
 
 def open_folder(folder: Path) -> StoredCheckpoint:
