@@ -99,20 +99,16 @@ class Logger:
         Args:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
         """
-        for sink in do_together(open_sinks, config, self.progress.step, owner):
-            self.insert(sink)
+        with exit_together():
+            if is_main() and owner:
+                self.insert(MetricsFile(config, self.progress.step, owner))
+                self.insert(Plot(config["out_dir"]))
+                if config["tensorboard_log"]:
+                    self.insert(TensorBoard(config["out_dir"], self.progress.step))
 
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
         self.sinks.insert(len(self.sinks) - 1, sink)
-
-
-def open_sinks(config: dict, step: int, owner: str) -> list[Any]:
-    """The sinks that write to the run's folder, on rank 0; each reads what is there."""
-    if not is_main() or not owner:
-        return []
-    sinks = [MetricsFile(config, step, owner), Plot(config["out_dir"])]
-    return sinks + ([TensorBoard(config["out_dir"], step)] if config["tensorboard_log"] else [])
 
 
 def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
