@@ -131,7 +131,7 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
         unfinished = links[rank] / "unfinished"
         pieces = (((rank * numbers,), torch.zeros(numbers)),)
         part = {"weight": LocalPart(torch.Size([numbers * count]), pieces)}
-        written = sharded_files.write(unfinished, part, dist.group.WORLD)
+        _, written = sharded_files.write(unfinished, part, dist.group.WORLD)
         if rank == 0:
             commit_checkpoint(unfinished, run_manifest(step=1), keep_last=0, written=written)
 

@@ -205,14 +205,20 @@ def test_the_same_folder_under_different_paths(zygote, work):
 
 def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     """
-    The metadata names all files: one that is missing or too short is noticed before the checkpoint counts.
+    Each rank tells rank 0 its files: one that is missing or too short is noticed before the checkpoint
+    counts, and so are pieces that no rank has written.
     """
-    sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(1000))}, group=None)
-    sharded_files.check_complete(tmp_path)
+    parts = {"w": local_part_of(torch.zeros(1000))}
+    (writers,) = sharded_files.choose_writers([sharded_files.digests_of(parts)])
+    written = sharded_files.write_pieces(tmp_path, parts, writers, rank=0)
+    sharded_files.complete(tmp_path, {}, [written])
+    (tmp_path / "tensors.json").unlink()
+    with pytest.raises(ValueError, match="pieces are missing"):
+        sharded_files.complete(tmp_path, {}, [written._replace(count=999)])
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0"):
-        sharded_files.check_complete(tmp_path)
+    with pytest.raises(OSError, match="1 of 2 files of the checkpoint are missing or too short in .*__0_0"):
+        sharded_files.complete(tmp_path, {}, [written])
 
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full

@@ -8,13 +8,16 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from runs import column, start_changed
 from test_parity import same
 
+from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
+from isogpt.parallel.local_parts import LocalPart, local_part_of
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
@@ -234,6 +237,17 @@ def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
         range(15)
     )
     assert newest_checkpoint(str(tmp_path / "out"))[0].step == 15
+
+
+def test_shards_that_dcp_describes_are_read(tmp_path):
+    """Checkpoints before tensors.json have DCP's own .metadata, which describes all pieces."""
+    w, step = torch.randn(5, 3), torch.tensor(7.0)
+    dcp.save({"w": w, "step": step}, checkpoint_id=tmp_path, no_dist=True)
+    assert sharded_files.shapes(tmp_path, {}) == {"w": w.shape, "step": step.shape}
+    rows, number = torch.zeros(2, 3), torch.tensor(0.0)
+    parts = {"w": LocalPart(w.shape, (((2, 0), rows),)), "step": local_part_of(number)}
+    sharded_files.read(tmp_path, parts, {})
+    assert torch.equal(rows, w[2:4]) and number == 7.0
 
 
 def test_metadata_that_would_run_code_does_not(saves, tmp_path):

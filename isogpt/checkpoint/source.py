@@ -108,13 +108,7 @@ class OpenCheckpoint:
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
-            with sharded_files.explained(path):
-                sharded_files.dcp.load(
-                    targets,
-                    storage_reader=sharded_files.PlainReader(path, self.stored.unverified),
-                    planner=sharded_files.LoadPlanner(),
-                    no_dist=True,
-                )
+            sharded_files.read(path, targets, self.stored.unverified)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
