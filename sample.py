@@ -27,9 +27,10 @@ import torch.distributed as dist
 from configurator import configure, fail
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import advice_on_folder, best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.search import advice_on_folder
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import load_weights, restore_checkpoint
+from isogpt.checkpoint.verify import find_together
 from isogpt.common import console
 from isogpt.data.tokenizer import cut_at
 from isogpt.data.tokenizer import load as load_tokenizer
@@ -37,7 +38,7 @@ from isogpt.data.vocabulary import check_size
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
 from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import broadcast, exit_together, gather_objects
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
 from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
@@ -90,10 +91,11 @@ check_start(ranks, config)
 # the checkpoint and the prompt, on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
 # (an error on any rank ends all ranks)
 stored = text = None
+if init_from == "resume":
+    stored, damaged = find_together(out_dir, best)
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if init_from == "resume" and ranks.is_main:
-        stored, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
         if not stored:
             problems = damaged or [advice_on_folder(out_dir)]
             raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
@@ -105,7 +107,7 @@ with exit_together():
         for note in notes_about_text(start, stop):
             console.print_to_stderr(f"note: {note}")
         text = read_prompt(start)
-stored, text = broadcast((stored, text))
+text = broadcast(text)
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
 precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 
@@ -151,12 +153,11 @@ if mesh.splits_model:  # an edited model may not be divided as model.py was
             raise ValueError(problem)
 splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
-with exit_together():
-    if source:
-        restore_checkpoint(source, model)
-    else:
-        load_weights(model, pretrained.state_dict())
-    check_finite(model, stored.path if stored else init_from)
+if source:
+    do_together(restore_checkpoint, source, model)
+else:
+    do_together(load_weights, model, pretrained.state_dict())
+do_together(check_finite, model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
 model.eval().to(ranks.device)
 context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)

@@ -24,7 +24,7 @@ from runs import REPO, TINY, accepted, column, records, start_changed, steps_in,
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
-from isogpt.checkpoint.commit import link_checkpoints, prune_checkpoints
+from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
 from isogpt.checkpoint.folder import (
     RunFolder,
     about_space,
@@ -33,7 +33,7 @@ from isogpt.checkpoint.folder import (
     look_for_start,
     make_writable,
 )
-from isogpt.checkpoint.manifest import damage, read_manifest, step_folders
+from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
@@ -211,14 +211,34 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     parts = {"w": local_part_of(torch.zeros(1000))}
     (writers,) = sharded_files.choose_writers([sharded_files.digests_of(parts)])
     written = sharded_files.write_pieces(tmp_path, parts, writers, rank=0)
-    sharded_files.complete(tmp_path, [written])
+    sharded_files.complete(tmp_path, {}, [written])
     (tmp_path / "tensors.json").unlink()
     with pytest.raises(ValueError, match="pieces are missing"):
-        sharded_files.complete(tmp_path, [written._replace(count=999)])
+        sharded_files.complete(tmp_path, {}, [written._replace(count=999)])
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(OSError, match="1 of 2 files of the checkpoint are missing or too short in .*__0_0"):
-        sharded_files.complete(tmp_path, [written])
+        sharded_files.complete(tmp_path, {}, [written])
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
+def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
+    """The checksums are those of what was written, not of what can be read afterwards."""
+    unfinished, run = tmp_path / "unfinished", {"iter_num": 3, "best_val_loss": 9.0, "config": {}}
+    run |= {"model_args": {"block_size": 8}, "isogpt": {}}
+    if name == "ckpt.pt":
+        written = write_file(unfinished / name, {"w": torch.zeros(1000)})
+    else:
+        _, written = sharded_files.write(unfinished, {"w": local_part_of(torch.zeros(1000))}, group=None)
+    content = bytearray((unfinished / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    manifest = make_manifest(run, 1, 0, None) | {"run": run}
+    (unfinished / name).write_bytes(content)
+    folder = commit_checkpoint(unfinished, manifest, keep_last=0, written=written)
+    content[len(content) // 2] ^= 1
+    assert damage(folder) == f"the checksum of {name} does not match"
+    (folder / name).write_bytes(content)
+    assert not damage(folder)
 
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full

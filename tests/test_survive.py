@@ -31,7 +31,7 @@ from runs import (
     wait_for,
 )
 
-from isogpt.checkpoint.folder import RunFolder, find_rollback, mark_preempted
+from isogpt.checkpoint.folder import RunFolder, mark_preempted, prepare_rollback
 from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.search import newest_checkpoint
@@ -321,7 +321,7 @@ def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(
     write_owner(tmp_path, "the newer run", None)
     folder = RunFolder(tmp_path, "this run")
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
-        find_rollback(folder)
+        prepare_rollback(folder, None)
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
         mark_preempted(folder, 3, "SIGTERM", 3)
     assert not (tmp_path / "PREEMPTED").exists()

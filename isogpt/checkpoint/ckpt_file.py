@@ -13,7 +13,7 @@ from torch import nn
 from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.checkpoint.manifest import LARGEST_STEP
 from isogpt.checkpoint.other_files import about_content, about_file
-from isogpt.common.files import about_pointer, check_no_link, check_regular, reason_of
+from isogpt.common.files import HashedFile, about_pointer, check_no_link, check_regular, reason_of
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -123,14 +123,16 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
 
 
-def write_file(path: Path, state: dict) -> None:
-    """Write a ckpt.pt to the disk, in a new folder."""
+def write_file(path: Path, state: dict) -> dict:
+    """Write a ckpt.pt to the disk, in a new folder. Returns its entry in the manifest, by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_no_link(path.parent)
     with open(path, "xb") as f:  # x: it does not follow a link (O_EXCL)
         try:
-            torch.save(state, f)
+            hashed = HashedFile(f)
+            torch.save(state, hashed)
         except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
             raise OSError(reason_of(e)) from e
         f.flush()
         os.fsync(f.fileno())
+    return {path.name: hashed.entry()}

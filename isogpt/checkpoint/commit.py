@@ -13,21 +13,25 @@ from isogpt.common import console
 from isogpt.common.files import reason_of, remove, sync_folder, temporary_name, write_whole
 
 
-def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: str = "") -> Path:
+def commit_checkpoint(
+    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", written: dict | None = None
+) -> Path:
     """
     Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
     not kept. Returns the step folder.
 
     Args:
         manifest: what make_manifest returned.
+        written: the manifest's entries of the files that were hashed while they were written; other files are
+            read.
 
     Raises:
         ValueError: a different run has claimed the folder.
-        OSError: the disk is full, for instance.
+        OSError: the disk is full, for instance, or a file is not there as it was written.
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
+    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished, written)}))
     check_owner(out, owner)
     if folder.is_symlink():  # the files that it leads to are not this run's to replace
         folder.unlink()

@@ -26,7 +26,6 @@ from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
-    damage,
     is_run,
     make_manifest,
     read_manifest,
@@ -51,7 +50,15 @@ from isogpt.common import console
 from isogpt.common.files import TEMPORARY, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts, restarts_left
+from isogpt.launch.together import (
+    broadcast,
+    do_together,
+    exit_together,
+    gather_objects,
+    is_main,
+    restarts,
+    restarts_left,
+)
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -65,12 +72,15 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 
 
 def look_for_start(
-    init_from: str, out_dir: str, resume_step: int, launch: Launch
+    init_from: str, out_dir: str, resume_step: int, launch: Launch, known: dict[Path, str] | None = None
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run; only rank 0 looks. A restart of the launch that entered
     the folder continues with what this launch has written, and not with what the command says: the first
     start of the launch followed the command.
+
+    Args:
+        known: see `newest_checkpoint`.
 
     Returns:
         (the checkpoint to load or None, whether to resume from it or only to load its weights, warnings)
@@ -83,11 +93,8 @@ def look_for_start(
     weights_from = init_from.removeprefix("auto:")
     is_restart = was_entered_by(Path(out_dir), launch)
     if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
-        newest, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step)
+        newest, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step, known)
         if newest:
-            if is_restart:
-                text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
-                console.print_line(text)
             return newest, True, reports
         if reports:
             raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
@@ -103,7 +110,7 @@ def look_for_start(
     if is_path and file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, warnings
     if is_path and is_run(weights_from):
-        best, reports = best_checkpoint(weights_from)
+        best, reports = best_checkpoint(weights_from, known)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
         return best, False, warnings + reports
@@ -123,21 +130,17 @@ def about_missing(out_dir: str, resume_step: int) -> str:
     )
 
 
-def find_rollback(folder: "RunFolder") -> tuple[StoredCheckpoint | None, list[str]]:
+def prepare_rollback(folder: "RunFolder", newest: StoredCheckpoint | None) -> None:
     """
-    Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it; only rank 0
-    looks. Newer checkpoints, which are damaged, are renamed as on a resume.
+    Prepare the folder for its owner, which rolls back to `newest`, as for a resume; only rank 0 does.
 
     Raises:
         ValueError: a different run has claimed the folder.
     """
-    if not is_main():
-        return None, []
-    check_owner(folder.path, folder.owner)
-    newest, reports = newest_checkpoint(str(folder.path))
-    if newest:
-        continue_from(str(folder.path), newest)
-    return newest, reports
+    if is_main():
+        check_owner(folder.path, folder.owner)
+        if newest:
+            continue_from(str(folder.path), newest)
 
 
 def make_writable(out_dir: str) -> None:
@@ -230,6 +233,11 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     return owner
 
 
+def claim(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
+    """What `enter_folder` returns on rank 0, which enters; '' on other ranks."""
+    return enter_folder(out_dir, resumed, launch) if is_main() else ""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run. Without an owner, as with eval_only, nothing is written to the folder."""
@@ -251,10 +259,9 @@ def claim_folder(
         resumed: the checkpoint whose run continues; None for a new run.
     """
     owner = ""
-    with exit_together():
-        if ranks.is_main and not config["eval_only"]:
-            owner = enter_folder(config["out_dir"], resumed and resumed.stored, ranks.launch)
-    folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
+    if not config["eval_only"]:  # removing and copying what earlier runs left may take a while
+        owner = broadcast(do_together(claim, config["out_dir"], resumed and resumed.stored, ranks.launch))
+    folder = RunFolder(Path(config["out_dir"]), owner, ranks.launch)
     if folder.owner and config["save_checkpoint"]:
         check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
         if ranks.is_main and (problem := about_space(folder.path, plan)):
@@ -312,8 +319,9 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
-    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, and
-    kept under a different name, since this run deletes step folders.
+    chosen, are renamed, since they must not count as kept. They are not read: there may be terabytes. A bare
+    ckpt.pt is turned into a step folder, and kept under a different name, since this run deletes step
+    folders.
     """
     out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
     abandon_bare(out / "ckpt_best.pt")
@@ -329,14 +337,14 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
                 shutil.copyfile(resumed.path, path)
         console.print_line(f"{resumed.path}, which this run did not write, is kept as {original}")
         manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
-        commit_checkpoint(unfinished, manifest, keep_last=0)
+        written = {"ckpt.pt": resumed.manifest["files"][resumed.path.name]}
+        commit_checkpoint(unfinished, manifest, keep_last=0, written=written)
     else:
         abandon_bare(bare, resumed.step)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
-            kind = "abandoned"
-            with suppress(ValueError):  # it cannot be read, but may be intact
-                kind = "damaged" if damage(folder) else kind
+            is_damaged = folder.name in resumed.damaged or not read_manifest(folder)
+            kind = "damaged" if is_damaged else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
     folder = step_folder(out, resumed.step)
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))

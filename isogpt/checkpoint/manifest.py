@@ -4,7 +4,8 @@ import errno
 import hashlib
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -112,10 +113,19 @@ def is_manifest(content: dict) -> bool:
     )
 
 
-def hash_files(folder: Path) -> dict:
-    """The manifest's entries for all files in a folder: size and SHA-256."""
-    paths = sorted(folder.iterdir())
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+def entry_of(path: Path) -> dict:
+    """A file's entry in the manifest: size and SHA-256. Reads the file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def hash_files(folder: Path, written: dict | None = None) -> dict:
+    """
+    The manifest's entries of all files in a folder. Reads those that are not in `written`, the entries of the
+    files that were hashed while they were written.
+    """
+    written = written or {}
+    others = (path for path in sorted(folder.iterdir()) if path.name not in written)
+    return written | {path.name: entry_of(path) for path in others}
 
 
 def sha256_of(path: Path) -> str:
@@ -124,12 +134,24 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def damage(folder: Path) -> str:
-    """
-    What is wrong with a step folder: '' if every file's checksum matches the manifest.
+@contextmanager
+def may_be_intact(path: Path) -> Iterator[None]:
+    """Raise ValueError if the block cannot read a file of a checkpoint, which may be intact."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in MAY_PASS:
+            raise
+        raise ValueError(
+            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, e.g. with chmod or "
+            f"chown, and start again, or rename {path.parent} if an older checkpoint will do"
+        ) from e
 
-    Raises:
-        ValueError: a file cannot be read, but may be intact.
+
+def visible_damage(folder: Path) -> str:
+    """
+    What is wrong with a step folder, as far as the manifest and the sizes of the files tell: '' if they do
+    not. Raises ValueError as `damage` does.
     """
     manifest = read_manifest(folder)
     if not manifest:
@@ -138,8 +160,31 @@ def damage(folder: Path) -> str:
         return "manifest.json is missing or damaged"
     if step_of(folder) != manifest["step"]:
         return f"it was renamed: its checkpoint is that of step {manifest['step']}"
-    problems = (damaged_file(folder / name, manifest["files"]) for name in manifest["files"])
+    problems = (wrong_size(folder / name, manifest["files"][name]) for name in manifest["files"])
     return next(filter(None, problems), "")
+
+
+def wrong_size(path: Path, entry: dict) -> str:
+    """What is wrong with the size of a file that has this entry in the manifest; '' if it is right."""
+    try:
+        with may_be_intact(path):
+            size = path.stat().st_size
+    except OSError as e:
+        return f"{path.name} cannot be read ({e.strerror or e})"
+    return "" if entry.get("bytes", size) == size else f"the size of {path.name} does not match"
+
+
+def damage(folder: Path) -> str:
+    """
+    What is wrong with a step folder: '' if every file's checksum matches the manifest. Reads all files.
+
+    Raises:
+        ValueError: a file cannot be read, but may be intact.
+    """
+    if problem := visible_damage(folder):
+        return problem
+    files = read_manifest(folder)["files"]
+    return next(filter(None, (damaged_file(folder / name, files) for name in files)), "")
 
 
 def checked_sha256(path: Path) -> str:
@@ -150,15 +195,8 @@ def checked_sha256(path: Path) -> str:
         OSError: the file is missing, for instance.
         ValueError: the file cannot be read, but may be intact.
     """
-    try:
+    with may_be_intact(path):
         return sha256_of(path)
-    except OSError as e:
-        if e.errno not in MAY_PASS:
-            raise
-        raise ValueError(
-            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, e.g. with chmod or "
-            f"chown, and start again, or rename {path.parent} if an older checkpoint will do"
-        ) from e
 
 
 def damaged_file(path: Path, files: dict) -> str:

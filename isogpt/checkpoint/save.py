@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import copied_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
-from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
+from isogpt.checkpoint.folder import RunFolder, is_sharded, mark_preempted, prepare_rollback
 from isogpt.checkpoint.manifest import (
     make_manifest,
     read_manifest,
@@ -24,9 +24,10 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_folder, share_checkpoint
+from isogpt.checkpoint.search import best_folder
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.verify import find_together
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
@@ -112,8 +113,7 @@ class Saver:
         if not self.config["save_checkpoint"]:
             return
         if state.step == self.step:
-            with exit_together(self.log.failed):
-                self.record_loss(state.progress)
+            do_together(self.record_loss, state.progress, on_error=self.log.failed)
             return
         self.wait()
         self.began = time.perf_counter()
@@ -122,19 +122,26 @@ class Saver:
             copied = state.copy_parts()
         else:
             copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
-        with exit_together(self.log.failed):
-            self.check_weights(state)  # also waits until a GPU has copied
-            lost = self.claim_folder()
-            # where the folder is not shared, rank 0 could not discard this rank's shards of one that failed
-            self.discard()
-            self.step, self.problem = state.step, ""
-            self.discard()  # what somebody has put there; no rank writes yet
+        lost = do_together(self.prepare, state, on_error=self.log.failed)
+        self.step, self.problem = state.step, ""
         if lost:
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
+
+    def prepare(self, state: TrainState) -> str:
+        """
+        Prepare to write a checkpoint of `state`, before any rank writes; returns what `claim_folder` returns.
+        Raises ValueError if weights are not finite, or if a different run has claimed the folder.
+        """
+        self.check_weights(state)  # also waits until a GPU has copied
+        lost = self.claim_folder()
+        # where the folder is not shared, rank 0 could not discard this rank's shards of one that failed
+        self.discard(self.step)
+        self.discard(state.step)  # what somebody has put there
+        return lost
 
     def record_loss(self, progress: Progress) -> None:
         """
@@ -152,33 +159,35 @@ class Saver:
             write_whole(folder / "manifest.json", sealed(manifest))
             link_checkpoints(out, folder, best_folder(out, manifest))
 
-    def unfinished(self) -> Path:
-        """The folder in which the checkpoint is written until it is complete."""
-        return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
+    def unfinished(self, step: int) -> Path:
+        """The folder in which a step's checkpoint is written until it is complete."""
+        return unfinished_folder(self.run_folder.path, self.run_folder.owner, step)
 
-    def discard(self) -> None:
+    def discard(self, step: int) -> None:
         """Remove this folder, as far as possible."""
         with suppress(OSError):
-            remove(self.unfinished())
+            remove(self.unfinished(step))
 
     def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
         """Write a checkpoint in a folder of its own; rank 0 then makes it count (in the background)."""
-        folder = self.unfinished()
+        folder = self.unfinished(run["iter_num"])
         manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         try:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                self.division = sharded_files.write(folder, copied, self.group, self.division)
+                division, written = sharded_files.write(folder, copied, self.group, self.division)
+                self.division = division
                 manifest["run"] = run
             else:
-                write_file(folder / "ckpt.pt", copied)
+                written = write_file(folder / "ckpt.pt", copied)
             if is_main():
-                commit_checkpoint(folder, manifest, self.config["keep_last"], self.run_folder.owner)
+                keep_last = self.config["keep_last"]
+                commit_checkpoint(folder, manifest, keep_last, self.run_folder.owner, written)
                 self.seconds = time.perf_counter() - self.began
         except BaseException:
             if is_main():
-                self.discard()  # makes room on a full disk
+                self.discard(run["iter_num"])  # makes room on a full disk
             raise
 
     def describe(self, state: TrainState) -> dict:
@@ -278,14 +287,14 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = do_together(find_rollback, self.run_folder, on_error=self.log.failed)
+        stored, reports = find_together(str(self.run_folder.path), on_error=self.log.failed)
+        do_together(prepare_rollback, self.run_folder, stored, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
         with exit_together(self.log.failed):
             if is_main() and not stored:
                 advice = "start again with a lower --learning_rate"
                 raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        stored = share_checkpoint(stored, str(self.run_folder.path))
         checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
         do_together(state.load, checkpoint, on_error=self.log.failed)
         self.step = state.step

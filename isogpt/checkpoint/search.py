@@ -1,5 +1,7 @@
 """Find the checkpoint to load: the newest or the best that is not damaged."""
 
+import hashlib
+import os
 import re
 import socket
 from dataclasses import dataclass, field, replace
@@ -8,14 +10,14 @@ from pathlib import Path
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
     damage,
-    damaged_file,
+    entry_of,
     is_run,
     read_manifest,
-    sha256_of,
     step_folder,
     step_folders,
     step_of,
     val_loss_of,
+    visible_damage,
 )
 from isogpt.checkpoint.measures import best_step_of, changed_measures
 from isogpt.checkpoint.other_files import about_file, is_of_transformers
@@ -30,8 +32,8 @@ class StoredCheckpoint:
     A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (of a bare ckpt.pt: its
     checksum alone), and the validation loss of the weights (None if not known).
 
-    `is_verified` says whether rank 0 has compared the checksums of this very file or folder, not of a copy,
-    see `share_checkpoint`.
+    `is_original` says whether rank 0 sees this very file or folder, not perhaps a copy, see
+    `share_checkpoint`.
     """
 
     path: Path
@@ -39,7 +41,15 @@ class StoredCheckpoint:
     manifest: dict = field(default_factory=dict)
     val_loss: float | None = None
     is_bare: bool = False  # a ckpt.pt outside of a step folder
-    is_verified: bool = True
+    is_original: bool = True
+    # the manifest's entries of the files that this rank verifies when it reads them, see verify.py
+    unverified: dict = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()  # names of newer step folders that are damaged
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files in the manifest."""
+        return self.path.parent if self.path.name in self.manifest.get("files", {}) else self.path
 
 
 def open_folder(folder: Path) -> StoredCheckpoint:
@@ -52,12 +62,17 @@ def open_folder(folder: Path) -> StoredCheckpoint:
 def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     """The checkpoint in a ckpt.pt without a manifest."""
     val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
-    files = {path.name: {"sha256": sha256_of(path)}}
+    files = {path.name: entry_of(path)}
     return StoredCheckpoint(path, state["iter_num"], {"files": files}, val_loss, is_bare=True)
 
 
+def damage_in(folder: Path, known: dict[Path, str] | None) -> str:
+    """What is wrong with a step folder; '' if nothing is known to be. See `newest_checkpoint`."""
+    return damage(folder) if known is None else known.get(folder) or visible_damage(folder)
+
+
 def newest_checkpoint(
-    out_dir: str, step: int = -1, attempts: int = 5
+    out_dir: str, step: int = -1, known: dict[Path, str] | None = None, attempts: int = 5
 ) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find the checkpoint to resume from: the newest undamaged step folder, or a bare ckpt.pt that nanoGPT
@@ -65,19 +80,22 @@ def newest_checkpoint(
 
     Args:
         step: only this step's checkpoint; -1: the newest.
+        known: what is wrong with step folders, as far as it is known. The ranks verify together what is
+            found, see verify.py. None: files are verified here.
         attempts: how often to look if a run that goes on deletes checkpoints meanwhile.
 
     Returns:
         (the checkpoint or None, a sentence for each newer checkpoint that is damaged)
     """
-    out, newest, reports = Path(out_dir), None, []
+    out, newest, reports, damaged = Path(out_dir), None, [], ()
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
-        if not (problem := damage(folder)):
-            newest = open_folder(folder)
+        if not (problem := damage_in(folder, known)):
+            newest = replace(open_folder(folder), damaged=damaged)
             break
         if attempts > 1 and not folder.exists():
-            return newest_checkpoint(out_dir, step, attempts - 1)
+            return newest_checkpoint(out_dir, step, known, attempts - 1)
         reports.append(f"{folder} is damaged: {problem}")
+        damaged += (folder.name,)
     bare = out / "ckpt.pt"
     # normally our link to the checkpoint that was verified above
     if step != -1 or not bare.exists() or (newest and bare.resolve() == newest.path.resolve()):
@@ -90,23 +108,25 @@ def newest_checkpoint(
     # restores the link. A copy of a checkpoint of ours is used if its step is later.
     is_later = not newest or state["iter_num"] > newest.step
     if "isogpt" not in state or (is_later and not bare.is_symlink()):
-        return open_bare(bare, state), reports
+        return replace(open_bare(bare, state), damaged=damaged), reports
     return newest, reports
 
 
-def best_checkpoint(out_dir: str) -> tuple[StoredCheckpoint | None, list[str]]:
+def best_checkpoint(
+    out_dir: str, known: dict[Path, str] | None = None
+) -> tuple[StoredCheckpoint | None, list[str]]:
     """
-    Find the checkpoint with the best validation loss, or the newest if the best is damaged; returned as by
-    `newest_checkpoint`.
+    Find the checkpoint with the best validation loss, or the newest if the best is damaged; with the
+    arguments and results of `newest_checkpoint`.
     """
-    newest, reports = newest_checkpoint(out_dir)
+    newest, reports = newest_checkpoint(out_dir, known=known)
     alone = Path(out_dir) / "ckpt_best.pt"
     if not newest and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
         return open_bare(alone, read_file(alone, verify=True)), reports
     folder = best_folder(Path(out_dir), newest.manifest) if newest and not newest.is_bare else None
     if not folder:
         return newest, reports
-    if problem := damage(folder):
+    if problem := damage_in(folder, known):
         return newest, [*reports, f"{folder} is damaged: {problem}"]
     best = open_folder(folder)
     if best.step == newest.manifest["best_step"]:  # the state may be evaluated only after it was saved
@@ -136,43 +156,41 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
 def share_checkpoint(stored: StoredCheckpoint | None, folder: str) -> StoredCheckpoint | None:
     """
     Share rank 0's `stored`, which is in `folder`, with the path under which this rank sees it (all ranks).
-    Machines may mount the same folder under different paths, or contain copies, which `check_same` compares.
+    Machines may mount the same folder under different paths, or contain copies.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
     name = str(stored.path.relative_to(folder)) if stored else None
-    stored, name, verified = broadcast((stored, name, stored and place_of(stored.path)))
+    stored, name, place = broadcast((stored, name, stored and place_of(stored.path)))
     if not stored:
         return None
     path = Path(folder) / name
-    return replace(stored, path=path, is_verified=place_of(path) == verified)
+    return replace(stored, path=path, is_original=place_of(path) == place)
 
 
-def place_of(path: Path) -> tuple[str, str]:
-    """The machine and the path. A folder that two machines share counts as two."""
-    return this_machine()[1], str(path.resolve())
+def place_of(path: Path) -> str:
+    """A digest of the machine and the path. A folder that two machines share counts as two."""
+    return hashlib.sha256(os.fsencode(f"{this_machine()[1]} {path.resolve()}")).hexdigest()[:16]
+
+
+def where(stored: StoredCheckpoint) -> str:
+    """The path and the host, for messages."""
+    return f"{stored.path.absolute()} on {socket.gethostname()}"
+
+
+def is_here(stored: StoredCheckpoint) -> bool:
+    """Whether this machine's disk contains `stored`, which may come from rank 0, by its manifest."""
+    return stored.is_bare or read_manifest(stored.folder) == stored.manifest
 
 
 def check_same(stored: StoredCheckpoint) -> None:
-    """
-    Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0, or if a
-    ckpt.pt that rank 0 has not read here is damaged. Shards are verified by the ranks that read them.
-    """
-    where = f"{stored.path.absolute()} on {socket.gethostname()}"
-    folder = stored.path if stored.path.is_dir() else stored.path.parent
-    if stored.is_verified and not stored.path.exists():
-        raise ValueError(f"{where} has just been deleted, by a run that goes on: start again")
-    if not stored.is_bare and read_manifest(folder) != stored.manifest:
+    """Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0."""
+    if stored.is_original and not stored.path.exists():
+        raise ValueError(f"{where(stored)} has just been deleted, by a run that goes on: start again")
+    if not is_here(stored):
         raise ValueError(
-            f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
-            "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
+            f"{where(stored)} is not the checkpoint that rank 0 found, and all ranks read it: use a folder "
+            "on a file system that all machines share, or copy the checkpoint from rank 0's machine to the "
             "others"
-        )
-    if stored.is_verified or folder == stored.path:
-        return
-    if problem := damaged_file(stored.path, stored.manifest["files"]):
-        raise ValueError(
-            f"{where} is damaged, or not the checkpoint that rank 0 found: {problem}. Copy it from rank 0's "
-            "machine again"
         )
 
 

@@ -11,18 +11,20 @@ No file describes all pieces, and no rank gathers such a description: there are 
 tensors. DCP's own .metadata, which does, is read if it is there.
 """
 
+import io
 import json
 import os
 import pickle
 import socket
 import warnings
+import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +40,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from isogpt.checkpoint.manifest import damaged_file
-from isogpt.common.files import check_no_link, check_regular, load_pickle, parse_json, read_utf8, reason_of
+from isogpt.common.files import (
+    HashedFile,
+    check_no_link,
+    check_regular,
+    load_pickle,
+    parse_json,
+    read_utf8,
+    reason_of,
+)
 from isogpt.launch.together import own_rank
 from isogpt.parallel.local_parts import LocalPart, Offsets
 
@@ -69,7 +79,7 @@ TENSORS = "tensors.json"
 class Written(NamedTuple):
     """What a rank has written."""
 
-    files: dict[str, int]  # the size of each file
+    files: dict[str, dict]  # the manifest's entry of each file
     count: int  # numbers in all pieces
     shapes: dict[str, tuple[int, ...]]  # of the whole tensors whose first piece the rank has written
     numbers: dict[str, float]  # the tensors without dimensions
@@ -87,7 +97,7 @@ def write(
     parts: dict[str, LocalPart],
     group: dist.ProcessGroup | None,
     division: Division | None = None,
-) -> Division:
+) -> tuple[Division, dict]:
     """
     Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
     Returns when all ranks have written. Raises OSError if a rank fails, or if files are missing on rank 0.
@@ -95,6 +105,10 @@ def write(
     Args:
         division: what the call before returned. The ranks divide the pieces again only if a rank holds other
             pieces than then.
+
+    Returns:
+        (the division; on rank 0 the manifest's entries of all files, which each rank has hashed while it
+        wrote its own, on other ranks {})
     """
     together = _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
     digests = digests_of(parts)
@@ -104,10 +118,11 @@ def write(
             writers = together.reduce_scatter("divide", partial(np.array, digests), choose_writers)
             division = Division(digests, writers)
         write_mine = partial(write_pieces, folder, parts, division.writers, together.rank)
-        together.all_reduce("write", write_mine, partial(complete, folder))
+        files = {}
+        together.all_reduce("write", write_mine, partial(complete, folder, files))
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
-    return division
+    return division, files
 
 
 def pieces_of(parts: dict[str, LocalPart]) -> Iterator[tuple[str, LocalPart, Offsets, Tensor]]:
@@ -167,10 +182,9 @@ def write_pieces(folder: Path, parts: dict[str, LocalPart], writers: np.ndarray,
     writer = Writer(folder, rank, others)
     planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(mine, storage_writer=writer, planner=planner, no_dist=True)
-    files = {path.name: path.stat().st_size for path in (data_file(folder, rank), index_file(folder, rank))}
     count = sum(piece.numel() for part in mine.values() for _, piece in part.pieces)
     numbers = {name: part.piece(()).item() for name, part in parts.items() if not part.shape}
-    return Written(files, count, shapes, numbers)
+    return Written(writer.fs.entries, count, shapes, numbers)
 
 
 def data_file(folder: Path, rank: int) -> Path:
@@ -183,14 +197,16 @@ def index_file(folder: Path, rank: int) -> Path:
     return folder / f"__{rank}_index.json"
 
 
-def complete(folder: Path, ranks: list[Written]) -> None:
+def complete(folder: Path, files: dict[str, dict], ranks: list[Written]) -> None:
     """
-    Write tensors.json (rank 0). Raises OSError if a file is missing or too short, as when ranks write to
-    different folders, and ValueError if pieces are missing.
+    Write tensors.json, and add the manifest's entries of all files to `files` (rank 0). Raises OSError if a
+    file is missing or too short, as when ranks write to different folders, and ValueError if pieces are
+    missing.
     """
-    files = {name: size for written in ranks for name, size in written.files.items()}
+    for written in ranks:
+        files |= written.files
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    if incomplete := sorted(name for name, size in files.items() if sizes.get(name, 0) < size):
+    if incomplete := sorted(name for name, entry in files.items() if sizes.get(name, 0) < entry["bytes"]):
         names = ", ".join(incomplete[:3])
         raise OSError(
             f"{len(incomplete)} of {len(files)} files of the checkpoint are missing or too short in "
@@ -201,15 +217,16 @@ def complete(folder: Path, ranks: list[Written]) -> None:
     count, needed = sum(written.count for written in ranks), sum(map(prod, shapes.values()))
     if count != needed:
         raise ValueError(f"the ranks hold {count:,} numbers of tensors with {needed:,}: pieces are missing")
-    write_new(folder / TENSORS, {"shapes": shapes, "numbers": numbers})
+    files |= write_json(folder / TENSORS, {"shapes": shapes, "numbers": numbers})
 
 
-def write_new(path: Path, content: dict) -> None:
-    """Write a new file with JSON to the disk."""
-    with NewFiles().create_stream(path, "wb") as stream:
+def write_json(path: Path, content: dict) -> dict[str, dict]:
+    """Write a new file to the disk. Returns its entry in the manifest, by name."""
+    fs = NewFiles()
+    with fs.create_stream(path, "wb") as stream:
         stream.write(json.dumps(content).encode())
-        stream.flush()
         os.fsync(stream.fileno())
+    return fs.entries
 
 
 @contextmanager
@@ -246,10 +263,20 @@ def read(folder: Path, parts: dict[str, LocalPart], unverified: dict) -> None:
 
 
 class NewFiles(FileSystem):
-    """DCP's file system, with new files only: no link to a file elsewhere is followed."""
+    """
+    DCP's file system for writing, with new files only: no link to a file elsewhere is followed. `entries` are
+    the manifest's entries of the files, which are hashed while they are written.
+    """
 
-    def create_stream(self, path: str | os.PathLike, mode: str) -> AbstractContextManager:
-        return super().create_stream(path, mode.replace("w", "x"))
+    def __init__(self) -> None:
+        self.entries: dict[str, dict] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
+        with super().create_stream(path, mode.replace("w", "x")) as file:
+            hashed = HashedFile(file)
+            yield hashed
+        self.entries[Path(path).name] = hashed.entry()
 
 
 class Writer(dcp.FileSystemWriter):
@@ -285,7 +312,7 @@ class Writer(dcp.FileSystemWriter):
             piece = (offsets, sizes[name, offsets], place.offset, place.length)
             pieces.setdefault(name, []).append(piece)
         content = {"written_by": self.others, "pieces": pieces}
-        write_new(index_file(Path(self.path), self.number), content)
+        self.fs.entries |= write_json(index_file(Path(self.path), self.number), content)
 
     def write_data(self, *args: object) -> object:
         try:
@@ -347,7 +374,7 @@ class PlainReader(dcp.FileSystemReader):
     """
 
     def __init__(self, folder: Path, parts: dict[str, LocalPart], unverified: dict | None = None) -> None:
-        """`unverified`: the manifest's entries of the files that are verified when they are read."""
+        """`unverified`: the manifest's entries of what is verified when it is read."""
         super().__init__(folder)
         self.parts, self.unverified = parts, unverified or {}
 
@@ -356,28 +383,48 @@ class PlainReader(dcp.FileSystemReader):
         """Whether the folder contains DCP's metadata, which describes all pieces, and no indices."""
         return (Path(self.path) / ".metadata").exists()
 
-    def verify(self, names: set[str]) -> None:
+    def verify(self, name: str) -> None:
         """
-        Raise ValueError if one of these files of the folder does not match the manifest's checksum, and
-        OSError if it is not a file.
+        Raise ValueError if a file of the folder does not match the manifest's checksum, and OSError if it is
+        not a file.
         """
-        for name in names:
-            check_regular(Path(self.path) / name)
-        for name in sorted(names & self.unverified.keys()):
-            if problem := damaged_file(Path(self.path) / name, self.unverified):
-                host = socket.gethostname()
-                raise ValueError(f"it is damaged on {host}: {problem}. Copy it from rank 0's machine again")
+        check_regular(Path(self.path) / name)
+        if name in self.unverified and damaged_file(Path(self.path) / name, self.unverified):
+            raise ValueError(self.about_damage(name))
+
+    def about_damage(self, name: str) -> str:
+        """What to do about a file that does not match a checksum."""
+        where = f"it is damaged on {socket.gethostname()}: the checksum of {name} does not match"
+        return f"{where}. Copy it from rank 0's machine again"
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> object:
-        self.verify({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            check_regular(Path(self.path) / name)
         return super().read_data(plan, planner)
+
+    def _slice_file(self, file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
+        """
+        The part of a file that contains a tensor, of which DCP reads no other part. If nobody has verified
+        the file on this machine, the checksums of what torch.save wrote for this tensor are compared: the
+        file's own would need all that other ranks hold.
+        """
+        part = super()._slice_file(file, info)
+        if info.relative_path in self.unverified:
+            try:
+                bad = zipfile.ZipFile(io.BytesIO(part.read())).testzip()
+            except zipfile.BadZipFile as e:
+                bad = e
+            if bad:
+                raise ValueError(self.about_damage(info.relative_path))
+            part.seek(0)
+        return part
 
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
         return self.read_whole_metadata() if self.has_metadata else self.read_indices()
 
     def read_json(self, path: Path) -> dict:
         """A file with JSON in the folder."""
-        self.verify({path.name})
+        self.verify(path.name)
         return parse_json(read_utf8(path))
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -437,7 +484,7 @@ class PlainReader(dcp.FileSystemReader):
 
     def read_whole_metadata(self) -> dcp.Metadata:
         """DCP's metadata of all pieces."""
-        self.verify({".metadata"})
+        self.verify(".metadata")
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
             # DCP would unpickle such objects unchecked

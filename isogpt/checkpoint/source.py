@@ -1,6 +1,6 @@
 """Open a checkpoint, read it into the parts that a rank holds, and check that it fits the model."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from numbers import Integral, Real
 from typing import TypeVar
@@ -57,7 +57,6 @@ class OpenCheckpoint:
     run: dict
     shapes: dict[str, torch.Size]  # of all tensors
     tensors: dict[str, Tensor] | None = None  # None: in shards
-    unverified: dict = field(default_factory=dict)  # checksums of shards, to verify as they are read
 
     def __post_init__(self) -> None:
         """
@@ -110,7 +109,7 @@ class OpenCheckpoint:
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
-            sharded_files.read(path, targets, self.unverified)
+            sharded_files.read(path, targets, self.stored.unverified)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
@@ -189,17 +188,15 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0
-            found, or is a damaged copy of it.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0
+            found.
     """
     check_same(stored)
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        # rank 0 has verified its folder; in a copy of it, each rank verifies the files that it reads
-        unverified = {} if stored.is_verified else stored.manifest["files"]
-        shapes = sharded_files.shapes(stored.path, unverified)
-        return OpenCheckpoint(stored, stored.manifest["run"], shapes, unverified=unverified)
+        shapes = sharded_files.shapes(stored.path, stored.unverified)
+        return OpenCheckpoint(stored, stored.manifest["run"], shapes)
     path, state = stored.path, read_file(stored.path)
     saved = state["model"]
     if not isinstance(saved, dict) or not all(isinstance(n, str) and is_plain(w) for n, w in saved.items()):

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import steps_in
+from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
+from isogpt.checkpoint.verify import verify_together
 from isogpt.common import console
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
@@ -76,9 +79,8 @@ class Start:
 
     def check(self, model: nn.Module) -> None:
         """Exit if a checkpoint's weights do not fit the model, which is not divided yet (all ranks)."""
-        with exit_together():
-            if self.checkpoint:
-                check_weights(self.checkpoint, model)
+        if self.checkpoint:
+            do_together(check_weights, self.checkpoint, model)
 
     def load(self, state: TrainState, seed: int) -> None:
         """
@@ -118,12 +120,18 @@ def find_start(
     if init_from.split(":")[0] in ("resume", "auto"):
         with exit_together():
             check_views(out_dir, newest_steps, rank_names(ranks.hosts))
-    # in a thread, since verifying a large checkpoint can take longer than the collectives' timeout
-    stored, is_resume, reports = do_together(look_for_start, init_from, out_dir, resume_step, ranks.launch)
+    known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
+    while not is_intact:
+        look = (init_from, out_dir, resume_step, ranks.launch, known)
+        stored, is_resume, reports = do_together(look_for_start, *look)
+        is_resume = broadcast(is_resume)
+        stored = share_checkpoint(stored, out_dir if is_resume else name)
+        stored, is_intact = verify_together(stored, known)
     for report in reports:
         console.print_line(f"warning: {console.visible(report)}")
-    is_resume = broadcast(is_resume)
-    stored = share_checkpoint(stored, out_dir if is_resume else name)
+    if is_resume and ranks.is_main and was_entered_by(Path(out_dir), ranks.launch):
+        text = f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
+        console.print_line(text)
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):

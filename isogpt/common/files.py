@@ -1,6 +1,7 @@
 """Write files so that a kill cannot leave half a file, and read files that may be damaged or hostile."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import stat
 from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
+from typing import IO
 
 from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
 
@@ -64,6 +66,43 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a full disk
     sync_folder(path.parent)
+
+
+class HashedFile:
+    """
+    A new file that is hashed while it is written, from its beginning to its end: what a disk or a network
+    changes later does not match. torch.save and torch.distributed.checkpoint write to it as to a file.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write and hash `data`."""
+        self.sha256.update(data)
+        self.bytes += memoryview(data).nbytes
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        """The number of bytes so far."""
+        return self.bytes
+
+    def flush(self) -> None:
+        """Pass what is buffered to the operating system."""
+        self.file.flush()
+
+    def fileno(self) -> int:
+        """The descriptor, for fsync, which does not know what is still buffered here."""
+        self.file.flush()
+        return self.file.fileno()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def entry(self) -> dict:
+        """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
+        return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
 
 
 def record(path: Path, job: dict, value: object) -> None:

@@ -18,7 +18,7 @@ from isogpt.common.files import record, recorded
 from isogpt.data.dataset import Dataset
 from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, island_count
-from isogpt.launch.together import broadcast, exit_together, gather_objects
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import make_mesh
@@ -31,6 +31,7 @@ from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import fit_model_args
 
 LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
+CHOSEN = "has measured its device and predicted layouts"
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
@@ -81,10 +82,7 @@ def recorded_micro_batch(plan: Plan, out_dir: str) -> int:
 
 def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
     """The plan with the fastest layout (all ranks; rank 0 chooses). Exits with a message if none fits."""
-    settings = {}
-    with exit_together():
-        if ranks.is_main:
-            settings = choose_layout(plan, ranks, out_dir)
+    settings = do_together(choose_layout, plan, ranks, out_dir, has_done=CHOSEN)
     return replace(plan, **broadcast(settings))
 
 
@@ -108,11 +106,13 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     Choose the settings of the fastest layout for these processes, with --layout=auto (rank 0). They are
     printed with the reason, and recorded in out_dir: a restart of the same job on as many processes uses the
-    same layout. On a different number of processes, the layout is planned again.
+    same layout. On a different number of processes, the layout is planned again. Returns {} on other ranks.
 
     Raises:
         ValueError: no layout fits, or out_dir cannot be written to.
     """
+    if not ranks.is_main:
+        return {}
     per_node = gcd(plan.world_size, rank_variables()[3])
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     job = plan.job() | {"per_node": per_node, "device": name}
