@@ -7,11 +7,10 @@ Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interch
 from outside. `Seams` lists the functions that it exchanges for this.
 """
 
-import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isogpt.common.random_numbers import normal_numbers
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.counts import count_model, flops_per_token
@@ -277,25 +277,33 @@ class GPT(nn.Module):
         for name, tensor in chain(self.named_parameters(), self.named_buffers()):
             tensor.copy_(self.initial_weight(name, tensor.shape, seed))
 
-    def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+    def initial_weight(
+        self, name: str, shape: torch.Size, seed: int, part: Sequence[slice] | None = None
+    ) -> Tensor:
         """
         Return the initial values of a parameter or buffer, as `initial_rule` says. Normal values have the
-        standard deviation of `initial_std`, and are drawn on the CPU from a separate generator for each
-        parameter, seeded with (seed, name). So the values depend neither on the device nor on how parameters
-        are distributed over ranks.
+        standard deviation of `initial_std`, and are drawn on the CPU: each number depends on (seed, name) and
+        its place in the parameter, and neither on the device nor on how parameters are distributed.
+
+        Args:
+            shape: of the whole parameter.
+            part: what to return of it, a slice with start and stop for each dimension; only these numbers are
+                drawn. Default: all.
         """
+        part = [slice(0, size) for size in shape] if part is None else part
         rule = self.initial_rules[name]
         if callable(rule):
             values = rule(self.config)
             if not torch.is_tensor(values) or values.shape != shape:
                 raise ValueError(f"INITIAL_VALUES must return a tensor of shape {tuple(shape)} for {name}")
-            return values
+            return values[tuple(part)]
+        size = [place.stop - place.start for place in part]
         if rule != "normal":
-            return torch.full(shape, rule)
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        values = torch.empty(shape, dtype=torch.float32)
-        return values.normal_(0.0, self.initial_std(name), generator=generator)
+            return torch.full(size, rule)
+        std = self.initial_std(name)
+        if std == 0:
+            return torch.zeros(size)
+        return torch.from_numpy(normal_numbers(seed, name, shape, part)).mul_(std)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Allocate the buffers of a model from the meta device, with their initial values."""

@@ -195,7 +195,7 @@ def test_the_running_sum_of_a_vocabulary_is_computed_in_pieces(columns):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# initial weights: a function of (seed, name, shape)
+# initial weights: a function of (seed, name, place in the parameter)
 
 
 def test_initial_weights_depend_on_the_seed_alone():
@@ -216,8 +216,8 @@ def test_initial_weights_stay_the_same_numbers():
     """A change here changes the curve of every seed."""
     state = GPT(GPTConfig(**SMALL), seed=1337).state_dict()
     for name, golden in {
-        "transformer.wte.weight": [-0.030460242, 0.012641349, -0.012868820],
-        "transformer.h.1.mlp.c_proj.weight": [0.013813945, -0.005794683, -0.009054893],
+        "transformer.wte.weight": [-0.018607425, 0.002185281, 0.011119240],
+        "transformer.h.1.mlp.c_proj.weight": [-0.010213447, 0.000156935, 0.004511042],
     }.items():
         assert state[name].flatten()[[0, 1, -1]].tolist() == pytest.approx(golden, rel=1e-4)
 
@@ -225,10 +225,10 @@ def test_initial_weights_stay_the_same_numbers():
 def test_common_blocks_start_alike_for_any_depth_and_vocabulary():
     few = GPT(GPTConfig(**SMALL), seed=5).state_dict()
     many = GPT(GPTConfig(**(SMALL | dict(n_layer=8, vocab_size=80))), seed=5).state_dict()
-    for name in few.keys() - {"transformer.wte.weight", "lm_head.weight"}:
+    for name, values in few.items():  # the embeddings of the ids that both have
         # sqrt(8 / 2): residual projections know the depth
         scale = 2.0 if name.endswith("c_proj.weight") else 1.0
-        torch.testing.assert_close(few[name], many[name] * scale, rtol=1e-6, atol=0)
+        torch.testing.assert_close(values, many[name][: len(values)] * scale, rtol=1e-6, atol=0)
 
 
 def test_initial_weights_are_gpt2s():
@@ -684,7 +684,7 @@ def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
     with torch.no_grad():
         logits = gpt(x)[0]
     assert logits.dtype == dtype
-    torch.testing.assert_close(logits, expected, atol=1e-5 if dtype == torch.float32 else 0.12, rtol=1e-2)
+    assert apart(logits, expected) < max(1e-5, 5 * torch.finfo(dtype).eps)
 
 
 # ------------------------------------------------------------------------------------------------------------

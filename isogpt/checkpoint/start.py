@@ -23,6 +23,7 @@ from isogpt.launch.together import broadcast, do_together, exit_together, gather
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
+DRAWN = "has drawn its initial weights"
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
 # optimizer cannot continue it, see state.read_checkpoint
 OF_UPDATES = (
@@ -97,8 +98,7 @@ class Start:
         elif self.pretrained:
             do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
-            with exit_together():
-                init_weights(state.model, seed)
+            do_together(init_weights, state.model, seed, has_done=DRAWN)
         if self.checkpoint or self.pretrained:
             do_together(state.check_finite, self.checkpoint.stored.path if self.checkpoint else self.name)
         if not self.is_resume:

@@ -12,6 +12,7 @@ from isogpt.checkpoint.source import OpenCheckpoint, check_finite, first_positio
 from isogpt.common.console import shortened
 from isogpt.parallel.data_parallel import kept_weights, reshard
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, local_parts_by_name, splits_of
+from isogpt.parallel.parallelize import init_part
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim, optimizer_state
 
@@ -200,8 +201,7 @@ def weights_to_read(model: nn.Module, shapes: dict[str, torch.Size], seed: int) 
     if not model.config.n_expert or any(".router." in name for name in shapes):
         return parts
     for name in [name for name in parts if ".router." in name]:
-        router = parts.pop(name)
-        router.put(model.initial_weight(name, router.shape, seed))
+        init_part(model, name, parts.pop(name), seed)
     for name in [name for name in parts if ".experts." in name]:
         dense_name = name.replace(".experts.", ".")
         parts[dense_name] = parts.pop(name).as_copies_of(shapes[dense_name])

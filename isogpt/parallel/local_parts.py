@@ -110,10 +110,15 @@ class LocalPart:
         """The piece at these offsets."""
         return dict(self.pieces)[tuple(offsets)]
 
+    def places(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """(piece, where it is in the whole tensor) for each piece."""
+        for offsets, piece in self.pieces:
+            yield piece, tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
+
     def cut(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(piece, the same part of `whole`) for each piece."""
-        for offsets, piece in self.pieces:
-            yield piece, whole[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))]
+        for piece, place in self.places():
+            yield piece, whole[place]
 
     @torch.no_grad()
     def put(self, whole: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.parallel.data_parallel import fsdp_units
-from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
+from isogpt.parallel.local_parts import LocalPart, Splits, copy_to_cpu, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline, split_layers
 from isogpt.parallel.plan import LayoutError, Plan
@@ -115,9 +115,19 @@ def check_what_is_lost(model: nn.Module) -> None:
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill this rank's parts with the initial weights of the whole model on one process."""
+    """
+    Fill this rank's parts with the initial weights of the whole model on one process, of which only these
+    parts are computed.
+    """
     for name, part in local_parts_by_name(model).items():
-        part.put(model.initial_weight(name, part.shape, seed))
+        init_part(model, name, part, seed)
+
+
+@torch.no_grad()
+def init_part(model: nn.Module, name: str, part: LocalPart, seed: int) -> None:
+    """Fill this rank's part of a parameter with its initial values."""
+    for piece, place in part.places():
+        piece.copy_(model.initial_weight(name, part.shape, seed, place))
 
 
 def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
