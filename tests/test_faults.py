@@ -41,10 +41,10 @@ from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkp
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
+from isogpt.monitor.curves import read_curves
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.curves import read_curves
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import plot_loss
