@@ -99,7 +99,7 @@ class Logger:
         Args:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
         """
-        for sink in do_together(file_sinks, config, self.progress.step, owner):
+        for sink in do_together(open_sinks, config, self.progress.step, owner):
             self.insert(sink)
 
     def insert(self, sink: object) -> None:
@@ -112,7 +112,7 @@ def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
     return Wandb(config, run_id) if is_main() else None
 
 
-def file_sinks(config: dict, step: int, owner: str) -> list[Any]:
+def open_sinks(config: dict, step: int, owner: str) -> list[Any]:
     """Return the sinks that write to the run's folder (rank 0, if there is an owner)."""
     if not is_main() or not owner:
         return []
