@@ -94,7 +94,8 @@ def cut_back(path: Path, step: int, repeats_evaluation: bool) -> None:
     with open(path, "r+b", opener=regular_file) as file:
         kept, start, needs_evaluation = [], 0, not repeats_evaluation
         for position, line, record in last_records(file, step):
-            start = position
+            if is_before(record, step):
+                start = position
             is_evaluation = needs_evaluation and is_evaluation_at(record, step)
             if is_evaluation or is_before(record, step) or "event" in record:
                 kept.append(line)

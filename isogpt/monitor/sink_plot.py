@@ -15,7 +15,7 @@ from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
 
 FEW = 20  # so few points are not smoothed
-END_S = 30  # seconds that the end of a run waits for a plot
+END_S = 60  # seconds that the end of a run waits for a plot
 
 
 class Plot:
