@@ -98,8 +98,7 @@ def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
                 log.write(record, "")
                 plot.write(record, "")
             evaluation = bytes_of_this_thread() - read, (time.thread_time() - began) * 1e3
-            while plot.is_drawing():
-                plot.wait()
+            plot.is_idle.wait()
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             log.file.close()

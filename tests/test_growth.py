@@ -140,7 +140,7 @@ class Slow(Plot):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.release, self.drawn = threading.Semaphore(0), []
+        self.release, self.drawn = threading.Semaphore(0), []  # the last step of each plot
 
     def draw(self, losses, began):
         self.release.acquire(timeout=60)
@@ -154,11 +154,11 @@ def test_a_slow_plot_delays_no_step_and_the_last_one_is_complete(tmp_path, capsy
         plot.write({"iter": step, "loss": 1.0, "step_ms": 1.0}, "")
         if step in (1, 3, 5):
             plot.write({"iter": step, "train_loss": 1.0, "val_loss": 1.0}, "")
-    assert plot.is_drawing() and not plot.drawn
+    assert not plot.is_idle.is_set() and not plot.drawn
     for _ in range(2):
         plot.release.release()
     plot.write({"event": "end"}, "")
-    assert plot.drawn == [1, 7] and not plot.is_drawing(), "one at a time, and the last steps are there"
+    assert plot.drawn == [1, 7], "one at a time, and the last steps are there"
     assert capsys.readouterr().out.count("the loss curve: loss.png") == 1
 
 
@@ -171,7 +171,7 @@ def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, mo
         plot.write({"event": "end"}, "")
         assert "no plot of the loss curve: " in capsys.readouterr().out
     plot.release.release()
-    plot.thread.join(60)
+    assert plot.is_idle.wait(60)
 
 
 # -- shuffle

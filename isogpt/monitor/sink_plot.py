@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from pathlib import Path
+from queue import SimpleQueue
 
 from isogpt.common import console
 from isogpt.common.files import write_whole
@@ -34,8 +35,12 @@ class Plot:
         self.curves, self.began = Curves(), step  # the losses from step `began` on
         self.past: Curves | None = None if step else Curves()  # the losses before; None: not read yet
         self.has_new_steps = False  # which are not drawn yet
-        self.thread: threading.Thread | None = None  # which draws
         self.result = ""  # a sentence about the last plot
+        self.work: SimpleQueue[tuple[Curves, int]] = SimpleQueue()  # the arguments of `draw`, at most once
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+        # one thread for all plots: the C library would give the memory of the next one to a different thread
+        threading.Thread(target=self.draw_all, daemon=True, name="plot").start()
 
     def write(self, record: dict, text: str) -> None:
         """Plot the losses if it is time, and tell the user at the end where the plot is."""
@@ -48,28 +53,24 @@ class Plot:
             self.curves.add(record)
         self.has_new_steps = self.has_new_steps or "step_ms" in record
         if is_end:
-            self.wait()
-        if self.has_new_steps and ("val_loss" in record or is_end) and not self.is_drawing():
-            # copies: this thread goes on to add to the curves
-            work = (self.curves.before(math.inf), self.began)
-            self.thread = threading.Thread(target=self.draw, args=work, daemon=True, name="plot")
-            self.thread.start()
+            self.is_idle.wait(END_S)
+        if self.has_new_steps and ("val_loss" in record or is_end) and self.is_idle.is_set():
+            self.is_idle.clear()
+            self.work.put(
+                (self.curves.before(math.inf), self.began)
+            )  # a copy: this thread adds to the curves
             self.has_new_steps = False
         if is_end:
-            self.wait()
-            if self.is_drawing():
+            if not self.is_idle.wait(END_S):
                 self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
             if self.result:
                 console.print_line(self.result, patience_s=console.PATIENCE_S)
 
-    def is_drawing(self) -> bool:
-        """Whether a plot is being drawn."""
-        return self.thread is not None and self.thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the plot is drawn, up to END_S: the disk may not respond."""
-        if self.thread:
-            self.thread.join(END_S)
+    def draw_all(self) -> None:
+        """Plot each time that `write` asks for it (in the thread)."""
+        while True:
+            self.draw(*self.work.get())
+            self.is_idle.set()
 
     def draw(self, curves: Curves, began: int) -> None:
         """
