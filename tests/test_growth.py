@@ -7,7 +7,7 @@ import random
 import threading
 
 import pytest
-from growth import metrics
+from growth import loop_memory, metrics
 
 from isogpt.checkpoint.owner import write_owner
 from isogpt.common import files
@@ -185,3 +185,9 @@ def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, mo
 # -- memory_of_saves
 
 # -- loop_memory
+
+
+@pytest.mark.slow
+def test_a_run_that_evaluates_and_saves_takes_no_more_memory_with_each_step():
+    (cost,) = loop_memory(steps=2000, evaluations=100)
+    assert cost.amount < 2e6

@@ -56,9 +56,8 @@ class Plot:
             self.is_idle.wait(END_S)
         if self.has_new_steps and ("val_loss" in record or is_end) and self.is_idle.is_set():
             self.is_idle.clear()
-            self.work.put(
-                (self.curves.before(math.inf), self.began)
-            )  # a copy: this thread adds to the curves
+            # a copy of the curves, since this thread adds to them
+            self.work.put((self.curves.before(math.inf), self.began))
             self.has_new_steps = False
         if is_end:
             if not self.is_idle.wait(END_S):
