@@ -41,6 +41,7 @@ from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkp
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
+from isogpt.monitor.curves import read_curves
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
@@ -423,7 +424,7 @@ def test_what_the_plot_shows(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text(lines)
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
-    plot_loss(tmp_path)
+    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
     (axes,) = figures[0].axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
@@ -431,7 +432,7 @@ def test_what_the_plot_shows(tmp_path, monkeypatch):
     assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
     # a few steps are not smoothed
     (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
-    plot_loss(tmp_path)
+    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
     (axes,) = figures[1].axes
     assert len(axes.lines) == 1
 
@@ -440,7 +441,7 @@ def test_a_name_that_the_font_cannot_write(tmp_path, recwarn):
     folder = tmp_path / "\u5b9e\u9a8c-\ud14c\uc2a4\ud2b8"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(json.dumps({"iter": 0, "loss": 2.0}) + "\n")
-    assert plot_loss(folder).stat().st_size > 1000
+    assert plot_loss(folder, read_curves(folder / "metrics.jsonl")).stat().st_size > 1000
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
 
 

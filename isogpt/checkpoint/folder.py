@@ -47,7 +47,7 @@ from isogpt.checkpoint.search import (
     open_bare,
 )
 from isogpt.common import console
-from isogpt.common.files import TEMPORARY, read_records, remove, write_whole
+from isogpt.common.files import TEMPORARY, iterate_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import (
@@ -377,7 +377,7 @@ def set_aside(out_dir: str) -> Path | None:
     files called metrics* are found by their names. Returns the new folder, or None.
     """
     out = Path(out_dir)
-    has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
+    has_logged_steps = any("loss" in r or "val_loss" in r for r in iterate_records(out / "metrics.jsonl"))
     if not is_run(out_dir) and not has_logged_steps and not (out / "ckpt_best.pt").exists():
         return None
     previous = free_name(out, "previous", first=1)

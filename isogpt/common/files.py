@@ -9,16 +9,18 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
 
 # what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
+BLOCK = 2**16  # bytes that are read at once from the end of a file
 LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
@@ -48,15 +50,18 @@ def check_no_link(folder: Path) -> None:
         raise OSError(errno.ELOOP, "it is a link", str(folder))
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | BinaryIO) -> None:
     """
-    Write a small file: after a kill or a power failure, `path` contains either the old content or all of the
-    new content. If `path` is a link, the file replaces the link.
+    Write a file, or copy an open file: after a kill or a power failure, `path` contains either the old
+    content or all of the new content. If `path` is a link, the file replaces the link.
     """
     other = temporary_name(path)
     try:
         with open(other, "xb") as f:  # x: it does not follow a link (O_EXCL)
-            f.write(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str | bytes):
+                f.write(content.encode() if isinstance(content, str) else content)
+            else:
+                shutil.copyfileobj(content, f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(other, path)
@@ -103,6 +108,20 @@ class HashedFile:
     def entry(self) -> dict:
         """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
         return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
+def make_separate(path: Path) -> None:
+    """
+    Prepare a file for changes in place, which must not show under any other name. A link, a file with several
+    names and a file that this user may not change are replaced by a copy. If there is no file, it is created.
+    """
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and os.access(path, os.W_OK):
+            return
+    try:
+        with open(path, "rb", opener=regular_file) as original:
+            write_whole(path, original)
+    except FileNotFoundError:
+        write_whole(path, b"")
 
 
 def record(path: Path, job: dict, value: object) -> None:
@@ -210,17 +229,44 @@ def recorded(path: Path, job: dict) -> object | None:
         return content[path.stem] if content["job"] == job else None
 
 
-def read_records(path: Path) -> list[dict]:
-    """
-    Read the records of a metrics.jsonl, without lines that are not records, such as a line torn by a kill; []
-    if the file is missing.
-    """
-    records = []
+def as_record(line: str | bytes) -> dict | None:
+    """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
+    with suppress(ValueError):
+        record = parse_json(line)
+        if isinstance(record, dict) and isinstance(record.get("iter", 0), int):
+            return record
+    return None
+
+
+def iterate_records(path: Path) -> Iterator[dict]:
+    """Read the records of a metrics.jsonl one by one; nothing if the file is missing."""
     with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
         for line in f:
-            with suppress(ValueError):
-                records.append(parse_json(line))
-    return [r for r in records if isinstance(r, dict) and isinstance(r.get("iter", 0), int)]
+            if (record := as_record(line)) is not None:
+                yield record
+
+
+def read_records(path: Path) -> list[dict]:
+    """Read the records of a metrics.jsonl, whose memory grows with the number of steps: see `last_lines`."""
+    return list(iterate_records(path))
+
+
+def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Read an open file from its end: yields the position and the text of each line that is not empty."""
+    start, first = file.seek(0, os.SEEK_END), b""  # `first` may begin before `start`
+    while start > 0:
+        size = min(start, max(BLOCK, len(first)))  # twice as much each time until a long line is complete
+        start -= size
+        file.seek(start)
+        block = file.read(size) + first
+        first, newline, rest = block.partition(b"\n")
+        end = start + len(block)
+        for line in reversed(rest.split(b"\n") if newline else []):
+            if line:
+                yield end - len(line), line
+            end -= len(line) + 1
+    if first:
+        yield 0, first
 
 
 def enum_member(kind: type, name: str) -> object:

@@ -99,12 +99,8 @@ class Logger:
         Args:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
         """
-        with exit_together():
-            if is_main() and owner:
-                self.insert(MetricsFile(config, self.progress.step, owner))
-                self.insert(Plot(config["out_dir"]))
-                if config["tensorboard_log"]:
-                    self.insert(TensorBoard(config["out_dir"], self.progress.step))
+        for sink in do_together(open_sinks, config, self.progress.step, owner):
+            self.insert(sink)
 
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
@@ -114,6 +110,14 @@ class Logger:
 def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
     """Start wandb on rank 0."""
     return Wandb(config, run_id) if is_main() else None
+
+
+def open_sinks(config: dict, step: int, owner: str) -> list[Any]:
+    """Return the sinks that write to the run's folder (rank 0, if there is an owner)."""
+    if not is_main() or not owner:
+        return []
+    sinks = [MetricsFile(config, step, owner), Plot(config["out_dir"], step)]
+    return sinks + ([TensorBoard(config["out_dir"], step)] if config["tensorboard_log"] else [])
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:

@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from isogpt.checkpoint.owner import check_owner
-from isogpt.common.files import read_records, write_whole
+from isogpt.common.files import as_record, last_lines, make_separate, regular_file
 from isogpt.monitor.records import as_json
 
 METRICS = "metrics.jsonl"
@@ -18,8 +20,8 @@ class MetricsFile:
     """
     Appends lines to metrics.jsonl in the run's folder.
 
-    The file stays open, and is replaced by a run that starts in the same folder: two runs never write to one
-    file.
+    The file stays open. If it is not as this run has left it, the run looks who owns the folder before it
+    writes again: two runs never write to one file.
 
     Args:
         owner: who has claimed the run's folder; '': nobody.
@@ -32,18 +34,18 @@ class MetricsFile:
 
     def open(self, step: int) -> None:
         """
-        Cut the file back to a step and open the file.
-
-        Lines of this and later steps, which will be repeated, are removed, and so are torn lines. Events
-        stay. The evaluation of this step's state stays if it will not be repeated, because it was made at the
-        end of a run.
+        Cut the file back to a step and open the file. The evaluation of this step's state stays if it will
+        not be repeated, because it was made at the end of a run.
         """
-        records = read_records(self.path)
-        kept = [r for r in records if "event" in r or r.get("iter", 0) < step]
-        if step > self.max_iters or step % self.eval_interval:
-            kept += evaluations_of(records, step)
-        write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        make_separate(self.path)
+        repeats_evaluation = step <= self.max_iters and step % self.eval_interval == 0
+        cut_back(self.path, step, repeats_evaluation)
+        self.open_to_append()
+
+    def open_to_append(self) -> None:
+        """Open the file by its name."""
         self.file = open(self.path, "ab", buffering=0)  # unbuffered: a line is written, or there is an error
+        self.size = os.fstat(self.file.fileno()).st_size  # as this run leaves the file
 
     def write(self, record: dict, text: str) -> None:
         """Append a line."""
@@ -64,23 +66,71 @@ class MetricsFile:
         """Append a line, or nothing: the next line must not follow a torn line."""
         try:
             status = os.fstat(self.file.fileno())
-            if status.st_nlink == 0:  # somebody has removed it: the lines would be lost
+            # somebody has removed the file, and lines would be lost; or has cut it or written to it
+            if status.st_nlink == 0 or status.st_size != self.size:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             if self.file.write(line) < len(line):
                 os.ftruncate(self.file.fileno(), status.st_size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.size += len(line)
         except OSError as e:
             e.filename = str(self.path)  # for the message
             raise
 
     def open_again(self) -> None:
-        """Open the file by its name, unless a different run has claimed the folder and replaced the file."""
+        """Open the file by its name, unless a different run has claimed the folder."""
         check_owner(self.path.parent, self.owner)
         with suppress(OSError):  # a full disk can be reported again when the file is closed
             self.file.close()
-        self.file = open(self.path, "ab", buffering=0)
+        self.open_to_append()
 
 
-def evaluations_of(records: list[dict], step: int) -> list[dict]:
-    """Return the last evaluation of the state before a step, in a list; an empty list if there is none."""
-    return [r for r in records if "val_loss" in r and r.get("iter") == step][-1:]
+def cut_back(path: Path, step: int, repeats_evaluation: bool) -> None:
+    """
+    Cut metrics.jsonl back to a step, in place. Lines of this and later steps, which will be repeated, are
+    removed, and so are torn lines among them. Events stay, and unless it `repeats_evaluation`, the last
+    evaluation of this step's state. What precedes these lines is neither read nor written.
+    """
+    with open(path, "r+b", opener=regular_file) as file:
+        kept, start, needs_evaluation = [], 0, not repeats_evaluation
+        for position, line, record in last_records(file, step):
+            if is_before(record, step):
+                start = position
+            is_evaluation = needs_evaluation and is_evaluation_at(record, step)
+            if is_evaluation or is_before(record, step) or "event" in record:
+                kept.append(line)
+            needs_evaluation = needs_evaluation and not is_evaluation
+        file.seek(start)
+        file.write(b"".join(line + b"\n" for line in reversed(kept)))
+        file.truncate()  # after writing: a kill in between leaves lines twice, and loses none
+
+
+def last_records(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes, dict]]:
+    """
+    Read the records that metrics.jsonl ends with, the newest first, up to the last step before `step`: yields
+    the position of each line, the line and the record. Lines that are not records are left out.
+    """
+    for start, line in last_lines(file):
+        if (record := as_record(line)) is not None:
+            yield start, line, record
+            if is_before(record, step):
+                return
+
+
+def is_before(record: dict, step: int) -> bool:
+    """Whether a record is of a step before `step`, or of the evaluation before such a step."""
+    return "event" not in record and record.get("iter", 0) < step
+
+
+def is_evaluation_at(record: dict, step: int) -> bool:
+    """Whether a record is of an evaluation of the state before `step`."""
+    return "val_loss" in record and record.get("iter") == step
+
+
+def evaluation_at(path: Path, step: int) -> dict | None:
+    """Return the last evaluation of the state before `step`, if metrics.jsonl has been cut back to `step`."""
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
+        for _, _, record in last_records(file, step):
+            if is_evaluation_at(record, step):
+                return record
+    return None

@@ -1,44 +1,90 @@
 """The plot of the loss curve, loss.png."""
 
 import io
+import math
 import os
+import threading
 import warnings
 from pathlib import Path
+from queue import SimpleQueue
 
 from isogpt.common import console
-from isogpt.common.files import read_records, write_whole
+from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
+from isogpt.monitor.curves import Curves, Points, read_curves
 from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
 
 FEW = 20  # so few points are not smoothed
-
-Points = list[tuple[float, float]]  # (step, loss)
+END_S = 60  # seconds that the end of a run waits for a plot
 
 
 class Plot:
-    """Plots the losses after each evaluation and at the end."""
+    """
+    Plots the losses after each evaluation and at the end, in a thread, so that training goes on meanwhile. An
+    evaluation during this time is drawn later. The first plot after a resume also reads metrics.jsonl, once.
 
-    def __init__(self, out_dir: str) -> None:
+    Args:
+        step: at which the run continues; metrics.jsonl contains the steps before.
+    """
+
+    def __init__(self, out_dir: str, step: int) -> None:
         self.out_dir = Path(out_dir)
+        # a notebook's kernel sets one that only its environment has installed
+        os.environ["MPLBACKEND"] = "agg"
+        self.curves, self.began = Curves(), step  # the losses from step `began` on
+        self.past: Curves | None = None if step else Curves()  # the losses before; None: not read yet
         self.has_new_steps = False  # which are not drawn yet
         self.result = ""  # a sentence about the last plot
+        self.work: SimpleQueue[tuple[Curves, int]] = SimpleQueue()  # the arguments of `draw`, at most once
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+        # one thread for all plots: the C library would give the memory of the next one to a different thread
+        threading.Thread(target=self.draw_all, daemon=True, name="plot").start()
 
     def write(self, record: dict, text: str) -> None:
         """Plot the losses if it is time, and tell the user at the end where the plot is."""
-        is_end = record.get("event") in CLOSING
-        if self.has_new_steps and ("val_loss" in record or is_end):
-            self.result = self.draw()
-        self.has_new_steps = "step_ms" in record or (self.has_new_steps and "val_loss" not in record)
-        if is_end and self.result:
-            console.print_line(self.result, patience_s=console.PATIENCE_S)
+        event = record.get("event")
+        is_end = event in CLOSING
+        if event == "rollback":
+            self.curves = self.curves.before(record["to"])
+            self.began = min(self.began, record["to"])
+        elif not event:
+            self.curves.add(record)
+        self.has_new_steps = self.has_new_steps or "step_ms" in record
+        if is_end:
+            self.is_idle.wait(END_S)
+        if self.has_new_steps and ("val_loss" in record or is_end) and self.is_idle.is_set():
+            self.is_idle.clear()
+            # a copy of the curves, since this thread adds to them
+            self.work.put((self.curves.before(math.inf), self.began))
+            self.has_new_steps = False
+        if is_end:
+            if not self.is_idle.wait(END_S):
+                self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
+            if self.result:
+                console.print_line(self.result, patience_s=console.PATIENCE_S)
 
-    def draw(self) -> str:
-        """Plot the loss curve; returns a sentence about the plot."""
+    def draw_all(self) -> None:
+        """Plot each time that `write` asks for it (in the thread)."""
+        while True:
+            self.draw(*self.work.get())
+            self.is_idle.set()
+
+    def draw(self, curves: Curves, began: int) -> None:
+        """
+        Plot the loss curve (in the thread).
+
+        Args:
+            curves: the losses from step `began` on, which is also where those of the past end.
+        """
         try:
-            return f"the loss curve: {plot_loss(self.out_dir)}"
+            if self.past is None:
+                self.past = read_curves(self.out_dir / METRICS, began)
+            whole = self.past.before(began).followed_by(curves)
+            self.result = f"the loss curve: {plot_loss(self.out_dir, whole)}"
         except Exception as e:  # matplotlib raises many types
-            return f"no plot of the loss curve: {' '.join(str(e).split())}"
+            self.result = f"no plot of the loss curve: {' '.join(str(e).split())}"
 
 
 def smoothed(points: Points) -> Points:
@@ -55,22 +101,16 @@ def smoothed(points: Points) -> Points:
     return means
 
 
-def plot_loss(out_dir: Path) -> Path:
+def plot_loss(out_dir: Path, curves: Curves) -> Path:
     """
-    Plot metrics.jsonl to loss.png: the loss of each logged step, the smoothed loss of all steps, and the
-    evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
-    exception.
+    Plot a run's losses to loss.png: the loss of logged steps, the smoothed loss, and the evaluations. The
+    legend contains the last values. Returns the path of loss.png. Can raise nearly any exception.
     """
-    os.environ["MPLBACKEND"] = "agg"  # a notebook's kernel sets one that only its environment has installed
     with needed_by("it", "matplotlib"):
         from matplotlib.figure import Figure
 
-    records = [r for r in read_records(out_dir / METRICS) if "event" not in r]
     axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()
-    losses = {
-        key: [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
-        for key in ("loss", "loss_mean", "train_loss", "val_loss")
-    }
+    losses = {name: curve.shown() for name, curve in curves.by_name()}
     training = losses["loss"]
     lines = [
         ("training step", training, dict(color="0.8", linewidth=1)),
@@ -92,8 +132,9 @@ def plot_loss(out_dir: Path) -> Path:
         axes.legend()
     axes.grid(alpha=0.3)
     image = io.BytesIO()
-    with warnings.catch_warnings():  # the font may lack characters of the folder's name
-        warnings.filterwarnings("ignore", message="Glyph ")
-        axes.figure.savefig(image, format="png", dpi=110)
+    # the font may lack characters of the folder's name. The filter stays: catch_warnings would also undo
+    # what the main thread changes meanwhile
+    warnings.filterwarnings("ignore", message="Glyph ")
+    axes.figure.savefig(image, format="png", dpi=110)
     write_whole(out_dir / "loss.png", image.getvalue())
     return out_dir / "loss.png"

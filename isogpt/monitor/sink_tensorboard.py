@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isogpt.common.files import read_records
 from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
-from isogpt.monitor.sink_metrics import METRICS, evaluations_of
+from isogpt.monitor.sink_metrics import METRICS, evaluation_at
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,7 +37,7 @@ class TensorBoard:
         will not be repeated.
         """
         self.writer = self.begin_file(purge_step=step)
-        for evaluation in evaluations_of(read_records(self.out_dir / METRICS), step):
+        if evaluation := evaluation_at(self.out_dir / METRICS, step):
             self.add(evaluation)
 
     def begin_file(self, purge_step: int | None = None) -> "SummaryWriter":
