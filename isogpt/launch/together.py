@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isogpt.common import console
 from isogpt.common.torch_versions import all_gather_single
+from isogpt.launch.pretended_ranks import is_pretended
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
@@ -41,7 +42,7 @@ CONNECTION_LOST = (
 
 def is_main() -> bool:
     """Whether this is rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0 or is_pretended()
 
 
 def gather_objects(value: object) -> list:
