@@ -251,7 +251,6 @@ if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
         bucket_cap_mb=plan.ddp_bucket_mb,
         gradient_as_bucket_view=True,
     )
-dry_run.watch(state)  # in a dry run, counts what the second step takes
 share = reader.share  # this rank's part of a step: micro-batches and their rows
 if exact:  # gradients are summed as int64, so that the result does not depend on the order of reduction
     gradients = integer_sums.ExactSums(model, raw_model, mesh, plan, share, scaler)
@@ -308,6 +307,7 @@ else:
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
 batches = reader.train(state.step, progress.position, progress.skipped)
+dry_run.watch(state, logger.sinks)  # in a dry run, counts what the second step takes
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
     step = state.step

@@ -68,7 +68,7 @@ def pretend(rank: int, ranks: int, run: Run) -> Run:
 def create_group(run: Run, options: object, _: object) -> ProcessGroup:
     """Create a process group, as torch.distributed asks a backend to."""
     ranks = options.global_ranks_in_group or range(options.group_size)
-    return PretendedGroup(options.group_rank, tuple(ranks), run)
+    return PretendedGroup(options.group_rank, tuple(ranks), options.group_id, run)
 
 
 def completed(tensors: list[Tensor]) -> Work:
@@ -89,9 +89,13 @@ class PretendedGroup(ProcessGroup):
 
     supports_coalescing = False
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], run: Any) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], name: str, run: Any) -> None:
         super().__init__(rank, len(ranks))
-        self.ranks, self.run = ranks, run
+        self.ranks, self.name, self.run = ranks, name, run
+
+    @property
+    def group_name(self) -> str:
+        return self.name
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -130,7 +134,11 @@ class PretendedGroup(ProcessGroup):
     @torch.no_grad()
     def all_gather_single(self, output: Tensor, part: Tensor, options: object = None) -> Work:
         self.record("all_gather", [output])
-        output.view(self.size(), -1).copy_(part.reshape(1, -1))
+        copies = output.view(self.size(), -1)
+        before, after = copies[: self.rank()], copies[self.rank() + 1 :]  # the part may be a view of its copy
+        copies[self.rank()].copy_(part.flatten())
+        before.copy_(part.view(1, -1))
+        after.copy_(part.view(1, -1))
         return completed([output])
 
     def all_gather_single_coalesced(
@@ -181,7 +189,8 @@ class PretendedGroup(ProcessGroup):
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
         for part in output.split(output_sizes) if output_sizes else output.chunk(self.size()):
-            part.copy_(mine)
+            # of a different length where tokens are sent to experts: a copy would be sent as many as it sends
+            part.copy_(mine) if len(part) == len(mine) else part.zero_()
         return completed([output])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
@@ -192,7 +201,7 @@ class PretendedGroup(ProcessGroup):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         self.record("recv", tensors)
         for tensor in tensors:
-            tensor.zero_()
+            tensor.fill_(0 if tensor.is_floating_point() else 1)  # 1: a stage votes for shapes that are known
         return completed(tensors)
 
     def barrier(self, options: object = None) -> Work:

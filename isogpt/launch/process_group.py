@@ -183,7 +183,7 @@ def pretend_ranks(rank: int, world_size: int) -> Ranks:
         torch.device("cpu"),
         pretended_ranks.BACKEND,
         hosts=tuple(f"machine {other // local_size}" for other in range(world_size)),
-        network="none, a dry run",
+        network="a dry run",
         local_sizes=(local_size,) * world_size,
     )
 

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.data.dataset import GPT2_VOCAB, find_dataset
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
+from isogpt.parallel.compression import POWERSGD_START
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
@@ -49,7 +51,6 @@ MEANINGS = {
 }
 # settings of train.py with which a dry run takes two steps and writes nothing
 SETTINGS = FIXED | {
-    "max_iters": 1,
     "init_from": "scratch",
     "nproc": 0,
     "device": "cpu",
@@ -180,11 +181,11 @@ class DryRun:
     rank: int
     ranks: int
     stack: ExitStack
+    steps_left: int
     collectives: list[Collective] = field(default_factory=list)
     plan: Plan | None = None
     mesh: Mesh | None = None
     counter: MemoryCounter | None = None
-    steps: int = 0
     counted: Counted | None = None
 
     def begin(self, plan: Plan, mesh: Mesh) -> None:
@@ -197,16 +198,16 @@ class DryRun:
         self.counter = self.stack.enter_context(MemoryCounter(fake))
 
     def watch(self, state: TrainState) -> None:
-        """Count the second step, between the ends of the last optimizer's first two steps."""
+        """Count the last step, between the ends of the last optimizer's last two steps."""
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if optimizer is not state.optimizers[-1]:
                 return
-            self.steps += 1
-            if self.steps == 1:
+            self.steps_left -= 1
+            if self.steps_left == 1:
                 self.counter.peak = self.counter.total
                 self.collectives.clear()
-            if self.steps == 2:
+            if self.steps_left == 0:
                 self.counted = self.count(state)
                 hook.remove()
 
@@ -256,8 +257,12 @@ def start(config: dict, script: str) -> None:
         if not is_prepared(config):
             write_random_tokens(Path(folder.name), config)
             settings["dataset"] = folder.name
+        # PowerSGD begins later
+        steps = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
+        settings["max_iters"] = steps - 1
+        run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
-        run = pretend(rank, ranks, DryRun(rank, ranks, stack))
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
         runpy.run_path(script, run_name="__main__")
     for line in report(run, config["local_steps"]):
         console.print_line(line)
@@ -314,9 +319,10 @@ def begin(plan: Plan, mesh: Mesh) -> None:
         run.begin(plan, mesh)
 
 
-def watch(state: TrainState) -> None:
-    """In a dry run, count what the second step takes."""
+def watch(state: TrainState, sinks: list[Any]) -> None:
+    """In a dry run, count what the last step takes, and report no steps: their losses mean nothing."""
     if run := current():
+        sinks.clear()
         run.watch(state)
 
 
