@@ -3,6 +3,7 @@ Dry runs: train.py as one of so many ranks that are not there, see launch/preten
 steps; the second one's memory and collectives are counted, and printed beside the planner's prediction.
 """
 
+import json
 import os
 import re
 import runpy
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,6 +87,8 @@ class MemoryCounter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # the operators on its local part come here
         kwargs = kwargs or {}
+        if active_fake_mode():  # DTensor asks for the shapes of results
+            return operator(*args, **kwargs)
         inputs = list(tensors_in((*args, *kwargs.values())))
         if self.fake and not inputs and is_floating(kwargs):
             with self.fake:
@@ -262,7 +266,7 @@ def start(config: dict, script: str) -> None:
         settings["max_iters"] = steps - 1
         run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
-        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
         runpy.run_path(script, run_name="__main__")
     for line in report(run, config["local_steps"]):
         console.print_line(line)
@@ -302,10 +306,11 @@ def is_prepared(config: dict) -> bool:
 
 def write_random_tokens(folder: Path, config: dict) -> None:
     """Write a data set of random tokens."""
-    length, ids = 2 * config["block_size"] + 1, min(config["vocab_size"], 2**16)
+    length, ids = 2 * config["block_size"] + 1, config["vocab_size"]
     for split in ("train", "val"):
-        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16)
+        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint32)
         tokens.tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
 
 
 def current() -> DryRun | None:
