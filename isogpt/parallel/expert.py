@@ -31,8 +31,10 @@ def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, cou
     counts_here = torch.empty_like(counts)  # rows for this rank's experts, from each rank
     dist.all_to_all_single(counts_here, counts, group=group)
     counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
-    # the copy waits for a GPU
-    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
+    if type(counts).__name__ == "FakeTensor":  # a dry run without memory: rows are routed evenly
+        sent = received = [len(x) * (r + 1) // ranks - len(x) * r // ranks for r in range(ranks)]
+    else:  # the copy waits for a GPU
+        sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
     order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)

@@ -90,11 +90,15 @@ class MemoryCounter(TorchDispatchMode):
         if active_fake_mode():  # DTensor asks for the shapes of results
             return operator(*args, **kwargs)
         inputs = list(tensors_in((*args, *kwargs.values())))
-        if self.fake and not inputs and is_floating(kwargs):
+        if operator is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
+            return torch.ones((), dtype=args[0].dtype).item()  # a number of which only the shape is known
+        if operator is torch.ops.aten._grouped_mm.default and is_fake(args[0]):
+            result = args[0].new_empty(shape_of_grouped_mm(*args[:3]))
+        elif self.fake and not inputs:
             with self.fake:
                 result = operator(*args, **kwargs)
-        elif operator is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
-            return torch.ones((), dtype=args[0].dtype).item()  # a number of which only the shape is known
+            if torch.is_tensor(result) and not result.is_floating_point():  # tokens, positions
+                result = operator(*args, **kwargs)
         else:
             result = operator(*args, **kwargs)
         is_of_fsdp = operator.namespace == "fsdp"
@@ -149,9 +153,12 @@ def tensors_in(values: tuple | list) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def is_floating(options: dict) -> bool:
-    """Whether an operator without tensors as arguments creates floating-point numbers."""
-    return (options.get("dtype") or torch.get_default_dtype()).is_floating_point
+def shape_of_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
+    """
+    The shape of F.grouped_mm of rows of experts, or the gradient of their weights. For a CPU, torch has no
+    such function in float32 (torch 2.13).
+    """
+    return [len(ends)] * (a.dim() == b.dim()) + [a.size(-2), b.size(-1)]
 
 
 def is_fake(tensor: Tensor) -> bool:
