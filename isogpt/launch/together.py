@@ -57,7 +57,7 @@ def gather_objects(value: object) -> list:
 def broadcast(value: object) -> object:
     """Return rank 0's `value` (all ranks)."""
     values = [value]
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_pretended():  # in a dry run, this rank's
         dist.broadcast_object_list(values, src=0)
     return values[0]
 

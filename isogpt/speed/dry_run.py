@@ -92,6 +92,8 @@ class MemoryCounter(TorchDispatchMode):
         inputs = list(tensors_in((*args, *kwargs.values())))
         if operator is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
             return torch.ones((), dtype=args[0].dtype).item()  # a number of which only the shape is known
+        if operator is torch.ops.aten.nonzero.default and is_fake(args[0]):
+            return torch.zeros(0, args[0].dim(), dtype=torch.int64)
         if operator is torch.ops.aten._grouped_mm.default and is_fake(args[0]):
             result = args[0].new_empty(shape_of_grouped_mm(*args[:3]))
         elif self.fake and not inputs:
@@ -341,7 +343,7 @@ def watch(state: TrainState, sinks: list[Any]) -> None:
 def fits_here(plan: Plan, mesh: Mesh) -> bool:
     """Whether this machine computes a rank's three steps in its memory, and within a minute or so."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    needed = 1e9 * rank_estimate(plan, mesh.index("pp"), 0.0)["total"]
+    needed = 1e9 * prediction(plan, mesh)["total"]
     share = share_of_plan(plan, mesh)
     tokens = share.rows * share.micro_steps * plan.model_args["block_size"]
     flops = 6 * plan.counts.parameters / (mesh.pp * mesh.cp * mesh.tp) * tokens
@@ -361,13 +363,13 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield f"\ndry run: rank {run.rank} of {run.ranks:,} ({degrees}), zero {plan.zero}, on a CPU with {kind}"
     yield f"a step: {share.micro_steps:,} micro-batches of {share.rows} x {plan.model_args['block_size']:,} tokens"
 
-    predicted = rank_estimate(plan, mesh.index("pp"), 0.0)
+    predicted = prediction(plan, mesh)
     kept = {"weights": counted.parameters, "gradients": counted.gradients, "optimizer": counted.optimizer}
     kept["activations"] = counted.peak - sum(kept.values())
     kept["total"] = counted.peak
     yield f"\n  {'GB at the peak':28} {'counted':>10} {'predicted':>10}"
     for name, size in kept.items():
-        yield f"  {MEANINGS[name]:28} {size / 1e9:10.4f} {predicted[name]:10.4f}"
+        yield f"  {MEANINGS[name]:28} {size / 1e9:10.4g} {predicted[name]:10.4g}"
     if note := about_edited_modules(plan):
         yield f"  {note}"
 
@@ -383,7 +385,13 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
         yield f"  those along islands take place once in {local_steps:,} steps"
 
     of_all = 4 * plan.counts.parameters * (1 + moments_of(plan.optimizer)[1])
-    yield f"\ncheckpoint: this rank holds {counted.parts / 1e9:.4f} GB of about {of_all / 1e9:.4f} GB"
+    yield f"\ncheckpoint: this rank holds {counted.parts / 1e9:.4g} GB of about {of_all / 1e9:.4g} GB"
+
+
+def prediction(plan: Plan, mesh: Mesh) -> dict[str, float]:
+    """The planner's estimate of this rank's memory, in GB."""
+    rows = max(share_of_plan(plan, mesh).rows_of)
+    return rank_estimate(replace(plan, micro_batch=rows), mesh.index("pp"), 0.0)
 
 
 def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
