@@ -49,6 +49,8 @@ def gather_objects(value: object) -> list:
     """Gather `value` from every rank, by rank (all ranks)."""
     if not dist.is_initialized():
         return [value]
+    if is_pretended():  # without a thousand copies of its bytes
+        return [value] * dist.get_world_size()
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -64,7 +64,8 @@ def rank_estimate(plan: Plan, pp_rank: int, device_gb: float) -> dict[str, float
         "weights": weight_bytes(plan, part) / 1e9,
         "gradients": gradient_bytes(plan, part) / 1e9,
         "optimizer": optimizer_bytes(plan, part) / 1e9,
-        "activations": activation_bytes(plan, part, in_flight, device_gb) / 1e9,
+        "activations": (activation_bytes(plan, part, in_flight, device_gb) + received_bytes(plan, pp_rank))
+        / 1e9,
     }
     return parts | {"total": sum(parts.values())}
 
@@ -275,10 +276,31 @@ def micro_batches_in_flight(plan: Plan, pp_rank: int) -> float:
     pp, schedule = plan.pp, plan.pp_schedule
     if pp == 1:
         return 1
-    data_size = max(1, plan.world_size // (pp * plan.cp * plan.tp))
-    micro_steps = share_of(plan.sequences, 0, data_size, plan.micro_batch, pp).micro_steps
+    micro_steps = micro_steps_of(plan)
     most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
     return min(micro_steps, most)
+
+
+def micro_steps_of(plan: Plan) -> int:
+    """How many micro-batches each rank of a pipeline computes in a step."""
+    data_size = max(1, plan.world_size // (plan.pp * plan.cp * plan.tp))
+    return share_of(plan.sequences, 0, data_size, plan.micro_batch, plan.pp).micro_steps
+
+
+def received_bytes(plan: Plan, pp_rank: int) -> float:
+    """
+    Return the bytes into which a pipeline's rank receives. torch.distributed.pipelining allocates them at the
+    start, for all micro-batches of a step: the outputs of the stage before, and the gradients of the stage
+    after (torch 2.11, 2.13).
+    """
+    if plan.pp == 1:
+        return 0.0
+    last = plan.pp * stages_per_rank(plan.pp_schedule) - 1
+    stages = stages_of(pp_rank, plan.pp, plan.pp_schedule)
+    received = sum((stage > 0) + (stage < last) for stage in stages)
+    tokens = plan.micro_batch * plan.model_args["block_size"] / (plan.cp * plan.tp)
+    stream = plan.stream_dtype.itemsize * plan.model_args["n_embd"]
+    return received * micro_steps_of(plan) * tokens * stream
 
 
 def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: float) -> float:
