@@ -359,8 +359,6 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     start_of_backward = blocks + last_norm + copies + copied * head + loss_backward
 
     temporary = block.temporary + 2 * size * C * (tp - 1)
-    if plan.cp > 1:  # keys and values, gathered and then ordered, with their gradients
-        temporary += 8 * size * plan.cp * C * args["n_kv_head"] // args["n_head"]
     # to the gradient of the head, that of the embeddings is added at the end of the backward pass
     last_block = blocks + copies + 4 * head + tokens * temporary
     # the gradient of the stacked experts
@@ -437,6 +435,8 @@ def block_activations(plan: Plan) -> BlockActivations:
     # gradients of the residual stream, the block's output and the hidden layer
     mlp_gradients = stream * C + size * active * (C + (3 if is_gated else 1) * hidden)
     attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
+    if plan.cp > 1:  # gathered keys and values with their gradients, on a CPU in float32
+        attention_gradients += 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
     return BlockActivations(
         kept=norms + attention_kept + mlp + masks,
         linear=linear,
