@@ -13,8 +13,18 @@ from isogpt.launch.pretended_ranks import Collective, PretendedGroup
 from isogpt.speed import dry_run
 
 # a model whose activations and parameters take alike
-SMALL = """--n_layer=4 --n_head=4 --n_embd=128 --block_size=256 --vocab_size=256 --batch_size=4 --dtype=float32
---device=cpu --dataset=not_there --eval_iters=1""".split()
+SMALL = [
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--block_size=256",
+    "--vocab_size=256",
+    "--batch_size=4",
+    "--dtype=float32",
+    "--device=cpu",
+    "--dataset=not_there",
+    "--eval_iters=1",
+]
 MEMORY = r"^  (parameters|gradients|optimizer state|activations, temporary|total) +([\d.e-]+) +([\d.e-]+)$"
 COLLECTIVE = r"^  (\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)  ([\w ]+)$"
 
@@ -148,7 +158,7 @@ dry_run.DryRun.count = counted
 """
 WITHOUT_MEMORY = "import isogpt.launch.torch_import, isogpt.speed.dry_run as d; d.MOST_REAL_FLOPS = 0"
 EXPERTS = ["--n_expert=4", "--n_expert_active=2"]
-# name -> (ranks, settings, how far the planner may be off)
+# name -> (ranks, settings)
 LAYOUTS = {
     "ddp": (2, []),
     "zero 1": (2, ["--zero=1", "--grad_sync=every"]),
@@ -171,12 +181,21 @@ def test_memory_is_that_of_real_ranks_and_near_the_prediction(zygote, work, name
     n, args = LAYOUTS[name]
     args = [*SMALL, *args, "--gradient_accumulation_steps=8"]
     report = run_dry(zygote, work, n, args)
-    real = [*args, "--dataset=tiny", "--out_dir=real", "--max_iters=1", "--decay_lr=False", "--save_checkpoint=False"]
+    real = [
+        *args,
+        "--dataset=tiny",
+        "--out_dir=real",
+        "--max_iters=1",
+        "--decay_lr=False",
+        "--save_checkpoint=False",
+    ]
     text = start_changed(zygote, COUNT, real, work, n).wait(180).text()
     *parts, peak = map(int, re.search(r"^counted 0 (\d+) (\d+) (\d+) (\d+)$", text, re.M).groups())
     counted = [report.counted[part] for part in ("parameters", "gradients", "optimizer state")]
     assert counted == pytest.approx([part / 1e9 for part in parts], rel=0.02)
-    assert report.counted["total"] == pytest.approx(peak / 1e9, rel=0.02)
+    # how many tokens an expert gets depends on what the other ranks read
+    rel = 0.06 if name == "experts" else 0.02
+    assert report.counted["total"] == pytest.approx(peak / 1e9, rel=rel)
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
 
 
@@ -195,6 +214,9 @@ def test_tensors_without_memory_count_as_real_ones(zygote, work, args):
     # tokens are not routed evenly in one of them
     rel = 0.2 if "--ep=2" in args else 1e-3
     assert shapes.counted == pytest.approx(real.counted, rel=rel)
+    assert [(c.operation, c.axes, c.count) for c in shapes.collectives] == [
+        (c.operation, c.axes, c.count) for c in real.collectives
+    ]
     if "--ep=2" not in args:
         assert shapes.collectives == real.collectives
 
@@ -215,7 +237,8 @@ def test_1024_ranks_with_pipelines_tensor_parallelism_and_shards(zygote, work):
 
 @pytest.mark.slow
 def test_70_billion_parameters_on_1024_ranks(zygote, work):
-    args = """--arch=llama --n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_hidden=28672 --block_size=4096
-    --vocab_size=128256 --dtype=bfloat16 --zero=3 --tp=8 --batch_size=1 --gradient_accumulation_steps=128"""
+    args = """--arch=llama --n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_hidden=28672
+    --block_size=4096 --vocab_size=128256 --dtype=bfloat16 --zero=3 --tp=8 --batch_size=1
+    --gradient_accumulation_steps=128"""
     report = run_dry(zygote, work, 1024, args.split(), timeout=600)
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15)

@@ -178,12 +178,7 @@ class PretendedGroup(ProcessGroup):
 
     @torch.no_grad()
     def all_to_all_single(
-        self,
-        output: Tensor,
-        whole: Tensor,
-        output_sizes: list[int],
-        sizes: list[int],
-        options: object = None,
+        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], options: object = None
     ) -> Work:
         self.record("all_to_all", [whole])
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())

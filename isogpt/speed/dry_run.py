@@ -94,6 +94,9 @@ class MemoryCounter(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()  # a number of which only the shape is known
         if operator is torch.ops.aten.nonzero.default and is_fake(args[0]):
             return torch.zeros(0, args[0].dim(), dtype=torch.int64)
+        if operator is torch.ops._c10d_functional.all_to_all_single.default and is_fake(args[0]):
+            # only the shape of the result is computed, and the group is not called
+            dist.distributed_c10d._resolve_process_group(args[-1]).record("all_to_all", [args[0]])
         if operator is torch.ops.aten._grouped_mm.default and is_fake(args[0]):
             result = args[0].new_empty(shape_of_grouped_mm(*args[:3]))
         elif self.fake and not inputs:
@@ -229,7 +232,9 @@ class DryRun:
     def count(self, state: TrainState) -> Counted:
         """What the state and the step before have taken."""
         params, network = list(state.model.parameters()), state.slow_network
-        kept = [t for o in state.optimizers for held in inner_optimizer(o).state.values() for t in held.values()]
+        kept = [
+            t for o in state.optimizers for held in inner_optimizer(o).state.values() for t in held.values()
+        ]
         for part in (network.compression and network.compression.errors, *self.of_islands(network)):
             kept += (part or {}).values()
         return Counted(
@@ -275,7 +280,9 @@ def start(config: dict, script: str) -> None:
         settings["max_iters"] = steps - 1
         run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
-        warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
+        warnings.filterwarnings(
+            "ignore", message="Set timeout is now only supported|Accessing the data pointer"
+        )
         runpy.run_path(script, run_name="__main__")
     for line in report(run, config["local_steps"]):
         console.print_line(line)
@@ -287,7 +294,8 @@ def check(config: dict) -> None:
     ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
     if rank >= ranks or ranks == 1:
         raise ValueError(
-            f"dry_run_rank is {rank} of {ranks} ranks: set --dry_run_ranks=2 or more, and a lower --dry_run_rank="
+            f"dry_run_rank is {rank} of {ranks} ranks: set --dry_run_ranks=2 or more, and a lower "
+            "--dry_run_rank="
         )
     if "RANK" in os.environ:
         raise ValueError("a dry run is one process: start train.py without a launcher")
@@ -361,7 +369,8 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
     share = share_of_plan(plan, mesh)
     yield f"\ndry run: rank {run.rank} of {run.ranks:,} ({degrees}), zero {plan.zero}, on a CPU with {kind}"
-    yield f"a step: {share.micro_steps:,} micro-batches of {share.rows} x {plan.model_args['block_size']:,} tokens"
+    tokens = plan.model_args["block_size"]
+    yield f"a step: {share.micro_steps:,} micro-batches of {share.rows} x {tokens:,} tokens on this rank"
 
     predicted = prediction(plan, mesh)
     kept = {"weights": counted.parameters, "gradients": counted.gradients, "optimizer": counted.optimizer}
