@@ -137,7 +137,7 @@ def test_collectives_are_those_of_the_formulas(zygote, work, layout):
     # their formulas are a mean over the ranks
     ranks = range(n) if name in ("pp", "ep", "ep2") else [0]
     sent = [sent_by_real_ranks(run_dry(zygote, work, n, args, rank), name) for rank in ranks]
-    assert sum(sent) / len(sent) == pytest.approx(getattr(wire, name)(n), rel=0.02 if "ep" in name else 1e-3)
+    assert sum(sent) / len(sent) == pytest.approx(getattr(wire, name)(n), rel=2e-3)
 
 
 # each rank prints what it has counted: the same code as in a dry run, on ranks that are there
@@ -190,12 +190,14 @@ def test_memory_is_that_of_real_ranks_and_near_the_prediction(zygote, work, name
         "--save_checkpoint=False",
     ]
     text = start_changed(zygote, COUNT, real, work, n).wait(180).text()
-    *parts, peak = map(int, re.search(r"^counted 0 (\d+) (\d+) (\d+) (\d+)$", text, re.M).groups())
+    counts = re.findall(r"^counted (\d+) (\d+) (\d+) (\d+) (\d+)$", text, re.M)
+    ranks = {int(rank): [int(size) for size in sizes] for rank, *sizes in counts}
+    *parts, peak = ranks[0]
+    if name == "experts":  # some get more tokens, others fewer
+        peak = sum(sizes[-1] for sizes in ranks.values()) / n
     counted = [report.counted[part] for part in ("parameters", "gradients", "optimizer state")]
     assert counted == pytest.approx([part / 1e9 for part in parts], rel=0.02)
-    # how many tokens an expert gets depends on what the other ranks read
-    rel = 0.06 if name == "experts" else 0.02
-    assert report.counted["total"] == pytest.approx(peak / 1e9, rel=rel)
+    assert report.counted["total"] == pytest.approx(peak / 1e9, rel=0.02)
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
 
 
@@ -211,14 +213,8 @@ def test_tensors_without_memory_count_as_real_ones(zygote, work, args):
     args = [*args, "--gradient_accumulation_steps=8"]
     real, shapes = run_dry(zygote, work, 8, args), run_dry(zygote, work, 8, args, changes=WITHOUT_MEMORY)
     assert "with real tensors" in real.text and "with tensors without memory" in shapes.text
-    # tokens are not routed evenly in one of them
-    rel = 0.2 if "--ep=2" in args else 1e-3
-    assert shapes.counted == pytest.approx(real.counted, rel=rel)
-    assert [(c.operation, c.axes, c.count) for c in shapes.collectives] == [
-        (c.operation, c.axes, c.count) for c in real.collectives
-    ]
-    if "--ep=2" not in args:
-        assert shapes.collectives == real.collectives
+    assert shapes.counted == pytest.approx(real.counted, rel=1e-3)
+    assert shapes.collectives == real.collectives
 
 
 @pytest.mark.slow

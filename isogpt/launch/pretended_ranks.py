@@ -184,8 +184,7 @@ class PretendedGroup(ProcessGroup):
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
         for part in output.split(output_sizes) if output_sizes else output.chunk(self.size()):
-            # of a different length where tokens are sent to experts: a copy would be sent as many as it sends
-            part.copy_(mine) if len(part) == len(mine) else part.zero_()
+            part[: len(mine)].copy_(mine[: len(part)])  # their lengths may differ by one
         return completed([output])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
