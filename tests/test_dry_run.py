@@ -231,7 +231,7 @@ def test_1024_ranks_with_pipelines_tensor_parallelism_and_shards(zygote, work):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_70_billion_parameters_on_1024_ranks(zygote, work):
     args = """--arch=llama --n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_hidden=28672
     --block_size=4096 --vocab_size=128256 --dtype=bfloat16 --zero=3 --tp=8 --batch_size=1
