@@ -113,9 +113,7 @@ cuda_graphs = False  # with compile: record kernels and launch them together, fo
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
-dry_run_ranks = (
-    0  # show the memory and the collectives of a step of so many ranks on one process (0: train) [>= 0]
-)
+dry_run_ranks = 0  # one process reports what a step of so many ranks takes and sends (0: train) [>= 0]
 dry_run_rank = 0  # which of the dry_run_ranks this process is [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
