@@ -49,7 +49,7 @@ from isogpt.parallel import (
 )
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.slow_network import make_slow_network
-from isogpt.speed import devices, planner, profiling, rank_speeds
+from isogpt.speed import devices, dry_run, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
 from isogpt.training import layout_check, optim, precision, settings
 from isogpt.training.schedule import make_schedule
@@ -113,6 +113,8 @@ cuda_graphs = False  # with compile: record kernels and launch them together, fo
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
+dry_run_ranks = 0  # one process reports what a step of so many ranks takes and sends (0: train) [>= 0]
+dry_run_rank = 0  # which of the dry_run_ranks this process is [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
 check_layout = True  # before training, compare a step of a small model on all ranks with one process's
@@ -166,6 +168,7 @@ try:
     # config/*.py and --key=value override the globals above; config is a copy of them, with zero=3 for fsdp
     config = settings.check_training(configure(globals()))
     schedule = make_schedule(config)
+    dry_run.start(config, __file__)  # with dry_run_ranks: runs this script as one of them, reports, and exits
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
     # sets this process's device, meets the other ranks at a store, and numbers those of a machine one after
@@ -192,6 +195,7 @@ stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, on
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
+dry_run.begin(plan, mesh)  # in a dry run, counts memory from here on
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
@@ -303,6 +307,7 @@ else:
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
 batches = reader.train(state.step, progress.position, progress.skipped)
+dry_run.watch(state, logger.sinks)  # in a dry run, counts what the second step takes
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
     step = state.step

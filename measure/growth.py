@@ -6,29 +6,65 @@ bytes and items, so that a busy machine shows the same. docs/scaling.md has the 
     python measure/growth.py store metrics   these
 """
 
+import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in train.py)
+
 import ctypes
+import gc
+import hashlib
+import json
 import mmap
 import os
+import re
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from unittest import mock
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from isogpt.parallel.data_parallel import in_buckets
+from isogpt.checkpoint import manifest, sharded_files
+from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import enter_folder, look_for_start
+from isogpt.checkpoint.manifest import make_manifest
+from isogpt.checkpoint.search import StoredCheckpoint
+from isogpt.checkpoint.verify import find_together
+from isogpt.common import random_numbers
+from isogpt.common.files import (
+    HashedFile,
+    read_records,  # noqa: E402
+)
+from isogpt.common.random_numbers import random_words
+from isogpt.launch import network
+from isogpt.launch.launchers import Launch
+from isogpt.launch.machines import Place, Process, find_place
+from isogpt.parallel import parallelize
+from isogpt.parallel.data_parallel import in_buckets, shard
+from isogpt.parallel.local_parts import LocalPart, local
+from isogpt.parallel.mesh import connect_mesh
+from isogpt.parallel.plan import UNDIVIDED
+from model import GPT, GPTConfig
 
 
 class Cost(NamedTuple):
@@ -39,13 +75,195 @@ class Cost(NamedTuple):
     unit: str  # such as "requests a rank"
 
 
+Result = TypeVar("Result")
+
+
 # -- newer_checkpoints: a start from an older step beside newer checkpoints (bytes that are read)
+
+
+def newer_checkpoints(sizes: Sequence[int] = (0, 10**9, 50 * 10**9)) -> list[Cost]:
+    """A start from step 1 beside five newer checkpoints, in sparse files of these many bytes in all."""
+    costs = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            for step in range(1, 7):
+                sparse_checkpoint(Path(folder), step, size // 5 if step > 1 else 1000)
+            before = bytes_read()
+            stored, *_ = look_for_start("resume", folder, 1, Launch())
+            enter_folder(folder, stored, Launch())
+            costs.append(
+                Cost(f"{size / 1e9:g} GB of newer ones", bytes_read() - before, "bytes that are read")
+            )
+            assert len(list(Path(folder).glob("abandoned_*"))) == 5
+    return costs
+
+
+def sparse_checkpoint(out: Path, step: int, size: int) -> None:
+    """Write a checkpoint whose ckpt.pt consists of so many zeros, which take no space."""
+    unfinished = out / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "ckpt.pt").touch()
+    os.truncate(unfinished / "ckpt.pt", size)
+    digest = hashlib.sha256(bytes(size)) if size < 10**6 else hashlib.sha256(b"not computed here")
+    entry = {"bytes": size, "sha256": digest.hexdigest()}
+    commit_checkpoint(unfinished, run_manifest(step), keep_last=0, written={"ckpt.pt": entry})
+
+
+def run_manifest(step: int) -> dict:
+    """The manifest of a run's checkpoint."""
+    run = {
+        "iter_num": step,
+        "best_val_loss": 9.0,
+        "model_args": {"block_size": 8},
+        "config": {},
+        "isogpt": {},
+    }
+    return make_manifest(run, 1, 0, None) | {"run": run}
+
+
+def bytes_read() -> int:
+    """How many bytes this process has read so far, from the disk or the page cache (Linux)."""
+    text = Path("/proc/self/io").read_text()
+    return int(text.split()[text.split().index("rchar:") + 1])
+
 
 # -- open_files: open files of a rank, and of the store's host (files)
 
+
+class RankStore(torch.distributed.Store):
+    """A rank's connection to a store, which counts a TCPStore's requests and the bytes of the answers."""
+
+    def __init__(self, store: torch.distributed.Store) -> None:
+        super().__init__()
+        self.store, self.requests, self.answered = store, 0, 0
+
+    def set(self, key: str, value: object) -> None:
+        self.requests += 1
+        self.store.set(key, value)
+
+    def multi_set(self, keys: list[str], values: list) -> None:
+        self.requests += 1
+        self.store.multi_set(keys, values)
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.requests += 1
+        self.store.wait(keys, *timeout)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 2  # the client waits for the keys first
+        values = self.store.multi_get(keys)
+        self.answered += sum(map(len, values))
+        return values
+
+
+def on_each_rank(work: Callable[[int], Result], size: int) -> list[Result]:
+    """What `work` returns for each rank; all ranks work at the same time."""
+    with ThreadPoolExecutor(size) as pool:
+        return [*pool.map(work, range(size))]
+
+
+def files_open() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def connect_gloo(rank: int, stores: list[RankStore]) -> torch.distributed.ProcessGroupGloo:
+    """Make one of a world-wide group of gloo, and communicate as a run does at its start."""
+    size = len(stores)
+    group = torch.distributed.ProcessGroupGloo(stores[rank], rank, size, timedelta(seconds=300))
+    number = torch.full((1,), float(rank))
+    numbers = torch.empty(size)
+    group._allgather_base(numbers, number).wait()
+    group.allreduce([number]).wait()
+    assert number.item() == numbers.sum() == size * (size - 1) / 2
+    group.broadcast(number, 0).wait()
+    return group
+
+
+def open_files(sizes: Sequence[int] = (64, 256), host_sizes: Sequence[int] = (8, 32)) -> list[Cost]:
+    """Files of a rank for a world-wide group of gloo, and of the store's host for the ranks' connections."""
+    costs = []
+    for size in sizes:
+        stores, before = [RankStore(torch.distributed.HashStore())] * size, files_open()
+        groups = on_each_rank(partial(connect_gloo, stores=stores), size)
+        costs.append(Cost(f"{size:,} ranks", (files_open() - before) / size, "files a rank for gloo"))
+        del groups
+        gc.collect()
+    for size in host_sizes:
+        before = files_open()
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # two of each rank: to meet the others, and its watchdog's
+        clients = [torch.distributed.TCPStore("127.0.0.1", store.port) for _ in range(2 * size)]
+        host = files_open() - before - len(clients)
+        costs.append(Cost(f"{size:,} ranks", host, "files of the store's host"))
+        del clients, store
+    return costs
+
+
 # -- gloo: what gloo's groups ask of the store (requests, bytes)
 
+
+def asked(size: int, stores: Sequence[RankStore]) -> list[Cost]:
+    """What the ranks have asked of the store."""
+    what = f"{size:,} ranks"
+    return [
+        Cost(what, max(store.requests for store in stores), "requests of one rank at most"),
+        Cost(what, sum(store.requests for store in stores), "requests"),
+        Cost(what, sum(store.answered for store in stores), "bytes from the store"),
+    ]
+
+
+def gloo(sizes: Sequence[int] = (64, 256)) -> list[Cost]:
+    """A world-wide group of gloo. 1,024 ranks take five minutes on two cores."""
+    costs = []
+    for size in sizes:
+        store = torch.distributed.HashStore()
+        stores = [RankStore(store) for _ in range(size)]
+        groups = on_each_rank(partial(connect_gloo, stores=stores), size)
+        costs += asked(size, stores)
+        del groups
+        gc.collect()
+    return costs
+
+
 # -- store: a start: what ranks ask of the store to know each other (requests, bytes)
+
+
+def start_rank(rank: int, stores: list[RankStore]) -> Place:
+    """Meet the other ranks, and find this rank's place, as process_group.connect_ranks does."""
+    size, machine = len(stores), rank // 8
+    start = network.meet(stores[rank], rank, size, timeout_s=600.0)
+    process = Process(
+        f"node-{machine}.cluster.example.org",
+        f"{uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))} net:[4026531840]",
+        "0-95,192-287",
+        8,
+        f"node-{machine} {machine} run 7 {12345678 + machine}",
+        f"NVIDIA H100 80GB HBM3 GPU-{uuid.uuid4()}",
+        "10.77.0.1",
+    )
+    return find_place(torch.distributed.PrefixStore(start, stores[rank]), rank, size, process)
+
+
+def store(sizes: Sequence[int] = (256, 1024)) -> list[Cost]:
+    """The start of ranks, eight on each machine, until they know each other. 4,096 ranks take two minutes."""
+    costs = []
+    for size in sizes:
+        shared = torch.distributed.HashStore()
+        stores = [RankStore(shared) for _ in range(size)]
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE=str(size)):  # for notes, if threads are slow
+            places = on_each_rank(partial(start_rank, stores=stores), size)
+        assert [place.rank for place in places] == [*range(size)]
+        costs += asked(size, stores)
+    return costs
+
 
 # -- read_ahead: a window of tokens from a file larger than memory (bytes from the disk)
 
@@ -116,9 +334,238 @@ def cached_bytes(tokens: np.memmap) -> int:
 
 # -- hashing: a save in shards, and a resume (bytes that rank 0 hashes)
 
+
+def hashing(ranks: Sequence[int] = (1, 4, 16), size: int = 10**9) -> list[Cost]:
+    """
+    A checkpoint of `size` bytes in shards, written and then verified by these numbers of ranks, which are
+    threads: the bytes that rank 0 hashes, and the most that any rank does.
+    """
+    costs = []
+    for count in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            saved, resumed = hashed_by_rank(Path(folder), count, size)
+        for what, hashed in (("a save", saved), ("a resume", resumed)):
+            costs.append(Cost(f"{count} ranks, {what}", hashed[0], "bytes that rank 0 hashes"))
+            costs.append(Cost(f"{count} ranks, {what}", max(hashed.values()), "bytes, the most of a rank"))
+    return costs
+
+
+def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
+    """The bytes that each rank hashes in a save and in a resume; each sees the folder under its own name."""
+    links = [out / f"of_rank_{rank}" for rank in range(count)]
+    (out / "run").mkdir()
+    for link in links:
+        link.symlink_to("run")
+    numbers = size // 4 // count
+    saved, resumed = Counter(), Counter()
+
+    def save(rank: int) -> None:
+        unfinished = links[rank] / "unfinished"
+        pieces = (((rank * numbers,), torch.zeros(numbers)),)
+        part = {"weight": LocalPart(torch.Size([numbers * count]), pieces)}
+        _, written = sharded_files.write(unfinished, part, dist.group.WORLD)
+        if rank == 0:
+            commit_checkpoint(unfinished, run_manifest(step=1), keep_last=0, written=written)
+
+    with counting(saved):
+        on_ranks(count, save)
+    with counting(resumed):
+        found = on_ranks(count, lambda rank: find_together(str(links[rank])))
+    assert all(isinstance(stored, StoredCheckpoint) and not reports for stored, reports in found)
+    return saved, resumed
+
+
+@contextmanager
+def counting(hashed: Counter) -> Iterator[None]:
+    """Count the bytes that are hashed in the block, by the number at the end of of_rank_N in the path."""
+    read = manifest.sha256_of
+
+    def rank_of(path: object) -> int:
+        return int(str(path).split("of_rank_")[1].split("/")[0])
+
+    def sha256_of(path: Path) -> str:
+        hashed[rank_of(path)] += path.stat().st_size
+        return read(path)
+
+    class Counted(HashedFile):
+        def write(self, data: bytes | memoryview) -> int:
+            hashed[rank_of(self.file.name)] += memoryview(data).nbytes
+            return super().write(data)
+
+    with mock.patch.object(manifest, "sha256_of", sha256_of):
+        with mock.patch.object(sharded_files, "HashedFile", Counted):
+            yield
+
+
+def on_ranks(count: int, work: Callable[[int], object]) -> list:
+    """What `work(rank)` returns on so many ranks, which are threads, with collectives; by rank."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    store, results = dist.HashStore(), [None] * count
+
+    def run(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=count, store=store)
+        try:
+            results[rank] = work(rank)
+        except BaseException as e:
+            results[rank] = e
+            threaded.ProcessLocalGroup.exception_handle(e)  # ends the collectives of the others
+        with suppress(AttributeError):  # torch 2.11's world of threads is not complete
+            dist.destroy_process_group()
+
+    isolate(True)
+    threaded._install_threaded_pg()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    threaded._uninstall_threaded_pg()
+    threaded.ProcessLocalGroup.reset()
+    isolate(False)
+    if failed := [result for result in results if isinstance(result, BaseException)]:
+        raise failed[0]
+    return results
+
+
 # -- initial_weights: a new model that is divided (numbers that a rank draws)
 
+LLAMA = dict(arch="llama", n_layer=16, n_embd=1024, n_head=16, n_kv_head=8, n_hidden=4096)
+LLAMA |= dict(vocab_size=32768, block_size=1024, bias=False, tied=False)
+LAYOUTS = (
+    {},
+    *({"zero": 3, "world_size": n} for n in (4, 64, 1024)),
+    *({"tp": n, "world_size": n} for n in (4, 8)),
+    *({"pp": n, "world_size": n} for n in (4, 16)),
+    *({"ep": 8, "zero": zero, "world_size": n} for zero, n in ((0, 8), (3, 1024))),
+    {"tp": 8, "pp": 8, "zero": 3, "world_size": 1024},
+)
+
+
+def initial_weights(
+    model_args: dict = LLAMA, layouts: Sequence[dict] = LAYOUTS, n_expert: int = 8
+) -> list[Cost]:
+    """
+    The numbers that rank 0 draws for the initial weights, beside those that it holds.
+
+    Args:
+        layouts: fields of Plan.
+        n_expert: experts of the model in layouts with ep, in place of its MLPs.
+    """
+    costs = []
+    for layout in layouts:
+        experts = {"n_expert": n_expert} if "ep" in layout else {}
+        model = part_of_model(model_args | experts, layout, rank=0)
+        size = f"{layout.get('world_size', 1):,} ranks"
+        name = " ".join(f"{key} {n}" for key, n in layout.items() if key != "world_size")
+        size = f"{size}, {name}" if name else size
+        rules = model.initial_rules
+        held = sum(local(p).numel() for n, p in model.named_parameters() if rules[n] == "normal")
+        costs.append(Cost(size, numbers_drawn(model), f"numbers that rank 0 draws, and it holds {held:,}"))
+    return costs
+
+
+def part_of_model(model_args: dict, layout: dict, rank: int) -> nn.Module:
+    """One rank's part of a model, made as train.py makes it, with a process group that is not connected."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    plan = replace(UNDIVIDED, device_type="cpu", fsdp_prefetch=1, grad_compression="none", **layout)
+    dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
+    try:
+        mesh, cpu = connect_mesh(rank, plan, timeout_s=60.0), torch.device("cpu")
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**model_args))
+        splits = parallelize.split_model(model, mesh, plan.pp_schedule, cpu)
+        if plan.zero >= 2:
+            shard(model, mesh, cpu, plan)
+        parallelize.materialize(model, cpu, splits)
+    finally:
+        dist.destroy_process_group()
+    return model
+
+
+def numbers_drawn(model: nn.Module, seed: int = 1) -> int:
+    """Fill a rank's part of a model with initial weights, and count the numbers that are drawn for it."""
+    counts = []
+
+    def counted(key: int, first: int, n: int) -> np.ndarray:
+        counts.append(2 * (first % 4 + n))
+        return random_words(key, first, n)
+
+    with patch.object(random_numbers, "random_words", counted):
+        parallelize.init_weights(model, seed)
+    return sum(counts)
+
+
 # -- metrics: an evaluation and a resume beside a long metrics.jsonl (bytes that are read, memory)
+FIELDS = {
+    name: 1.5 for name in ("loss", "grad_norm", "lr", "step_ms", "step_ms_max", "data_ms", "data_ms_max")
+}
+FIELDS |= {
+    "memory_gb": 1.0,
+    "tokens_per_s": 1e6,
+    "mfu": 0.4,
+    "tokens": 10**9,
+    "loss_mean": 1.5,
+    "left_s": 9.9,
+}
+
+
+def write_metrics(folder: Path, steps: int) -> None:
+    """Write the metrics.jsonl of a run that was evaluated 100 times."""
+    end = json.dumps(FIELDS)[1:]
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(steps):
+            if step % (steps // 100) == 0:
+                file.write(json.dumps({"iter": step, "train_loss": 1.5, "val_loss": 1.5}) + "\n")
+            file.write(f'{{"iter": {step}, {end}\n')
+
+
+def bytes_of_this_thread() -> int:
+    """The bytes that this thread has read so far (Linux)."""
+    return int(Path("/proc/thread-self/io").read_text().split()[1])
+
+
+def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
+    """
+    A resume and the first evaluation after it: what training waits for, and the memory, also of the thread
+    that draws.
+    """
+    from matplotlib.figure import Figure
+
+    from isogpt.monitor.sink_metrics import MetricsFile
+    from isogpt.monitor.sink_plot import Plot
+
+    Figure(layout="constrained").add_subplot()  # what matplotlib allocates once
+    costs = []
+    for steps in sizes:
+        with TemporaryDirectory() as folder:
+            write_metrics(Path(folder), steps)
+            config = {"out_dir": folder, "max_iters": 2 * steps, "eval_interval": 10**9}
+            tracemalloc.start()
+            read, began = bytes_of_this_thread(), time.thread_time()
+            log, plot = MetricsFile(config, steps - 5), Plot(folder, steps - 5)
+            resume = bytes_of_this_thread() - read, (time.thread_time() - began) * 1e3
+            read, began = bytes_of_this_thread(), time.thread_time()
+            evaluation = {"iter": steps - 4, "train_loss": 1.5, "val_loss": 1.5}
+            for record in ({"iter": steps - 5} | FIELDS, evaluation):
+                log.write(record, "")
+                plot.write(record, "")
+            evaluation = bytes_of_this_thread() - read, (time.thread_time() - began) * 1e3
+            plot.is_idle.wait()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            log.file.close()
+        if "loss.png" not in plot.result:
+            raise RuntimeError(plot.result)
+        size = f"{steps:,} lines"
+        for name, (count, ms) in {"a resume": resume, "an evaluation": evaluation}.items():
+            costs.append(Cost(size, count, f"bytes that {name} reads"))
+            costs.append(Cost(size, ms, f"ms of CPU time of {name}"))
+        costs.append(Cost(size, peak / 1e6, "MB at peak"))
+    return costs
+
 
 # -- shuffle: data_order=shuffle (bytes of memory)
 
@@ -229,6 +676,78 @@ def cost_of_failure(size: int, problem: str, lost: range) -> list[Cost]:
 
 
 # -- sharded_metadata: the metadata of a checkpoint in shards (items, bytes)
+def sharded_metadata(sizes: tuple[int, ...] = (16, 64, 256), tensors: int = 102) -> list[Cost]:
+    """
+    What rank 0 gathers of pieces, and what a rank reads to resume on the same layout, with as many tensors as
+    the weights and moments of 34 parameters, a tenth of those of a model of 10B, divided by rows (ZeRO-3).
+    The ranks are simulated and write one after the other into a folder, with one number in a row.
+    """
+    costs = []
+    for ranks in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            first, later, read, total = shards_of(Path(folder), ranks, tensors)
+        costs += [
+            Cost(f"{ranks:,} ranks, gathered once", first, "bytes on rank 0"),
+            Cost(f"{ranks:,} ranks, gathered later", later, "bytes on rank 0"),
+            Cost(f"{ranks:,} ranks, same layout", read, "bytes of indices that a rank reads"),
+            Cost(f"{ranks:,} ranks, other layout", total, "bytes of indices that a rank reads at most"),
+        ]
+    return costs
+
+
+def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tuple[int, int, int, int]:
+    """
+    Write a checkpoint of simulated ranks: (bytes that rank 0 gathers at the first save, at later ones, bytes
+    of indices and of tensors.json that the last rank reads, bytes of all of these).
+    """
+    import pickle
+    from unittest.mock import patch
+
+    from isogpt.checkpoint import sharded_files
+
+    parts = [rows_of(rank // replicas, ranks // replicas, tensors) for rank in range(ranks)]
+    digests = [sharded_files.digests_of(part) for part in parts]
+    writers = sharded_files.choose_writers(digests)
+    with patch("os.fsync"):
+        written = [
+            sharded_files.write_pieces(folder, part, of_rank, rank)
+            for rank, (part, of_rank) in enumerate(zip(parts, writers, strict=True))
+        ]
+        sharded_files.complete(folder, written)
+    opened = []
+    read_json = sharded_files.PlainReader.read_json
+
+    def noted(reader: sharded_files.PlainReader, path: Path) -> dict:
+        opened.append(path.stat().st_size)
+        return read_json(reader, path)
+
+    own = ranks - 1  # it stands last in a search through all indices
+    target = rows_of(own // replicas, ranks // replicas, tensors, value=0.0)
+    with (
+        patch.object(sharded_files.PlainReader, "read_json", noted),
+        patch.object(sharded_files, "own_rank", return_value=own),
+    ):
+        sharded_files.read(folder, target, {})
+    for name, part in parts[own].items():
+        assert all(a.equal(b) for (_, a), (_, b) in zip(part.pieces, target[name].pieces, strict=True))
+    total = sum(path.stat().st_size for path in folder.glob("*.json"))
+    return sum(map(len, map(pickle.dumps, digests))), len(pickle.dumps(written)), sum(opened), total
+
+
+def rows_of(index: int, count: int, tensors: int, value: float | None = None) -> dict:
+    """The parts of a rank that holds one of `count` rows of each tensor, and a number."""
+    import torch
+
+    from isogpt.parallel.local_parts import LocalPart
+
+    names = [f"optim.transformer.h.{i // 21}.mlp.c_proj.weight.{i % 21}" for i in range(tensors)]
+    shape = torch.Size((count, 1))
+    parts = {
+        name: LocalPart(shape, (((index, 0), torch.full((1, 1), float(index) if value is None else value)),))
+        for name in names
+    }
+    return parts | {"optim.step": LocalPart(torch.Size(()), (((), torch.tensor(7.0)),))}
+
 
 # -- buckets: dividing tensors into buckets (comparisons)
 
@@ -255,11 +774,117 @@ def buckets(sizes: Sequence[int] = (3_000, 12_000)) -> list[Cost]:
 
 
 # -- memory_of_saves: a save of one process, and an export (bytes a parameter)
+def memory_of_saves(n_embd: int = 384, file_size: str = "8MB") -> list[Cost]:
+    """
+    What a checkpoint of one process and conversions of checkpoints allocate beyond the state of the run:
+    weights, gradients and two moments. Memory-mapped pages of a checkpoint's file are not counted.
+    """
+    from isogpt.nn import huggingface
+
+    usual, huggingface.FILE_SIZE = huggingface.FILE_SIZE, file_size
+    try:
+        memory_of_conversions(8)  # imports what is imported when it is first used
+        return memory_of_conversions(n_embd)
+    finally:
+        huggingface.FILE_SIZE = usual
+
+
+def memory_of_conversions(n_embd: int) -> list[Cost]:
+    """See memory_of_saves, of a GPT-2 of four layers."""
+    import torch
+
+    import export
+    from isogpt.checkpoint.ckpt_file import copied_state, write_file
+    from isogpt.checkpoint.commit import commit_checkpoint
+    from isogpt.checkpoint.manifest import make_manifest
+    from isogpt.nn import huggingface
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
+    count = sum(p.numel() for p in model.parameters())
+    optimizers = export.optimizers_of(model, {})
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0, "config": {}, "isogpt": {}}
+    amounts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "unfinished" / "ckpt.pt"
+
+        def save() -> None:
+            write_file(file, copied_state(run, model, optimizers))
+
+        amounts["a save"] = peak_of(save)
+        commit_checkpoint(file.parent, make_manifest(run, 1, 0, None), keep_last=0)
+        amounts["--to=shards"] = peak_of(partial(export.convert, folder, "shards"))
+        amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
+        amounts["--to=hf, the model apart"] = peak_of(
+            partial(huggingface.save, Path(folder) / "hf", model, {})
+        )
+    size = f"{count / 1e6:,.1f}M parameters"
+    return [Cost(f"{size}, {what}", amount / count, "bytes a parameter") for what, amount in amounts.items()]
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """By how many bytes work() raises the process's memory, without mapped files, at most."""
+    gc.collect()
+    before = anonymous_memory()
+    highest, is_done = [before], threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.001):
+            highest.append(anonymous_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        is_done.set()
+        thread.join()
+    return max(highest) - before
+
+
+def anonymous_memory() -> int:
+    """The bytes of this process's memory that are not pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
 
 # -- loop_memory: a long run (bytes that stay)
 
 
-ROWS = {"read_ahead": read_ahead, "failure_report": failure_report, "shuffle": shuffle, "buckets": buckets}
+def loop_memory(steps: int = 3000, evaluations: int = 150, warm_up: int = 1000) -> list[Cost]:
+    """The peak memory of a run that evaluates and saves: how much it rises after a warm-up."""
+    from runs import TINY, tiny_data
+
+    with TemporaryDirectory() as folder:
+        tiny_data(folder)
+        settings = [f"--max_iters={steps}", f"--eval_interval={steps // evaluations}", "--out_dir=out"]
+        command = [sys.executable, str(ROOT / "train.py"), *TINY, "--compile=False", *settings]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        records = read_records(Path(folder) / "out/metrics.jsonl")
+    memory = {r["iter"]: r["memory_gb"] * 1e9 for r in records if "step_ms" in r}
+    return [Cost(f"steps {warm_up:,} to {steps:,}", memory[steps] - memory[warm_up], "bytes more at peak")]
+
+
+ROWS = {
+    "newer_checkpoints": newer_checkpoints,
+    "open_files": open_files,
+    "gloo": gloo,
+    "store": store,
+    "read_ahead": read_ahead,
+    "hashing": hashing,
+    "initial_weights": initial_weights,
+    "metrics": metrics,
+    "shuffle": shuffle,
+    "failure_report": failure_report,
+    "sharded_metadata": sharded_metadata,
+    "buckets": buckets,
+    "memory_of_saves": memory_of_saves,
+    "loop_memory": loop_memory,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ROWS:

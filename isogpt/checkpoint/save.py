@@ -84,7 +84,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.is_sharded = is_sharded(self.plan, self.mesh)
         # shards are written from a thread, which needs a separate group with a CPU backend
-        if self.is_sharded:
+        if self.is_sharded and self.config["save_checkpoint"]:
             # now, and not at the first checkpoint: the source code may be changed during a run
             import isogpt.checkpoint.sharded_files  # noqa: F401
 

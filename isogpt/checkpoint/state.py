@@ -99,9 +99,12 @@ class TrainState:
         Start to copy what this rank holds to the CPU, by the names that checkpoints in shards use. The copy
         is complete when the caller has waited for the device.
         """
+        return {name: part.copy() for name, part in self.parts().items()}
+
+    def parts(self) -> dict[str, LocalPart]:
+        """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
         moments = state_parts(self.model, self.optimizers, self.slow_network.island)
-        parts = flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
-        return {name: part.copy() for name, part in parts.items()}
+        return flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
 
     def describe(self) -> dict:
         """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""

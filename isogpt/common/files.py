@@ -108,6 +108,8 @@ class HashedFile:
     def entry(self) -> dict:
         """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
         return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
+
+
 def make_separate(path: Path) -> None:
     """
     Prepare a file for changes in place, which must not show under any other name. A link, a file with several

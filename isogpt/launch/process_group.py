@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import gcd
 
 import torch
 import torch.distributed as dist
 
-from isogpt.launch import machines, network, open_files
+from isogpt.launch import machines, network, open_files, pretended_ranks
 from isogpt.launch.device import (
     collectives_timeout,
     gpu_identity,
@@ -45,13 +46,16 @@ class Ranks:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher started this process."""
-        return self.store is not None
+        """Whether a launcher started this process, or a dry run pretends so."""
+        return self.store is not None or self.world_size > 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints, logs and writes what only one process should write."""
-        return self.rank == 0
+        """
+        Whether this is rank 0, which prints, logs and writes what only one process should write. In a dry
+        run, the one process is any rank.
+        """
+        return self.rank == 0 or self.backend == pretended_ranks.BACKEND
 
     def topology(self) -> str:
         """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
@@ -107,6 +111,8 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         ValueError: the device or the backend is not available here, other ranks are missing after timeout_s,
             or too few files may be open.
     """
+    if pretended := pretended_ranks.pretended_rank():
+        return pretend_ranks(*pretended)
     rank, world_size, local_rank, local_world_size = rank_variables()
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
@@ -152,6 +158,20 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         launch=make_launch(place.agents),
         local_sizes=place.local_sizes,
         core_sharers=place.core_sharers,
+    )
+
+
+def pretend_ranks(rank: int, world_size: int) -> Ranks:
+    """The ranks of a dry run, eight on each machine."""
+    local_size = gcd(world_size, 8)
+    return Ranks(
+        rank,
+        world_size,
+        torch.device("cpu"),
+        pretended_ranks.BACKEND,
+        hosts=tuple(f"machine {other // local_size}" for other in range(world_size)),
+        network="a dry run",
+        local_sizes=(local_size,) * world_size,
     )
 
 

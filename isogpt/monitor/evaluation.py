@@ -12,6 +12,7 @@ from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import DataError
 from isogpt.data.reader import Reader
+from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import exit_together, gather_numbers, number_dtype
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
@@ -45,8 +46,11 @@ class Evaluator:
     def run(self) -> None:
         """
         Evaluate the state (all ranks). If this fails, the state is saved and the run exits with a message. If
-        a stop was requested meanwhile, `stop.agreed` is set, and there is no result.
+        a stop was requested meanwhile, `stop.agreed` is set, and there is no result. A dry run counts a step,
+        and does not evaluate.
         """
+        if is_pretended():
+            return
         on_error = partial(self.saver.save_and_fail, self.state)
         with exit_together(on_error), self.state.evaluated_weights():
             sums = self.sum_losses()

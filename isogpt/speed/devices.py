@@ -12,6 +12,7 @@ import torch
 
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
+from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import gather_objects
 from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated, set_numerics
@@ -240,6 +241,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
+    if is_pretended():  # a dry run reports no speeds
+        return None, "unknown"
     if device.type == "cuda" and dtype != "float32":
         gpu = known_gpu(torch.cuda.get_device_name(device))
         if gpu:

@@ -25,7 +25,7 @@ from isogpt.nn.kernels import (
     logits_at_once,
 )
 from isogpt.parallel.integer_sums import COMPILED_CHUNK
-from isogpt.parallel.mesh import stages_per_rank
+from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
@@ -66,6 +66,7 @@ def rank_estimate(plan: Plan, pp_rank: int, device_gb: float) -> dict[str, float
         "optimizer": optimizer_bytes(plan, part) / 1e9,
         "activations": activation_bytes(plan, part, in_flight, device_gb) / 1e9,
     }
+    parts["activations"] += pipeline_bytes(plan, part, pp_rank, in_flight) / 1e9
     return parts | {"total": sum(parts.values())}
 
 
@@ -275,10 +276,43 @@ def micro_batches_in_flight(plan: Plan, pp_rank: int) -> float:
     pp, schedule = plan.pp, plan.pp_schedule
     if pp == 1:
         return 1
-    data_size = max(1, plan.world_size // (pp * plan.cp * plan.tp))
-    micro_steps = share_of(plan.sequences, 0, data_size, plan.micro_batch, pp).micro_steps
-    most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
-    return min(micro_steps, most)
+    micro_steps = micro_steps_of(plan)
+    most = {
+        "gpipe": micro_steps,
+        "1f1b": pp - pp_rank,
+        "interleaved": (3 * pp - 1) / 2 - pp_rank,
+        "zero_bubble": pp - pp_rank / 2,
+        "zbv": pp,
+    }
+    return min(micro_steps, most[schedule])
+
+
+def micro_steps_of(plan: Plan) -> int:
+    """How many micro-batches each rank of a pipeline computes in a step."""
+    data_size = max(1, plan.world_size // (plan.pp * plan.cp * plan.tp))
+    return share_of(plan.sequences, 0, data_size, plan.micro_batch, plan.pp).micro_steps
+
+
+def pipeline_bytes(plan: Plan, part: RankPart, pp_rank: int, in_flight: float) -> float:
+    """
+    Return the bytes that torch.distributed.pipelining needs on a pipeline's rank, besides what the blocks
+    keep (torch 2.11, 2.13).
+
+    It allocates what a rank receives at the start, for all micro-batches of a step: the outputs of the stage
+    before, and the gradients of the stage after. What is sent stays until it has arrived, or with two stages
+    on a rank until the end of the step.
+    """
+    if plan.pp == 1:
+        return 0.0
+    micro_steps, last = micro_steps_of(plan), plan.pp * stages_per_rank(plan.pp_schedule) - 1
+    stages = stages_of(pp_rank, plan.pp, plan.pp_schedule)
+    tokens = plan.micro_batch * plan.model_args["block_size"] / (plan.cp * plan.tp)
+    neighbors = sum((stage > 0) + (stage < last) for stage in stages)
+    count = neighbors * micro_steps * len(stages) if len(stages) > 1 else neighbors * micro_steps + in_flight
+    total = count * tokens * plan.stream_dtype.itemsize * plan.model_args["n_embd"]
+    if splits_backward(plan.pp_schedule):  # a stage's gradients wait until those of its weights are computed
+        total += part.layers / len(stages) * tokens * block_activations(plan).linear
+    return total
 
 
 def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: float) -> float:
@@ -325,8 +359,6 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     start_of_backward = blocks + last_norm + copies + copied * head + loss_backward
 
     temporary = block.temporary + 2 * size * C * (tp - 1)
-    if plan.cp > 1:  # keys and values, gathered and then ordered, with their gradients
-        temporary += 8 * size * plan.cp * C * args["n_kv_head"] // args["n_head"]
     # to the gradient of the head, that of the embeddings is added at the end of the backward pass
     last_block = blocks + copies + 4 * head + tokens * temporary
     # the gradient of the stacked experts
@@ -357,11 +389,13 @@ class BlockActivations(NamedTuple):
 
     Args:
         kept: for the backward pass.
+        linear: results of the Linear layers and of the router.
         selective: for the backward pass, with selective recomputation.
         temporary: what the block's backward pass allocates beyond what it has freed by then.
     """
 
     kept: float
+    linear: float
     selective: float
     temporary: float
 
@@ -401,8 +435,11 @@ def block_activations(plan: Plan) -> BlockActivations:
     # gradients of the residual stream, the block's output and the hidden layer
     mlp_gradients = stream * C + size * active * (C + (3 if is_gated else 1) * hidden)
     attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
+    if plan.cp > 1:  # gathered keys and values with their gradients, on a CPU in float32
+        attention_gradients += 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
     return BlockActivations(
         kept=norms + attention_kept + mlp + masks,
+        linear=linear,
         selective=stream * C + linear + attention_selective,
         temporary=max(mlp_gradients, attention_gradients),
     )

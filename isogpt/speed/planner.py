@@ -16,7 +16,6 @@ from isogpt.checkpoint.start import Start
 from isogpt.common import console
 from isogpt.common.files import record, recorded
 from isogpt.data.dataset import Dataset
-from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, island_count
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
@@ -113,7 +112,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     if not ranks.is_main:
         return {}
-    per_node = gcd(plan.world_size, rank_variables()[3])
+    per_node = gcd(plan.world_size, ranks.local_sizes[ranks.rank])
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     job = plan.job() | {"per_node": per_node, "device": name}
     make_writable(out_dir)

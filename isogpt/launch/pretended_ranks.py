@@ -1,0 +1,209 @@
+"""
+Ranks that are not there, for a dry run: this process is one of so many ranks, and every other rank is taken
+for a copy of it. A collective completes at once with what such copies would send, and is recorded.
+"""
+
+import os
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.futures import Future
+
+BACKEND = "pretended"
+Run = TypeVar("Run")
+VARIABLE = "ISOGPT_DRY_RUN"  # 'rank of ranks' in a process that is a dry run
+
+
+class Collective(NamedTuple):
+    """
+    What this rank has taken part in.
+
+    Args:
+        operation: such as all_reduce.
+        ranks: of its group, in the numbers of the world.
+        size: the bytes of the whole: of a rank's tensor that is added, sent or broadcast, of all that is
+            gathered, scattered or exchanged.
+    """
+
+    operation: str
+    ranks: tuple[int, ...]
+    size: int
+
+    @property
+    def sent(self) -> float:
+        """The bytes that this rank sends, around a ring where ranks add or gather."""
+        n = len(self.ranks)
+        rounds = {"all_reduce": 2, "recv": 0, "broadcast": 0}.get(self.operation, 1)
+        return rounds * self.size * (1 if self.operation == "send" else (n - 1) / n)
+
+
+def pretended_rank() -> tuple[int, int] | None:
+    """(rank, number of ranks) in a dry run, else None."""
+    if VARIABLE not in os.environ:
+        return None
+    rank, ranks = os.environ[VARIABLE].split(" of ")
+    return int(rank), int(ranks)
+
+
+def is_pretended() -> bool:
+    """Whether the other ranks of the process group are pretended."""
+    return dist.is_initialized() and dist.get_backend() == BACKEND
+
+
+def pretend(rank: int, ranks: int, run: Run) -> Run:
+    """
+    Let process groups of BACKEND be those of `rank` among `ranks` ranks from here on. Their attribute `run`
+    is this one, whose list `collectives` they extend.
+    """
+    os.environ[VARIABLE] = f"{rank} of {ranks}"
+    create = partial(create_group, run)
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    return run
+
+
+def create_group(run: Run, options: object, _: object) -> ProcessGroup:
+    """Create a process group, as torch.distributed asks a backend to."""
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return PretendedGroup(options.group_rank, tuple(ranks), options.group_id, run)
+
+
+def completed(tensors: list[Tensor]) -> Work:
+    """Work that is done, with a future, which hooks of DistributedDataParallel wait for."""
+    future = Future()
+    future.set_result(tensors)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+class PretendedGroup(ProcessGroup):
+    """
+    A process group in which each rank holds what this rank holds. What a pipeline's stage receives is zeros:
+    it differs from what this rank sends.
+
+    torch's own fake process group leaves results as they are in memory, NaN among them, and gives hooks of
+    DistributedDataParallel an empty future (torch 2.11, 2.13).
+    """
+
+    supports_coalescing = False
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], name: str, run: Any) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks, self.name, self.run = ranks, name, run
+
+    @property
+    def group_name(self) -> str:
+        return self.name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> "PretendedGroup":
+        return self
+
+    def record(self, operation: str, tensors: list[Tensor]) -> None:
+        """Note a collective of tensors that together are the whole."""
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.run.collectives.append(Collective(operation, self.ranks, size))
+
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], options: object = None) -> Work:
+        self.record("all_reduce", tensors)
+        for tensor in tensors:
+            if options is None or options.reduceOp == ReduceOp.SUM:
+                tensor.mul_(self.size())
+        return completed(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], options: object = None) -> Work:
+        return self.allreduce(tensors, options)
+
+    def broadcast(self, tensors: list[Tensor], options: object = None) -> Work:
+        self.record("broadcast", tensors)
+        return completed(tensors)
+
+    @torch.no_grad()
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: object = None) -> Work:
+        for parts, part in zip(outputs, inputs, strict=True):
+            self.record("all_gather", parts)
+            for copy in parts:
+                copy.copy_(part)
+        return completed(outputs[0])
+
+    @torch.no_grad()
+    def all_gather_single(self, output: Tensor, part: Tensor, options: object = None) -> Work:
+        self.record("all_gather", [output])
+        copies = output.view(self.size(), -1)
+        before, after = copies[: self.rank()], copies[self.rank() + 1 :]  # the part may be a view of its copy
+        copies[self.rank()].copy_(part.flatten())
+        before.copy_(part.view(1, -1))
+        after.copy_(part.view(1, -1))
+        return completed([output])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], parts: list[Tensor], options: object = None
+    ) -> Work:
+        for output, part in zip(outputs, parts, strict=True):
+            self.all_gather_single(output, part)
+        return completed(outputs)
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], options: object = None
+    ) -> Work:
+        for output, parts in zip(outputs, inputs, strict=True):
+            self.record("reduce_scatter", parts)
+            self.put_sum(output, parts[self.rank()], options)
+        return completed(outputs)
+
+    @torch.no_grad()
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: object = None) -> Work:
+        self.record("reduce_scatter", [whole])
+        self.put_sum(output, whole.view(self.size(), -1)[self.rank()], options)
+        return completed([output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], wholes: list[Tensor], options: object = None
+    ) -> Work:
+        for output, whole in zip(outputs, wholes, strict=True):
+            self.reduce_scatter_single(output, whole, options)
+        return completed(outputs)
+
+    def put_sum(self, output: Tensor, part: Tensor, options: object) -> None:
+        """Write the sum or the mean of as many equal parts as there are ranks."""
+        output.copy_(part.view_as(output))
+        if options is None or options.reduceOp == ReduceOp.SUM:
+            output.mul_(self.size())
+
+    @torch.no_grad()
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], options: object = None
+    ) -> Work:
+        self.record("all_to_all", [whole])
+        parts = whole.split(sizes) if sizes else whole.chunk(self.size())
+        mine = parts[self.rank()]  # what a copy of this rank sends to this rank
+        for part in output.split(output_sizes) if output_sizes else output.chunk(self.size()):
+            part[: len(mine)].copy_(mine[: len(part)])  # their lengths may differ by one
+        return completed([output])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        self.record("send", tensors)
+        return completed(tensors)
+
+    @torch.no_grad()
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        self.record("recv", tensors)
+        for tensor in tensors:
+            tensor.fill_(0 if tensor.is_floating_point() else 1)  # 1: a stage votes for shapes that are known
+        return completed(tensors)
+
+    def barrier(self, options: object = None) -> Work:
+        return completed([])
+
+    # the names before torch 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
