@@ -713,7 +713,7 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
             sharded_files.write_pieces(folder, part, of_rank, rank)
             for rank, (part, of_rank) in enumerate(zip(parts, writers, strict=True))
         ]
-        sharded_files.complete(folder, written)
+        sharded_files.complete(folder, {}, written)
     opened = []
     read_json = sharded_files.PlainReader.read_json
 

@@ -612,7 +612,9 @@ def test_foreign_lines_in_the_log(zygote, place):
         f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
         f.write('{"iter": 5, "loss": 2.5, "time": "yesterday"}\n')
     zygote.train(RESUME, place)
-    assert len(column(place / "out", "loss")) == 8 and {"note": "mine"} in records(place / "out")
+    # the lines before the last one of an earlier step are neither read nor written: "7" stays
+    steps = [step for step in column(place / "out", "loss") if step != "7"]
+    assert len(steps) == 8 and {"note": "mine"} in records(place / "out")
 
 
 def test_a_closed_pipe_does_not_end_the_run(work):
