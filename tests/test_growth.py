@@ -99,9 +99,15 @@ def test_too_few_open_files_are_named_before_anything_fails(at):
     open_limit.allow_connections(0, 4096)  # a system that does not say
 
 
+def test_no_limit_of_open_files_is_not_too_low(at):
+    infinity = resource.RLIM_INFINITY  # -1
+    at.set(resource, "prlimit", lambda process, kind, limits=None: (1024, infinity))
+    open_limit.allow_connections(0, 4096)
+
+
 def test_too_many_open_files_are_explained(at, capsys):
     """In the message of an error of any kind: of the file system, of gloo, of the store."""
-    logger, text = Logger(Progress(1, step=4), []), "socket: Too many open files"
+    logger, text = Logger(Progress(1, step=4), []), "socket: Too many open files\nfrom f at a.cpp:1"
     for error in (OSError(24, "Too many open files", "x"), RuntimeError(text), DistNetworkError(text)):
         dog = Watchdog(Ranks(0, 1, torch.device("cpu"), "gloo"), 600.0, logger.progress, logger)
         crashes.explain(dog, type(error), error, None)
@@ -413,6 +419,17 @@ def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, mo
         assert "no plot of the loss curve: " in capsys.readouterr().out
     plot.release.release()
     assert plot.is_idle.wait(60)
+
+
+def test_the_end_waits_once_for_a_plot(tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_plot, "END_S", 1)
+    plot = Slow(str(tmp_path), 0)
+    for record in ({"iter": 0, "loss": 1.0, "step_ms": 1.0}, {"iter": 1, "val_loss": 1.0}):
+        plot.write(record, "")
+    began = time.monotonic()
+    plot.write({"event": "end"}, "")
+    assert 1 <= time.monotonic() - began < 1.8
+    plot.release.release()
 
 
 # -- shuffle

@@ -12,14 +12,15 @@ TOO_MANY = "too many open files"  # as the C library says it, in lower case
 def raise_limit(process: int = 0) -> int | None:
     """
     Let a process, by default this one, have as many open files as it may have without root; returns how many
-    these are. None: the system does not say (it is not Linux), or the process belongs to somebody else.
+    these are. None: there is no limit, the system does not say (it is not Linux), or the process belongs to
+    somebody else.
     """
     with suppress(ImportError, AttributeError, OSError, ValueError):
         import resource
 
         _, most = resource.prlimit(process, resource.RLIMIT_NOFILE)
         resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
-        return most
+        return None if most == resource.RLIM_INFINITY else most
     return None
 
 
@@ -53,4 +54,5 @@ def explained(message: str) -> str:
     """The message of an error, and what to do if it is about the limit of open files."""
     if TOO_MANY not in message.lower():
         return message
-    return f"{message} (the limit of open files is too low: {how_to_allow(65536)})"
+    first, newline, rest = message.partition("\n")  # often only the first line of torch's errors is shown
+    return f"{first} (the limit of open files is too low: {how_to_allow(65536)}){newline}{rest}"

@@ -4,6 +4,7 @@ import io
 import math
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,7 +46,7 @@ class Plot:
     def write(self, record: dict, text: str) -> None:
         """Plot the losses if it is time, and tell the user at the end where the plot is."""
         event = record.get("event")
-        is_end = event in CLOSING
+        is_end, end = event in CLOSING, time.monotonic() + END_S
         if event == "rollback":
             self.curves = self.curves.before(record["to"])
             self.began = min(self.began, record["to"])
@@ -60,7 +61,7 @@ class Plot:
             self.work.put((self.curves.before(math.inf), self.began))
             self.has_new_steps = False
         if is_end:
-            if not self.is_idle.wait(END_S):
+            if not self.is_idle.wait(max(0, end - time.monotonic())):
                 self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
             if self.result:
                 console.print_line(self.result, patience_s=console.PATIENCE_S)
