@@ -97,7 +97,7 @@ def test_a_command_of_the_docs_trains(zygote, folder, command):
     if "eval_gpt2" in command:
         args = [*without(args, *OF_A_CHECKPOINT), "--init_from=my-folder"]
     if "--dry_run_ranks=" in command:  # as many heads as --tp=8 divides
-        args += ["--vocab_size=64", "--n_head=8", "--n_embd=64", "--n_hidden=64"]
+        args += ["--vocab_size=72", "--n_head=8", "--n_embd=64", "--n_hidden=64"]
     run = zygote.start(args, folder, processes_of(command)).wait()
     if "--dry_run_ranks=" in command:
         assert "collectives of a step" in run.text()
