@@ -5,7 +5,6 @@ steps; the second one's memory and collectives are counted, and printed beside t
 
 import json
 import os
-import re
 import runpy
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of_plan
 from isogpt.parallel.slow_network import SlowNetwork
+from isogpt.speed.devices import memory_of
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import about_edited_modules, rank_estimate
 from isogpt.training.optim import moments_of
@@ -43,7 +43,7 @@ from isogpt.training.optimizer_class import inner_optimizer
 
 # what takes a CPU longer, or does not fit, is computed with tensors without memory
 MOST_REAL_FLOPS = 2e12
-MOST_REAL_SHARE = 0.4  # of the memory that is free
+MOST_REAL_SHARE = 0.4  # of the machine's memory
 MEANINGS = {
     "weights": "parameters",
     "gradients": "gradients",
@@ -232,23 +232,20 @@ class DryRun:
     def count(self, state: TrainState) -> Counted:
         """What the state and the step before have taken."""
         params, network = list(state.model.parameters()), state.slow_network
-        kept = [
-            t for o in state.optimizers for held in inner_optimizer(o).state.values() for t in held.values()
-        ]
-        for part in (network.compression and network.compression.errors, *self.of_islands(network)):
-            kept += (part or {}).values()
+        kept = [held for o in state.optimizers for held in inner_optimizer(o).state.values()]
+        if network.compression:
+            kept.append(network.compression.errors)
+        if network.islands:
+            kept += [network.islands.weights, network.islands.momentum]
+        tensors = [t for held in filter(None, kept) for t in held.values() if torch.is_tensor(t)]
         return Counted(
             parameters=self.counter.bytes_of(params),
             gradients=self.counter.bytes_of([p.grad for p in params if p.grad is not None]),
-            optimizer=self.counter.bytes_of([t for t in kept if torch.is_tensor(t)]),
+            optimizer=self.counter.bytes_of(tensors),
             peak=self.counter.peak,
             parts=sum(piece.nbytes for part in state.parts().values() for _, piece in part.pieces),
             collectives=list(self.collectives),
         )
-
-    def of_islands(self, network: SlowNetwork) -> list[dict[str, Tensor]]:
-        """What islands keep."""
-        return [network.islands.weights, network.islands.momentum] if network.islands else []
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -350,12 +347,11 @@ def watch(state: TrainState, sinks: list[Any]) -> None:
 
 def fits_here(plan: Plan, mesh: Mesh) -> bool:
     """Whether this machine computes a rank's three steps in its memory, and within a minute or so."""
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
     needed = 1e9 * prediction(plan, mesh)["total"]
     share = share_of_plan(plan, mesh)
     tokens = share.rows * share.micro_steps * plan.model_args["block_size"]
     flops = 6 * plan.counts.parameters / (mesh.pp * mesh.cp * mesh.tp) * tokens
-    return needed < MOST_REAL_SHARE * free and flops < MOST_REAL_FLOPS
+    return needed < MOST_REAL_SHARE * memory_of(torch.device("cpu")) and flops < MOST_REAL_FLOPS
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -382,14 +378,14 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     if note := about_edited_modules(plan):
         yield f"  {note}"
 
-    sums: dict[tuple, list[int]] = {}
+    sums: dict[tuple, list[Collective]] = {}
     for collective in counted.collectives:
-        key = collective.operation, axes_of(collective.ranks, mesh), len(collective.ranks)
-        sums.setdefault(key, []).append(collective)
+        sums.setdefault((collective.operation, collective.ranks), []).append(collective)
     yield f"\n  {'collectives of a step':28} {'ranks':>6} {'count':>8} {'bytes':>18} {'sent':>18}  along"
-    for (operation, axes, n), members in sums.items():
+    for (operation, ranks), members in sums.items():
         size, sent = sum(c.size for c in members), sum(c.sent for c in members)
-        yield f"  {operation:28} {n:6,} {len(members):8,} {size:18,} {round(sent):18,}  {axes}"
+        numbers = f"{len(ranks):6,} {len(members):8,} {size:18,} {round(sent):18,}"
+        yield f"  {operation:28} {numbers}  {axes_of(ranks, mesh)}"
     if plan.islands > 1 and local_steps > 1:
         yield f"  those along islands take place once in {local_steps:,} steps"
 
