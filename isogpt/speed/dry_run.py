@@ -34,7 +34,6 @@ from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of_plan
-from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.speed.devices import memory_of
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import about_edited_modules, rank_estimate
