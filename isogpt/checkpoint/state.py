@@ -11,8 +11,14 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, first_positions, flat
 from isogpt.common.console import shortened
 from isogpt.parallel.data_parallel import kept_weights, reshard
-from isogpt.parallel.local_parts import LocalPart, local, local_part_of, local_parts_by_name, splits_of
-from isogpt.parallel.parallelize import init_part
+from isogpt.parallel.local_parts import (
+    LocalPart,
+    init_part,
+    local,
+    local_part_of,
+    local_parts_by_name,
+    splits_of,
+)
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim, optimizer_state
 

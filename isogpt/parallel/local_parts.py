@@ -216,3 +216,10 @@ def copy_to_cpu(value: Tensor) -> Tensor:
     """
     on_gpu = value.device.type == "cuda"
     return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)
+
+
+@torch.no_grad()
+def init_part(model: nn.Module, name: str, part: LocalPart, seed: int) -> None:
+    """Fill this rank's part of a parameter with its initial values."""
+    for piece, place in part.places():
+        piece.copy_(model.initial_weight(name, part.shape, seed, place))

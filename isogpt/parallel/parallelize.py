@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.parallel.data_parallel import fsdp_units
-from isogpt.parallel.local_parts import LocalPart, Splits, copy_to_cpu, local_parts_by_name, splits_of
+from isogpt.parallel.local_parts import Splits, copy_to_cpu, init_part, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline, split_layers
 from isogpt.parallel.plan import LayoutError, Plan
@@ -121,13 +121,6 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """
     for name, part in local_parts_by_name(model).items():
         init_part(model, name, part, seed)
-
-
-@torch.no_grad()
-def init_part(model: nn.Module, name: str, part: LocalPart, seed: int) -> None:
-    """Fill this rank's part of a parameter with its initial values."""
-    for piece, place in part.places():
-        piece.copy_(model.initial_weight(name, part.shape, seed, place))
 
 
 def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
