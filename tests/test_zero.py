@@ -262,6 +262,7 @@ def test_metadata_that_would_run_code_does_not(saves, tmp_path):
         source = saves / ("from-zero3" if target == ".metadata" else "from-one") / "step_00000010"
         out = tmp_path / target.strip(".") / "step_00000010"
         shutil.copytree(source, out)
+        (out / "tensors.json").unlink(missing_ok=True)  # as before there were indices
         (out / target).write_bytes(pickle.dumps(Evil()))
         manifest = read_manifest(out)
         manifest["files"] = hash_files(out)
@@ -273,6 +274,13 @@ def test_metadata_that_would_run_code_does_not(saves, tmp_path):
             source = open_checkpoint(found)
             restore_checkpoint(source, empty_model(source))
         assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_that_is_left_over_is_not_read(saves, tmp_path):
+    shutil.copytree(saves / "from-zero3" / "step_00000010", tmp_path / "step_00000010")
+    (tmp_path / "step_00000010/.metadata").write_bytes(b"of a different checkpoint")
+    source = open_checkpoint(newest_checkpoint(str(tmp_path))[0])
+    restore_checkpoint(source, empty_model(source))
 
 
 def test_smaller_block_size_on_a_sharded_resume(zygote, saves, tmp_path):

@@ -380,8 +380,11 @@ class PlainReader(dcp.FileSystemReader):
 
     @property
     def has_metadata(self) -> bool:
-        """Whether the folder contains DCP's metadata, which describes all pieces, and no indices."""
-        return (Path(self.path) / ".metadata").exists()
+        """
+        Whether DCP's metadata describes the pieces, and not indices. Metadata beside indices is left over from
+        a different checkpoint.
+        """
+        return not (Path(self.path) / TENSORS).exists()
 
     def verify(self, name: str) -> None:
         """
