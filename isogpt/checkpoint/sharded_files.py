@@ -381,8 +381,8 @@ class PlainReader(dcp.FileSystemReader):
     @property
     def has_metadata(self) -> bool:
         """
-        Whether DCP's metadata describes the pieces, and not indices. Metadata beside indices is left over from
-        a different checkpoint.
+        Whether DCP's metadata describes the pieces, and not indices. Metadata beside indices is left over
+        from a different checkpoint.
         """
         return not (Path(self.path) / TENSORS).exists()
 
