@@ -6,18 +6,16 @@ bytes and items, so that a busy machine shows the same. docs/scaling.md has the 
     python measure/growth.py store metrics   these
 """
 
-import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in train.py)
-
 import ctypes
 import gc
 import hashlib
 import json
 import mmap
 import os
+import pickle
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tracemalloc
@@ -33,16 +31,17 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
-from unittest import mock
 from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import isogpt.launch.torch_import  # noqa: F401, I001  (first: gloo connects on demand, as in train.py)
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from isogpt.checkpoint import manifest, sharded_files
 from isogpt.checkpoint.commit import commit_checkpoint
@@ -51,10 +50,7 @@ from isogpt.checkpoint.manifest import make_manifest
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.verify import find_together
 from isogpt.common import random_numbers
-from isogpt.common.files import (
-    HashedFile,
-    read_records,  # noqa: E402
-)
+from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
 from isogpt.launch import network
 from isogpt.launch.launchers import Launch
@@ -85,7 +81,7 @@ def newer_checkpoints(sizes: Sequence[int] = (0, 10**9, 50 * 10**9)) -> list[Cos
     """A start from step 1 beside five newer checkpoints, in sparse files of these many bytes in all."""
     costs = []
     for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:
             for step in range(1, 7):
                 sparse_checkpoint(Path(folder), step, size // 5 if step > 1 else 1000)
             before = bytes_read()
@@ -258,7 +254,7 @@ def store(sizes: Sequence[int] = (256, 1024)) -> list[Cost]:
     for size in sizes:
         shared = torch.distributed.HashStore()
         stores = [RankStore(shared) for _ in range(size)]
-        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE=str(size)):  # for notes, if threads are slow
+        with patch.dict(os.environ, RANK="0", WORLD_SIZE=str(size)):  # for notes, if threads are slow
             places = on_each_rank(partial(start_rank, stores=stores), size)
         assert [place.rank for place in places] == [*range(size)]
         costs += asked(size, stores)
@@ -285,18 +281,15 @@ def read_ahead(sizes: tuple[int, ...] = (10**9, 10**12), windows: int = 256) -> 
     What is read when a data set of so many tokens is opened, and for each window of 1,024 tokens. Files of
     zeros take no room on the disk, but the system reads them ahead like others. Only Linux counts this.
     """
-    import torch
-
     from isogpt.data.dataset import open_dataset
     from isogpt.data.reader import Reader
     from isogpt.parallel.mesh import Mesh
-    from isogpt.parallel.plan import UNDIVIDED
 
     shape = {"block_size": 1024, "vocab_size": 50304}
     plan = replace(UNDIVIDED, micro_batch=64, shares="equal", model_args=shape)
     costs = []
     for n_tokens in sizes:
-        with TemporaryDirectory() as folder, mock.patch("mmap.mmap", CountedMap):
+        with TemporaryDirectory() as folder, patch("mmap.mmap", CountedMap):
             for split, length in (("train", n_tokens), ("val", 10**6)):
                 with open(Path(folder, f"{split}.bin"), "wb") as file:
                     file.truncate(2 * length)
@@ -342,7 +335,7 @@ def hashing(ranks: Sequence[int] = (1, 4, 16), size: int = 10**9) -> list[Cost]:
     """
     costs = []
     for count in ranks:
-        with tempfile.TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:
             saved, resumed = hashed_by_rank(Path(folder), count, size)
         for what, hashed in (("a save", saved), ("a resume", resumed)):
             costs.append(Cost(f"{count} ranks, {what}", hashed[0], "bytes that rank 0 hashes"))
@@ -392,8 +385,8 @@ def counting(hashed: Counter) -> Iterator[None]:
             hashed[rank_of(self.file.name)] += memoryview(data).nbytes
             return super().write(data)
 
-    with mock.patch.object(manifest, "sha256_of", sha256_of):
-        with mock.patch.object(sharded_files, "HashedFile", Counted):
+    with patch.object(manifest, "sha256_of", sha256_of):
+        with patch.object(sharded_files, "HashedFile", Counted):
             yield
 
 
@@ -614,7 +607,7 @@ def failure_report(sizes: Sequence[int] = (128, 1024), hurry: float = 1.0) -> li
         hurry: how much shorter pauses are.
     """
     sleep, costs = time.sleep, []
-    with mock.patch.object(time, "sleep", lambda seconds: sleep(seconds / hurry)):
+    with patch.object(time, "sleep", lambda seconds: sleep(seconds / hurry)):
         for size in sizes:
             costs += cost_of_failure(size, "1 hangs", range(1, 2))
             costs += cost_of_failure(size, f"{size // 2:,} crash", range(1, 1 + size // 2))
@@ -684,7 +677,7 @@ def sharded_metadata(sizes: tuple[int, ...] = (16, 64, 256), tensors: int = 102)
     """
     costs = []
     for ranks in sizes:
-        with tempfile.TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:
             first, later, read, total = shards_of(Path(folder), ranks, tensors)
         costs += [
             Cost(f"{ranks:,} ranks, gathered once", first, "bytes on rank 0"),
@@ -700,11 +693,6 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
     Write a checkpoint of simulated ranks: (bytes that rank 0 gathers at the first save, at later ones, bytes
     of indices and of tensors.json that the last rank reads, bytes of all of these).
     """
-    import pickle
-    from unittest.mock import patch
-
-    from isogpt.checkpoint import sharded_files
-
     parts = [rows_of(rank // replicas, ranks // replicas, tensors) for rank in range(ranks)]
     digests = [sharded_files.digests_of(part) for part in parts]
     writers = sharded_files.choose_writers(digests)
@@ -736,9 +724,6 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
 
 def rows_of(index: int, count: int, tensors: int, value: float | None = None) -> dict:
     """The parts of a rank that holds one of `count` rows of each tensor, and a number."""
-    import torch
-
-    from isogpt.parallel.local_parts import LocalPart
 
     names = [f"optim.transformer.h.{i // 21}.mlp.c_proj.weight.{i % 21}" for i in range(tensors)]
     shape = torch.Size((count, 1))
@@ -791,14 +776,9 @@ def memory_of_saves(n_embd: int = 384, file_size: str = "8MB") -> list[Cost]:
 
 def memory_of_conversions(n_embd: int) -> list[Cost]:
     """See memory_of_saves, of a GPT-2 of four layers."""
-    import torch
-
     import export
     from isogpt.checkpoint.ckpt_file import copied_state, write_file
-    from isogpt.checkpoint.commit import commit_checkpoint
-    from isogpt.checkpoint.manifest import make_manifest
     from isogpt.nn import huggingface
-    from model import GPT, GPTConfig
 
     model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
     count = sum(p.numel() for p in model.parameters())
@@ -809,7 +789,7 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
         optimizer.step()
     run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0, "config": {}, "isogpt": {}}
     amounts = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         file = Path(folder) / "unfinished" / "ckpt.pt"
 
         def save() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -52,6 +53,13 @@ from isogpt.parallel.compare_weights import TERM, term_of_comparison
 from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import local_parts_by_name
 from model import GPT, GPTConfig
+
+
+def test_the_script_prints_the_costs_of_a_row():
+    script = [sys.executable, growth.__file__, "buckets"]
+    run = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert "12,000 tensors" in run.stdout, run.stderr
+
 
 # -- newer_checkpoints
 
