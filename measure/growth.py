@@ -545,7 +545,8 @@ def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
             for record in ({"iter": steps - 5} | FIELDS, evaluation):
                 log.write(record, "")
                 plot.write(record, "")
-            evaluation = bytes_of_this_thread() - read, (time.thread_time() - began) * 1e3
+            ms = (time.thread_time() - began) * 1e3  # first: the other thread is drawing by now
+            evaluation = bytes_of_this_thread() - read, ms
             plot.is_idle.wait()
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
