@@ -8,11 +8,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import add_val_fraction, atomic_files, cut_for, run
 
-from isogpt.data.dataset import map_tokens, read_meta
+from isogpt.data.dataset import open_tokens, read_meta
 from isogpt.data.token_files import declared_dtype
 
 
@@ -36,18 +38,19 @@ def split(folder: Path, val_fraction: float) -> None:
         raise ValueError(
             f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction="
         )
-    tokens = map_tokens(source, declared_dtype(meta, folder), meta.get("vocab_size", 0))
+    tokens = open_tokens(source, declared_dtype(meta, folder), meta.get("vocab_size", 0))
     if tokens.offset:
         raise ValueError(
             f"{source} begins with llm.c's header: rename a different file of this data set to val.bin"
         )
     cut = cut_for(len(tokens), val_fraction, "tokens")
+    ids = np.memmap(source, tokens.dtype, "r")
     if source == train:
         try:  # a second name: train.bin stays until the new files are complete
             os.link(train, whole)
         except OSError:  # the file system lacks links
             os.replace(train, whole)
-    parts = {"val.bin": tokens[cut:], "train.bin": tokens[:cut]}
+    parts = {"val.bin": ids[cut:], "train.bin": ids[:cut]}
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():
             files[name].write(part)

@@ -559,7 +559,7 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     assert 3 <= step <= 8 if split == "train" else step == (8 if flags else 10)
     assert set(run.codes) == {1} and "Traceback" not in run.text()
     rank = "rank 1: " if nproc > 1 else ""
-    message = f"error: {rank}{work}/data/tiny/{split}.bin has been truncated since the start of the run\n"
+    message = f"error: {rank}data/tiny/{split}.bin has been truncated since the start of the run\n"
     assert run.text().count(message) == 1 and f"saved out/step_{step:08d}\n" in run.text()
     text = Path(run.outs[0]).read_text()
     assert text.endswith(message) and f"step {step}:" not in text

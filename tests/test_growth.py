@@ -205,11 +205,11 @@ def test_ranks_names_are_made_when_asked_for():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is read cannot be counted")
-def test_windows_read_and_release_their_own_pages():
-    """Neither depends on the size of the file, nor does what the start reads."""
+def test_windows_read_their_own_pages():
+    """This does not depend on the size of the file, nor does what the start reads."""
     for n_tokens in 10**8, 10**9:
-        read, released, at_start = (cost.amount for cost in read_ahead((n_tokens,), windows=64))
-        assert read < 3 * 4096 and released <= 2 * 2**21 and at_start < 20e6, f"{n_tokens} tokens"
+        read, at_start = (cost.amount for cost in read_ahead((n_tokens,), windows=64))
+        assert read < 3 * 4096 and at_start < 20e6, f"{n_tokens} tokens"
 
 
 # -- hashing
@@ -582,5 +582,7 @@ def test_what_saves_and_conversions_allocate():
 
 @pytest.mark.slow
 def test_a_run_that_evaluates_and_saves_takes_no_more_memory_with_each_step():
-    (cost,) = loop_memory(steps=2000, evaluations=100)
-    assert cost.amount < 2e6
+    """The peak of a run can rise by a megabyte or two when its threads happen to need memory together."""
+    in_all, usually = (cost.amount for cost in loop_memory(steps=2000, evaluations=100))
+    assert usually < 1e6, "3.5 MB in the code of e430e46"
+    assert in_all < 5e6

@@ -1,5 +1,6 @@
 """Which sequences a step reads, how they are divided over the ranks, reading ahead, and damaged data sets."""
 
+import errno
 import gzip
 import io
 import itertools
@@ -10,6 +11,7 @@ import pickle
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +25,9 @@ from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
 from isogpt.data import dataset
-from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta, read_windows
+from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta
 from isogpt.data.reader import Reader, read_rows
+from isogpt.data.token_files import DataError, TokenFile
 from isogpt.data.windows import permuted, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of
@@ -89,8 +92,8 @@ def test_seeds_streams_and_steps_draw_differently():
 
 
 @pytest.mark.parametrize("n_tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30])
-def test_every_window_is_drawn_and_none_exceeds_the_text(n_tokens):
-    tokens = np.arange(n_tokens, dtype=np.uint16)
+def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path, n_tokens):
+    tokens = file_of(np.arange(n_tokens, dtype=np.uint16), tmp_path)
     drawn = np.unique(random_windows(n_tokens, BLOCK, 1, TRAIN, 3, 2000))
     assert drawn.dtype == np.int64
     assert drawn.tolist() == list(range(n_tokens - BLOCK))  # the last one ends with the text
@@ -203,15 +206,26 @@ def test_shares_are_even_and_add_up_to_the_batch(sequences, batch_size):
 # reading
 
 
+def file_of(ids, folder):
+    """A file train.bin of these ids."""
+    ids.tofile(folder / "train.bin")
+    return TokenFile(folder / "train.bin", ids.dtype.name)
+
+
+def ids_of(tokens):
+    """All ids of a file."""
+    return tokens.read(np.array([0]), len(tokens))[0].tolist()
+
+
 def reader_of(vocab_size):
     return Reader(None, "random", 1, plan_for(3, 3, vocab_size), Mesh(), CPU)
 
 
-def test_targets_are_the_inputs_shifted_by_one():
+def test_targets_are_the_inputs_shifted_by_one(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16)
     tokens[5] = 65535
     starts = [0, 5, PADDING, N - BLOCK - 1]
-    x, y = read_rows(tokens, np.array(starts), BLOCK)
+    x, y = read_rows(file_of(tokens, tmp_path), np.array(starts), BLOCK)
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, BLOCK)
     for row, start in enumerate(starts):
         inside = start != PADDING
@@ -236,8 +250,8 @@ def loaders():
 
 @pytest.mark.parametrize("steps", [range(3, 8), [9, 2, 2], []])
 @pytest.mark.parametrize("rank, world", [(0, 1), (6, 7)])
-def test_micro_batches_equal_rows_read_directly(rank, world, steps):
-    tokens = np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16)
+def test_micro_batches_equal_rows_read_directly(tmp_path, rank, world, steps):
+    tokens = file_of(np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16), tmp_path)
     share = share_of(20, rank, world, 3)
     micro_batches = itertools.product(steps, range(share.micro_steps))
     for batch, (step, micro_step) in zip(batches_of(tokens, share, steps), micro_batches, strict=True):
@@ -246,9 +260,10 @@ def test_micro_batches_equal_rows_read_directly(rank, world, steps):
     assert not loaders()
 
 
-def test_a_thread_reads_ahead():
+def test_a_thread_reads_ahead(tmp_path):
     seen = []
-    batches = batches_of(np.zeros(N, dtype=np.uint16), share_of(4, 0, 1, 4), itertools.count(), seen)
+    tokens = file_of(np.zeros(N, dtype=np.uint16), tmp_path)
+    batches = batches_of(tokens, share_of(4, 0, 1, 4), itertools.count(), seen)
     next(batches)
     end = time.monotonic() + 10
     while len(seen) < 4 and time.monotonic() < end:
@@ -270,9 +285,9 @@ def test_a_thread_reads_ahead():
 def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, place):
     share = share_of(2, 0, 1, 2)
     starts = [np.array([100 * step, 100 * step + 50]) for step in range(9)]
-    np.zeros(N, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    tokens = np.memmap(tmp_path / "train.bin", dtype=np.uint16, mode="r+")
-    tokens[550 + place] = 65
+    ids = np.zeros(N, dtype=np.uint16)
+    ids[550 + place] = 65
+    tokens = file_of(ids, tmp_path)
     read = 0
     message = r"train\.bin holds token id 65, but the vocabulary size is 65: .*vocab_size=66"
     with pytest.raises(ValueError, match=message):
@@ -284,14 +299,42 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
 
 
 @pytest.mark.parametrize("offset", [0, 1024, 5000])  # llm.c's header; a page and a bit
-def test_windows_of_a_mapped_file(tmp_path, offset):
-    ids = np.arange(3 * 2**19 + 17, dtype=np.uint32)
+def test_windows_of_a_file(tmp_path, offset):
+    ids = np.arange(2**19 + 17, dtype=np.uint32)
     (tmp_path / "train.bin").write_bytes(bytes(offset) + ids.tobytes())
-    tokens = np.memmap(tmp_path / "train.bin", np.uint32, "r", offset)
-    for length in 1, 1025, 2**19 + 3:  # the last one is longer than a part of the page table
-        starts = np.array([0, len(ids) - length, 2**19 - length % 2**19 // 2, 7, 7])
-        expected = [ids[start : start + length] for start in starts]
-        assert np.array_equal(read_windows(tokens, starts, length), expected)
+    tokens = TokenFile(tmp_path / "train.bin", "uint32", offset)
+    assert len(tokens) == len(ids)
+    for length in 1, 1025, 2**18 + 3:
+        starts = np.array([0, len(ids) - length, 2**17, 7, 7])
+        assert np.array_equal(tokens.read(starts, length), [ids[start : start + length] for start in starts])
+
+
+def test_threads_read_one_file_at_the_same_time(tmp_path):
+    """A run reads its training data for steps and for evaluations."""
+    tokens = file_of(np.arange(2**16, dtype=np.uint16), tmp_path)
+    starts = [np.random.default_rng(seed).integers(0, 2**16 - 8, 20_000) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for part, windows in zip(starts, threads.map(lambda part: tokens.read(part, 8), starts), strict=True):
+            assert np.array_equal(windows, part[:, None] + np.arange(8))
+
+
+def test_a_file_that_is_truncated_or_fails_while_it_is_read(tmp_path):
+    """A new file of the same name is not read."""
+    tokens = file_of(np.arange(N, dtype=np.uint16), tmp_path)
+    tokens.path.rename(tmp_path / "moved")
+    tokens.path.write_bytes(b"")
+    assert tokens.read(np.array([N - 3]), 3).tolist() == [[N - 3, N - 2, N - 1]]
+    os.truncate(tmp_path / "moved", 2 * N - 1)
+    assert tokens.read(np.array([N - 3]), 2).tolist() == [[N - 3, N - 2]]
+    with pytest.raises(DataError, match=r"train\.bin has been truncated since the start of the run"):
+        tokens.read(np.array([0, N - 3]), 3)
+    tokens.file = SimpleNamespace(fileno=tokens.file.fileno, seek=tokens.file.seek, readinto=fails)
+    with pytest.raises(DataError, match=r"train\.bin can no longer be read: Input/output error"):
+        tokens.read(np.array([0]), 3)
+
+
+def fails(window):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -324,9 +367,8 @@ def refused(message, name="text", block_size=BLOCK, **options):
 def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     data = open_dataset("text", BLOCK)
     assert data.vocab_size == GPT2_VOCAB == 50304 and data.highest == 89
-    assert data.train.tolist() == [i % 40 for i in range(100)] and len(data.val) == 50
+    assert ids_of(data.train) == [i % 40 for i in range(100)] and len(data.val) == 50
     assert data.train.dtype == data.val.dtype == np.uint16
-    assert isinstance(data.train, np.memmap) and not data.train.flags.writeable
 
 
 def test_missing_files_are_named(folder, tmp_path):
@@ -361,16 +403,19 @@ def test_invalid_token_files_are_refused(folder, split, dtype):
     open_dataset("text", BLOCK, vocab_size=21)
 
 
-def test_the_highest_id_of_a_large_file():
+def test_the_highest_id_of_a_large_file(tmp_path):
     """Samples reach both ends of the file."""
-    tokens = np.zeros(2**26 + 5000, dtype=np.uint8)
+    ids = np.memmap(
+        tmp_path / "train.bin", np.uint8, "w+", shape=2**26 + 5000
+    )  # zeros take no room on the disk
+    tokens = TokenFile(tmp_path / "train.bin", "uint8")
     for place in 0, 4095, -4096, -1:
-        tokens[place] = 7
-        assert highest_id(Path("train.bin"), tokens, 8) == 7
-        tokens[place] = 0
-    tokens[40_000_000:40_100_000] = 9
+        ids[place] = 7
+        assert highest_id(tokens, 8) == 7
+        ids[place] = 0
+    ids[40_000_000:40_100_000] = 9
     with pytest.raises(ValueError, match="holds token id 9, but the vocabulary size is 8"):
-        highest_id(Path("train.bin"), tokens, 8)
+        highest_id(tokens, 8)
 
 
 @pytest.mark.parametrize(
@@ -488,12 +533,12 @@ def test_ids_of_a_different_width_are_refused_until_they_are_declared(folder, id
         refused(message)  # in val.bin alone, or in both
         foreign(folder, ids.astype(dtype), **meta, dtype=dtype)
         data = open_dataset("text", BLOCK, vocab_size=meta.get("vocab_size", 100_000))
-        assert data.train.tolist() == ids.tolist() and data.val.tolist() == ids[-1500:].tolist()
+        assert ids_of(data.train) == ids.tolist() and ids_of(data.val) == ids[-1500:].tolist()
 
 
 def test_a_declared_dtype_is_read(folder):
     foreign(folder, TEXT, vocab_size=256, dtype="uint8")  # the bytes of a text may be ids
-    assert open_dataset("text", BLOCK).train[:5].tolist() == list(TEXT[:5])
+    assert ids_of(open_dataset("text", BLOCK).train)[:5] == list(TEXT[:5])
     padded = np.where(np.arange(6000) % 10, WORDS, -1).astype(np.int32)
     foreign(folder, padded)
     refused("holds token id 65535, but the vocabulary size is 50304")
@@ -508,7 +553,7 @@ def test_uint16_is_never_taken_for_a_different_width(folder):
     for ids in [*alike, rng.integers(0, 50304, 6000), rng.integers(32768, 50304, 6000)]:
         for meta in ({"vocab_size": 65536}, {}) if ids.max() < GPT2_VOCAB else ({"vocab_size": 65536},):
             foreign(folder, ids.astype(np.uint16), **meta)
-            assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
+            assert ids_of(open_dataset("text", BLOCK).train) == ids.tolist()
 
 
 def with_header(ids, magic, version, tokens=0):
@@ -531,12 +576,7 @@ def test_the_header_of_llm_c_is_skipped(folder, magic, version, dtype):
         refused(message)
     foreign(folder, with_header(ids, magic, version), with_header(ids[-1500:], magic, version))
     data = open_dataset("text", BLOCK)
-    assert data.train.tolist() == ids.tolist() and data.val.tolist() == ids[-1500:].tolist()
-    # the end of the file is where the header says, also while the run reads
-    os.truncate(folder / "train.bin", 1024 + dtype().itemsize * len(ids) - 2)
-    reader = Reader(data, "random", 1, plan_for(4, 4, GPT2_VOCAB), Mesh(), CPU)
-    with pytest.raises(ValueError, match="has been truncated"):
-        list(reader.evaluation("train", 4))
+    assert ids_of(data.train) == ids.tolist() and ids_of(data.val) == ids[-1500:].tolist()
 
 
 def in_archive(save, *args):

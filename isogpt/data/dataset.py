@@ -1,7 +1,6 @@
-"""A data set on disk: find, check and map the files of token ids, and read the metadata."""
+"""A data set on disk: find, open and check the files of token ids, and read the metadata."""
 
 import hashlib
-import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,26 +10,23 @@ import numpy as np
 
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_utf8
-from isogpt.data.token_files import declared_dtype, format_of
+from isogpt.data.token_files import DataError, TokenFile, declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
-# of a file that one page of a process's page table maps: around a page that is read, the system maps others,
-# but none beyond these. Linux 6.14 and later free such a page of the table when all that it maps is released.
-PAGE_TABLE_BYTES = 2**21
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
 
 
 @dataclass(frozen=True)
 class Dataset:
     """
-    The two token files of `folder`, memory-mapped, and the vocabulary size, from the metadata or GPT-2's.
+    The two token files of `folder`, and the vocabulary size, from the metadata or GPT-2's.
     """
 
     folder: Path
-    train: np.ndarray  # (tokens,), with one of token_files.DTYPES
-    val: np.ndarray  # (tokens,)
+    train: TokenFile
+    val: TokenFile
     vocab_size: int
     highest: int  # the highest id found when the files were checked
     digest: str  # digest of lengths and samples of the files, to compare machines
@@ -43,7 +39,7 @@ class Dataset:
 
 def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     """
-    Memory-map the files of a data set and check them.
+    Open the files of a data set and check them.
 
     Args:
         block_size: each split must contain at least block_size + 1 tokens.
@@ -63,8 +59,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     if vocabulary and vocabulary.size and vocabulary.size > vocab_size:
         problem = f"{folder} describes {vocabulary.size} token ids, but the vocabulary size is {vocab_size}"
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
-    splits = {split: map_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
-    highest = max(highest_id(folder / f"{split}.bin", ids, vocab_size) for split, ids in splits.items())
+    splits = {split: open_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
+    highest = max(highest_id(tokens, vocab_size) for tokens in splits.values())
     digest = digest_of(splits)
     return Dataset(folder, splits["train"], splits["val"], vocab_size, highest, digest, vocabulary)
 
@@ -134,9 +130,9 @@ def read_dict(path: Path) -> dict:
     return content
 
 
-def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> np.ndarray:
+def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> TokenFile:
     """
-    Map train.bin or val.bin as an array.
+    Open train.bin or val.bin.
 
     Args:
         vocab_size: the size in the metadata or the settings; 0: unknown.
@@ -150,7 +146,7 @@ def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size:
         split_command = f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
         advice = how_to_prepare(folder) or f"take it from the end of train.bin: {split_command}"
         raise ValueError(f"{path} does not exist; {advice}")
-    tokens = map_tokens(path, declared_dtype(meta, folder), vocab_size)
+    tokens = open_tokens(path, declared_dtype(meta, folder), vocab_size)
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately
         problem = f"{path} contains {len(tokens)} tokens, but meta.json says {recorded}"
@@ -165,9 +161,9 @@ def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size:
     return tokens
 
 
-def map_tokens(path: Path, dtype: str | None, vocab_size: int) -> np.memmap:
+def open_tokens(path: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     """
-    Map a file of token ids as an array.
+    Open a file of token ids.
 
     Args:
         dtype: the dtype that the metadata declares; None: not declared.
@@ -186,14 +182,10 @@ def map_tokens(path: Path, dtype: str | None, vocab_size: int) -> np.memmap:
         )
         advice = how_to_prepare(path.parent) or f"write train.bin and val.bin in {path.parent} again"
         raise ValueError(f"{problem}: it is truncated, or of a different dtype; {advice}")
-    return np.memmap(path, dtype, "r", offset)
+    return TokenFile(path, dtype, offset)
 
 
-class DataError(ValueError):
-    """The data is not what the check at the start of the run found."""
-
-
-def highest_id(path: Path, tokens: np.ndarray, vocab_size: int) -> int:
+def highest_id(tokens: TokenFile, vocab_size: int) -> int:
     """
     Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
     when it is read). Raises DataError if an id is outside the vocabulary.
@@ -201,7 +193,7 @@ def highest_id(path: Path, tokens: np.ndarray, vocab_size: int) -> int:
     lowest = highest = 0
     for part in parts_of(tokens) if len(tokens) <= 2**26 else [samples(tokens, 1000)]:
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-    check_ids(highest, vocab_size, path, lowest)
+    check_ids(highest, vocab_size, tokens.path, lowest)
     return highest
 
 
@@ -227,55 +219,7 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
 
 
-def check_length(tokens: np.ndarray, path: Path) -> None:
-    """
-    Raise DataError if a mapped file has become shorter: reading beyond its end would end the process with
-    SIGBUS. A new file of the same name is a different file, and the old one stays whole while it is mapped.
-    """
-    if isinstance(tokens.base, mmap.mmap):
-        try:
-            size = tokens.base.size()  # of the file that is mapped
-        except OSError as e:  # it was deleted on a file server
-            raise DataError(f"{path} can no longer be read: {e.strerror}") from e
-        if size < tokens.offset + tokens.nbytes:
-            raise DataError(f"{path} has been truncated since the start of the run")
-
-
-def read_windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """
-    Copy windows (len(starts), length) of a file's ids. Of a mapped file, the pages that contain the windows
-    are read from the disk, all at once, and no others: at a page that is missing, the system would read
-    megabytes ahead. Then the pages leave this process's resident set, which would otherwise grow to the size
-    of the file. They stay in the system's page cache.
-    """
-    advise(tokens, starts, length, "MADV_WILLNEED", mmap.PAGESIZE)
-    ids = np.asarray(tokens)  # slices of a memmap take microseconds
-    windows = np.empty((len(starts), length), tokens.dtype)
-    for first in range(0, len(starts), 16):  # the system can map 2 MB for a window
-        rows = slice(first, first + 16)
-        np.stack([ids[start : start + length] for start in starts[rows].tolist()], out=windows[rows])
-        advise(tokens, starts[rows], length, "MADV_DONTNEED", PAGE_TABLE_BYTES)
-    return windows
-
-
-def advise(tokens: np.ndarray, starts: np.ndarray, length: int, advice: str, unit: int) -> None:
-    """
-    Advise the system about the memory of windows of a mapped file, rounded outwards to multiples of `unit`
-    bytes.
-    """
-    if not isinstance(tokens.base, mmap.mmap) or not hasattr(mmap, advice):  # not on Windows
-        return
-    address = tokens.ctypes.data
-    map_address = address - tokens.offset % mmap.ALLOCATIONGRANULARITY
-    first = address + starts * tokens.itemsize
-    begins = np.maximum(first // unit * unit, map_address)
-    ends = -(-(first + length * tokens.itemsize) // unit) * unit
-    # windows of a small file share pages
-    for begin, end in set(zip(begins.tolist(), ends.tolist(), strict=True)):
-        tokens.base.madvise(getattr(mmap, advice), begin - map_address, end - begin)
-
-
-def digest_of(splits: dict[str, np.ndarray]) -> str:
+def digest_of(splits: dict[str, TokenFile]) -> str:
     """A digest of the lengths and of samples of the files, with which machines and runs are compared."""
     digest = hashlib.sha256()
     for tokens in splits.values():
@@ -284,13 +228,13 @@ def digest_of(splits: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()[:12]
 
 
-def samples(tokens: np.ndarray, n: int) -> np.ndarray:
+def samples(tokens: TokenFile, n: int) -> np.ndarray:
     """n evenly spaced samples of a file: 4096 tokens each, or all of a shorter file."""
     starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
-    return read_windows(tokens, starts, min(4096, len(tokens)))
+    return tokens.read(starts, min(4096, len(tokens)))
 
 
-def parts_of(tokens: np.ndarray) -> Iterator[np.ndarray]:
+def parts_of(tokens: TokenFile) -> Iterator[np.ndarray]:
     """Yield all of a file in parts of at most 2**18 tokens."""
     for start in range(0, len(tokens), 2**18):
-        yield read_windows(tokens, np.array([start]), min(2**18, len(tokens) - start))
+        yield tokens.read(np.array([start]), min(2**18, len(tokens) - start))

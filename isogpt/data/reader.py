@@ -1,4 +1,4 @@
-"""Read this rank's micro-batches of each training step and evaluation from the mapped token files."""
+"""Read this rank's micro-batches of each training step and evaluation from the token files."""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
-from isogpt.data.dataset import DataError, Dataset, check_ids, check_length, read_windows
+from isogpt.data.dataset import Dataset, check_ids
+from isogpt.data.token_files import DataError, TokenFile
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -23,14 +23,14 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 
 
 def read_rows(
-    tokens: np.ndarray, starts: np.ndarray, block_size: int, positions: Tensor | None = None
+    tokens: TokenFile, starts: np.ndarray, block_size: int, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
     padding row consists of zeros with targets of -1.
     """
     padding = starts == PADDING
-    windows = read_windows(tokens, np.where(padding, 0, starts), block_size + 1).astype(np.int64)
+    windows = tokens.read(np.where(padding, 0, starts), block_size + 1).astype(np.int64)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     x[padding], y[padding] = 0, -1
     x, y = torch.from_numpy(x), torch.from_numpy(y)
@@ -133,7 +133,7 @@ class Reader:
             raise
 
     def read(
-        self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
+        self, tokens: TokenFile, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
     ) -> Batches:
         """
         Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of the given steps in
@@ -146,16 +146,15 @@ class Reader:
         Raises:
             DataError: the file was truncated, or an id is outside the vocabulary.
         """
-        path = Path(getattr(tokens, "filename", None) or "the data")
         positions = self.mesh.own_positions(self.block_size)
 
         # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"
 
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            check_length(tokens, path)
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
-            check_ids(max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"], path, int(x.min()))
+            highest, vocab_size = max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"]
+            check_ids(highest, vocab_size, tokens.path, int(x.min()))
             # copies to a GPU from memory that is not pinned block the CPU
             return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
 

@@ -1,11 +1,14 @@
 """
-The format of a file of token ids: as llm.c's header or the metadata declares, else uint16, as in nanoGPT.
+Files of token ids: how they are read, and their format: as llm.c's header or the metadata declares, else
+uint16, as in nanoGPT.
 
 Files that are probably something else are refused, since they would give wrong tokens.
 """
 
 import codecs
 import math
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,59 @@ OTHER_FILES = {
     np.int32(20240522).tobytes(): "llm.c's multiple-choice questions, not a text: use a different data set",
 }
 START = 2**19  # bytes at the beginning of a file by which its format is judged
+
+
+class DataError(ValueError):
+    """The data is not what the check at the start of the run found."""
+
+
+class TokenFile:
+    """
+    An open file of token ids, from which windows are read. It remains the same file if its name is given to
+    another one. Reads report an error where a mapped file would end the process with SIGBUS: at the end of a
+    file that has been truncated, and if the disk fails.
+
+    Args:
+        dtype: of the ids, one of DTYPES.
+        offset: bytes before the first id.
+    """
+
+    def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
+        self.path, self.dtype, self.offset = path, np.dtype(dtype), offset
+        self.file = open(path, "rb", buffering=0, opener=regular_file)
+        self.length = (os.fstat(self.file.fileno()).st_size - offset) // self.dtype.itemsize
+        self.lock = threading.Lock()  # training and an evaluation read at the same time
+        if hasattr(os, "posix_fadvise"):  # Linux: at a page that is missing, it would read megabytes ahead
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __len__(self) -> int:
+        """The number of ids when the file was opened."""
+        return self.length
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """
+        Read windows (len(starts), length) that begin at the ids `starts`. The pages that contain them come
+        from the disk all at once.
+
+        Raises:
+            DataError: the file has been truncated, or it cannot be read.
+        """
+        windows = np.empty((len(starts), length), self.dtype)
+        begins = (self.offset + starts * self.dtype.itemsize).tolist()
+        try:
+            if hasattr(os, "posix_fadvise"):
+                size = length * self.dtype.itemsize
+                for begin in begins:
+                    os.posix_fadvise(self.file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
+            for begin, window in zip(begins, windows, strict=True):
+                with self.lock:
+                    self.file.seek(begin)
+                    read_bytes = self.file.readinto(window)
+                if read_bytes < window.nbytes:
+                    raise DataError(f"{self.path} has been truncated since the start of the run")
+        except OSError as e:  # such as a file that was deleted on a file server
+            raise DataError(f"{self.path} can no longer be read: {e.strerror}") from e
+        return windows
 
 
 def declared_dtype(meta: dict, folder: Path) -> str | None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
-from isogpt.data.dataset import DataError
 from isogpt.data.reader import Reader
+from isogpt.data.token_files import DataError
 from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import exit_together, gather_numbers, number_dtype
 from isogpt.monitor.run_report import RunReport

@@ -12,8 +12,7 @@ import torch
 def memory_gb(device: torch.device) -> float:
     """
     Return the peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU it is the
-    resident set: what the process has allocated, and the code of libraries. The data set does not count,
-    since dataset.read_windows gives the pages back. 0 if the system does not tell.
+    resident set: what the process has allocated, and the code of libraries. 0 if the system does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
