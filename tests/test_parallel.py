@@ -16,7 +16,8 @@ ONE += ["--eval_interval=10", "--keep_last=0", "--check_ranks_interval=5", "--mu
 NANOCHAT = ["--arch=nanochat", "--n_kv_head=2", "--optimizer=muon"]
 LLAMA = ["--arch=llama", "--n_kv_head=2", "--optimizer=muon"]
 MODELS = {
-    "gpt2": [],
+    # at step 18 with the default seed, a change of the weights by 1e-7 moves the gradient norm by 2e-4
+    "gpt2": ["--seed=1"],
     "gpt2-bias": ["--bias=True"],
     "nanochat": NANOCHAT,
     "llama": LLAMA,
