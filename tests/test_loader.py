@@ -333,6 +333,17 @@ def test_a_file_that_is_truncated_or_fails_while_it_is_read(tmp_path):
         tokens.read(np.array([0]), 3)
 
 
+def test_reads_that_end_early_go_on(tmp_path):
+    """At a page that cannot be read, the system first returns what comes before it."""
+    tokens = file_of(np.arange(N, dtype=np.uint16), tmp_path)
+    file, parts = tokens.file, [3, 3, 2, 7, 1, 5]
+    tokens.file = SimpleNamespace(fileno=file.fileno, seek=file.seek)
+    tokens.file.readinto = lambda rest: file.readinto(rest[: parts.pop(0)]) if parts else fails(rest)
+    assert tokens.read(np.array([N - 4, 5]), 4).tolist() == [[N - 4, N - 3, N - 2, N - 1], [5, 6, 7, 8]]
+    with pytest.raises(DataError, match=r"train\.bin can no longer be read: Input/output error"):
+        tokens.read(np.array([0]), 4)
+
+
 def fails(window):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

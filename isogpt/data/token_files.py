@@ -82,10 +82,13 @@ class TokenFile:
                 for begin in begins:
                     os.posix_fadvise(self.file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
             for begin, window in zip(begins, windows, strict=True):
+                rest = memoryview(window).cast("B")
                 with self.lock:
                     self.file.seek(begin)
-                    read_bytes = self.file.readinto(window)
-                if read_bytes < window.nbytes:
+                    # a call may read less: before a page that cannot be read, and on some file systems
+                    while rest and (read_bytes := self.file.readinto(rest)):
+                        rest = rest[read_bytes:]
+                if rest:
                     raise DataError(f"{self.path} has been truncated since the start of the run")
         except OSError as e:  # such as a file that was deleted on a file server
             raise DataError(f"{self.path} can no longer be read: {e.strerror}") from e
