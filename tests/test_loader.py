@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import sys
 import threading
 import time
 import zlib
@@ -380,6 +381,14 @@ def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     assert data.vocab_size == GPT2_VOCAB == 50304 and data.highest == 89
     assert ids_of(data.train) == [i % 40 for i in range(100)] and len(data.val) == 50
     assert data.train.dtype == data.val.dtype == np.uint16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no file that cannot be read")
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_whose_beginning_cannot_be_read_is_named(folder, split):
+    (folder / f"{split}.bin").unlink()
+    (folder / f"{split}.bin").symlink_to("/proc/self/mem")
+    refused(f"^data/text/{split}.bin cannot be read: Input/output error$")
 
 
 def test_missing_files_are_named(folder, tmp_path):

@@ -119,11 +119,14 @@ def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, i
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file does not contain token ids, begins with an unknown header, or probably contains
-            ids of a dtype that has to be declared.
+        ValueError: the file cannot be read, does not contain token ids, begins with an unknown header, or
+            probably contains ids of a dtype that has to be declared.
     """
     with open(path, "rb", opener=regular_file) as f:
-        start = f.read(START)
+        try:
+            start = f.read(START)
+        except OSError as e:  # its text does not name the file
+            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
     magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), np.int32).tolist()
     if magic in HEADERS:
         return check_header(path, magic, version, tokens), HEADER_BYTES
