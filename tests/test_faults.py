@@ -503,17 +503,17 @@ def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
 
 
 def test_data_that_is_replaced_or_truncated_during_a_run(zygote, work):
-    """A run reads the file that it has mapped, not a new one of the same name; a shorter one ends the run."""
+    """A run reads the file that it has opened, not a new one of the same name; a shorter one ends the run."""
     run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
-    path, mapped = work / "data/tiny/train.bin", work / "data/tiny/mapped"
+    path, opened = work / "data/tiny/train.bin", work / "data/tiny/opened"
     wait_for(lambda: steps_in(work / "out") > 3)
-    path.rename(mapped)
+    path.rename(opened)
     began = steps_in(work / "out")
     wait_for(lambda: steps_in(work / "out") > began + 3)  # no file has the name
     path.write_bytes(bytes(4096))
     began = steps_in(work / "out")
     wait_for(lambda: steps_in(work / "out") > began + 3)
-    os.truncate(mapped, 4096)
+    os.truncate(opened, 4096)
     run.wait(ok=False)
     assert run.codes == [1] and "train.bin has been truncated" in run.text() and "Traceback" not in run.text()
     assert f"saved out/step_{steps_in(work / 'out') + 1:08d}\n" in run.text()

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import sys
 import threading
 import time
 import zlib
@@ -333,6 +334,17 @@ def test_a_file_that_is_truncated_or_fails_while_it_is_read(tmp_path):
         tokens.read(np.array([0]), 3)
 
 
+def test_reads_that_end_early_go_on(tmp_path):
+    """At a page that cannot be read, the system first returns what comes before it."""
+    tokens = file_of(np.arange(N, dtype=np.uint16), tmp_path)
+    file, parts = tokens.file, [3, 3, 2, 7, 1, 5]
+    tokens.file = SimpleNamespace(fileno=file.fileno, seek=file.seek)
+    tokens.file.readinto = lambda rest: file.readinto(rest[: parts.pop(0)]) if parts else fails(rest)
+    assert tokens.read(np.array([N - 4, 5]), 4).tolist() == [[N - 4, N - 3, N - 2, N - 1], [5, 6, 7, 8]]
+    with pytest.raises(DataError, match=r"train\.bin can no longer be read: Input/output error"):
+        tokens.read(np.array([0]), 4)
+
+
 def fails(window):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -369,6 +381,14 @@ def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     assert data.vocab_size == GPT2_VOCAB == 50304 and data.highest == 89
     assert ids_of(data.train) == [i % 40 for i in range(100)] and len(data.val) == 50
     assert data.train.dtype == data.val.dtype == np.uint16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no file that cannot be read")
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_whose_beginning_cannot_be_read_is_named(folder, split):
+    (folder / f"{split}.bin").unlink()
+    (folder / f"{split}.bin").symlink_to("/proc/self/mem")
+    refused(f"^data/text/{split}.bin cannot be read: Input/output error$")
 
 
 def test_missing_files_are_named(folder, tmp_path):

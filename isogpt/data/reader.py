@@ -112,8 +112,8 @@ class Reader:
         follows, and then the error.
 
         Raises:
-            DataError: after the last micro-batch, if the file was truncated or an id is outside the
-                vocabulary.
+            DataError: after the last micro-batch, if the file was truncated or cannot be read, or an id is
+                outside the vocabulary.
         """
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
@@ -144,7 +144,7 @@ class Reader:
             starts_of: the starts of a step's windows, for the global batch.
 
         Raises:
-            DataError: the file was truncated, or an id is outside the vocabulary.
+            DataError: the file was truncated or cannot be read, or an id is outside the vocabulary.
         """
         positions = self.mesh.own_positions(self.block_size)
 

@@ -82,10 +82,13 @@ class TokenFile:
                 for begin in begins:
                     os.posix_fadvise(self.file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
             for begin, window in zip(begins, windows, strict=True):
+                rest = memoryview(window).cast("B")
                 with self.lock:
                     self.file.seek(begin)
-                    read_bytes = self.file.readinto(window)
-                if read_bytes < window.nbytes:
+                    # a call may read less: before a page that cannot be read, and on some file systems
+                    while rest and (read_bytes := self.file.readinto(rest)):
+                        rest = rest[read_bytes:]
+                if rest:
                     raise DataError(f"{self.path} has been truncated since the start of the run")
         except OSError as e:  # such as a file that was deleted on a file server
             raise DataError(f"{self.path} can no longer be read: {e.strerror}") from e
@@ -116,11 +119,14 @@ def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, i
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file does not contain token ids, begins with an unknown header, or probably contains
-            ids of a dtype that has to be declared.
+        ValueError: the file cannot be read, does not contain token ids, begins with an unknown header, or
+            probably contains ids of a dtype that has to be declared.
     """
     with open(path, "rb", opener=regular_file) as f:
-        start = f.read(START)
+        try:
+            start = f.read(START)
+        except OSError as e:  # its text does not name the file
+            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
     magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), np.int32).tolist()
     if magic in HEADERS:
         return check_header(path, magic, version, tokens), HEADER_BYTES
