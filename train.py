@@ -195,7 +195,6 @@ stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, on
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
-dry_run.begin(plan, mesh)  # in a dry run, counts memory from here on
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
@@ -228,6 +227,7 @@ recompute.recompute(raw_model, plan.activation_checkpointing)
 compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
+dry_run.begin(plan, mesh)  # in a dry run, counts memory from here on
 parallelize.materialize(raw_model, torch.device("cpu") if plan.cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.uses_autocast)

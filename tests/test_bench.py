@@ -323,6 +323,11 @@ def test_collectives_need_two_processes(at, capsys):
     assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
 
 
+def test_a_dry_run_is_not_measured(at, capsys):
+    error = script_that_fails(at, capsys, "bench.py", ["--dry_run_ranks=4", "--device=cpu"]).err
+    assert error == "error: a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py\n"
+
+
 # ------------------------------------------------------------------------------------------------------------
 # plans and estimates
 

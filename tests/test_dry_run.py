@@ -1,6 +1,7 @@
 """Dry runs: one rank of many, without the others. What it counts is what real ranks take and send."""
 
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,7 @@ def test_bytes_that_a_rank_sends():
     four = (0, 1, 2, 3)
     assert Collective("all_reduce", four, 100).sent == 150
     assert Collective("all_gather", four, 100).sent == Collective("reduce_scatter", four, 100).sent == 75
+    assert Collective("broadcast", four, 100).sent == 75, "each rank but the last passes it on"
     assert Collective("send", four, 100).sent == 100 and Collective("recv", four, 100).sent == 0
 
 
@@ -102,12 +104,26 @@ def test_what_cannot_be_dry_run_is_refused():
         return str(refusal.value)
 
     assert "set --dry_run_ranks=2 or more" in refused(dry_run_ranks=1)
-    assert "a lower --dry_run_rank=" in refused(dry_run_ranks=4, dry_run_rank=4)
+    assert "set --dry_run_ranks=5 or more, or a lower --dry_run_rank=" in refused(
+        dry_run_ranks=4, dry_run_rank=4
+    )
+    assert "set --dry_run_ranks=4 or more" in refused(dry_run_rank=3), "not a run that trains"
     assert "set --init_from=scratch" in refused(dry_run_ranks=4, init_from="resume")
     assert "set --shares=equal" in refused(dry_run_ranks=4, shares="auto")
     assert "set --vocab_size=50304" in refused(dry_run_ranks=4, dataset="not_there")
     accepted("train.py", "--dry_run_ranks=4", "--dry_run_rank=3")
     assert dry_run.start(train_defaults(), "train.py") is None, "a run that is not dry goes on"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
+    args = [*SMALL, "--dry_run_ranks=2", "--gradient_accumulation_steps=200", "--out_dir=dry"]
+    run = zygote.start(args, work, env={"TMPDIR": str(work)})
+    assert run.until(lambda text: "peak:" in text)
+    run.kill(sig=getattr(signal, name))
+    run.wait(timeout=20, ok=False)
+    assert run.codes == [128 + getattr(signal, name)] and "Traceback" not in run.text()
+    assert not list(work.glob("isogpt-dry-run-*"))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -199,6 +215,15 @@ def test_memory_is_that_of_real_ranks_and_near_the_prediction(zygote, work, name
     assert counted == pytest.approx([part / 1e9 for part in parts], rel=0.02)
     assert report.counted["total"] == pytest.approx(peak / 1e9, rel=0.02)
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
+
+
+@pytest.mark.parametrize(
+    "args", [[], pytest.param(["--optimizer=muon", "--arch=nanochat"], marks=pytest.mark.slow)]
+)
+def test_with_ddp_a_rank_holds_the_whole_checkpoint(zygote, work, args):
+    text = run_dry(zygote, work, 2, [*args, "--gradient_accumulation_steps=2"]).text
+    part, whole = re.search(r"this rank holds ([\d.]+) GB of about ([\d.]+) GB$", text, re.M).groups()
+    assert float(part) == pytest.approx(float(whole), rel=0.01)
 
 
 @pytest.mark.parametrize(

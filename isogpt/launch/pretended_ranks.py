@@ -35,9 +35,9 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The bytes that this rank sends, around a ring where ranks add or gather."""
+        """The bytes that this rank sends, around a ring where ranks add, gather or broadcast: their mean."""
         n = len(self.ranks)
-        rounds = {"all_reduce": 2, "recv": 0, "broadcast": 0}.get(self.operation, 1)
+        rounds = {"all_reduce": 2, "recv": 0}.get(self.operation, 1)
         return rounds * self.size * (1 if self.operation == "send" else (n - 1) / n)
 
 

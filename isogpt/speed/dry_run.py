@@ -6,6 +6,7 @@ steps; the second one's memory and collectives are counted, and printed beside t
 import json
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import warnings
@@ -28,12 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.data.dataset import GPT2_VOCAB, find_dataset
+from isogpt.launch.launchers import stop_signals
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
 from isogpt.parallel.compression import POWERSGD_START
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of_plan
+from isogpt.parallel.slow_network import keeps_errors
 from isogpt.speed.devices import memory_of
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import about_edited_modules, rank_estimate
@@ -260,7 +263,7 @@ def start(config: dict, script: str) -> None:
         ValueError: the settings cannot be dry run.
     """
     ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
-    if not ranks or pretended_rank():
+    if not (ranks or rank) or pretended_rank():
         return
     check(config)
     folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
@@ -276,6 +279,8 @@ def start(config: dict, script: str) -> None:
         settings["max_iters"] = steps - 1
         run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
+        for number in stop_signals():
+            signal.signal(number, exit_at_once)
         warnings.filterwarnings(
             "ignore", message="Set timeout is now only supported|Accessing the data pointer"
         )
@@ -288,10 +293,12 @@ def start(config: dict, script: str) -> None:
 def check(config: dict) -> None:
     """Raise ValueError if settings cannot be dry run."""
     ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
-    if rank >= ranks or ranks == 1:
+    if ranks == 1:
+        raise ValueError("dry_run_ranks is 1, but a dry run is of many ranks: set --dry_run_ranks=2 or more")
+    if rank >= ranks:
         raise ValueError(
-            f"dry_run_rank is {rank} of {ranks} ranks: set --dry_run_ranks=2 or more, and a lower "
-            "--dry_run_rank="
+            f"dry_run_rank is {rank}, but dry_run_ranks is {ranks}: set --dry_run_ranks={rank + 1} or more, "
+            "or a lower --dry_run_rank="
         )
     if "RANK" in os.environ:
         raise ValueError("a dry run is one process: start train.py without a launcher")
@@ -302,6 +309,11 @@ def check(config: dict) -> None:
         )
     if config["shares"] == "auto":
         raise ValueError("shares 'auto' measures ranks, of which a dry run has one: set --shares=equal")
+
+
+def exit_at_once(number: int, _: object) -> None:
+    """End a dry run that was asked to stop; its folder is deleted."""
+    sys.exit(128 + number)
 
 
 def is_prepared(config: dict) -> bool:
@@ -379,6 +391,8 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
 
     sums: dict[tuple, list[Collective]] = {}
     for collective in counted.collectives:
+        if len(collective.ranks) == 1:  # nothing is sent
+            continue
         sums.setdefault((collective.operation, collective.ranks), []).append(collective)
     yield f"\n  {'collectives of a step':28} {'ranks':>6} {'count':>8} {'bytes':>18} {'sent':>18}  along"
     for (operation, ranks), members in sums.items():
@@ -388,8 +402,17 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     if plan.islands > 1 and local_steps > 1:
         yield f"  those along islands take place once in {local_steps:,} steps"
 
-    of_all = 4 * plan.counts.parameters * (1 + moments_of(plan.optimizer)[1])
-    yield f"\ncheckpoint: this rank holds {counted.parts / 1e9:.4g} GB of about {of_all / 1e9:.4g} GB"
+    whole = f" of about {checkpoint_bytes(plan) / 1e9:.4g} GB"
+    if plan.islands > 1 or keeps_errors(plan.grad_compression):  # what these keep is more
+        whole = ""
+    yield f"\ncheckpoint: this rank holds {counted.parts / 1e9:.4g} GB{whole}"
+
+
+def checkpoint_bytes(plan: Plan) -> float:
+    """About the bytes of the weights and the optimizer's moments in a checkpoint, of all ranks."""
+    of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
+    in_blocks = sum(block.parameters for block in plan.counts.blocks)
+    return 4 * (plan.counts.parameters * (1 + of_others) - in_blocks * (of_others - of_blocks))
 
 
 def prediction(plan: Plan, mesh: Mesh) -> dict[str, float]:

@@ -189,7 +189,12 @@ def choose_workload(
         config: bench.py's settings, and those of train.py's that were set.
         defaults: train.py's settings, see `described_for_bench`.
         model_class: GPT, from the model.py that train.py trains.
+
+    Raises:
+        ValueError: the settings ask for a dry run.
     """
+    if config.get("dry_run_ranks"):
+        raise ValueError("a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py")
     chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
     typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
