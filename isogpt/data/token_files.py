@@ -82,17 +82,21 @@ class TokenFile:
                 for begin in begins:
                     os.posix_fadvise(self.file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
             for begin, window in zip(begins, windows, strict=True):
-                rest = memoryview(window).cast("B")
-                with self.lock:
-                    self.file.seek(begin)
-                    # a call may read less: before a page that cannot be read, and on some file systems
-                    while rest and (read_bytes := self.file.readinto(rest)):
-                        rest = rest[read_bytes:]
-                if rest:
+                if self.read_at(begin, window) < window.nbytes:
                     raise DataError(f"{self.path} has been truncated since the start of the run")
         except OSError as e:  # such as a file that was deleted on a file server
             raise DataError(f"{self.path} can no longer be read: {e.strerror}") from e
         return windows
+
+    def read_at(self, begin: int, window: np.ndarray) -> int:
+        """Fill a window from byte `begin`, or its beginning if the file ends. Returns the bytes read."""
+        buffer, count = memoryview(window).cast("B"), 0
+        with self.lock:
+            self.file.seek(begin)
+            # a call may read less: before a page that cannot be read, and on some file systems
+            while count < len(buffer) and (read_bytes := self.file.readinto(buffer[count:])):
+                count += read_bytes
+        return count
 
 
 def declared_dtype(meta: dict, folder: Path) -> str | None:
