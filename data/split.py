@@ -8,13 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import add_val_fraction, atomic_files, cut_for, run
 
-from isogpt.data.dataset import open_tokens, read_meta
+from isogpt.data.dataset import open_tokens, parts_of, read_meta
 from isogpt.data.token_files import declared_dtype
 
 
@@ -44,16 +42,15 @@ def split(folder: Path, val_fraction: float) -> None:
             f"{source} begins with llm.c's header: rename a different file of this data set to val.bin"
         )
     cut = cut_for(len(tokens), val_fraction, "tokens")
-    ids = np.memmap(source, tokens.dtype, "r")
     if source == train:
         try:  # a second name: train.bin stays until the new files are complete
             os.link(train, whole)
         except OSError:  # the file system lacks links
             os.replace(train, whole)
-    parts = {"val.bin": ids[cut:], "train.bin": ids[:cut]}
+    parts = {"val.bin": parts_of(tokens, cut), "train.bin": parts_of(tokens, 0, cut)}
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():
-            files[name].write(part)
+            files[name].writelines(part)
     print(f"{folder}: {cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin; all of them in all.bin")
 
 

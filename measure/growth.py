@@ -712,7 +712,6 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
 
 def rows_of(index: int, count: int, tensors: int, value: float | None = None) -> dict:
     """The parts of a rank that holds one of `count` rows of each tensor, and a number."""
-
     names = [f"optim.transformer.h.{i // 21}.mlp.c_proj.weight.{i % 21}" for i in range(tensors)]
     shape = torch.Size((count, 1))
     parts = {

@@ -234,7 +234,8 @@ def samples(tokens: TokenFile, n: int) -> np.ndarray:
     return tokens.read(starts, min(4096, len(tokens)))
 
 
-def parts_of(tokens: TokenFile) -> Iterator[np.ndarray]:
-    """Yield all of a file in parts of at most 2**18 tokens."""
-    for start in range(0, len(tokens), 2**18):
-        yield tokens.read(np.array([start]), min(2**18, len(tokens) - start))
+def parts_of(tokens: TokenFile, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
+    """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most 2**18."""
+    end = len(tokens) if end is None else end
+    for start in range(begin, end, 2**18):
+        yield tokens.read(np.array([start]), min(2**18, end - start))

@@ -78,14 +78,15 @@ class TokenFile:
         begins = (self.offset + starts * self.dtype.itemsize).tolist()
         try:
             if hasattr(os, "posix_fadvise"):
-                size = length * self.dtype.itemsize
+                window_size = length * self.dtype.itemsize
                 for begin in begins:
-                    os.posix_fadvise(self.file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
-            for begin, window in zip(begins, windows, strict=True):
-                if self.read_at(begin, window) < window.nbytes:
-                    raise DataError(f"{self.path} has been truncated since the start of the run")
+                    os.posix_fadvise(self.file.fileno(), begin, window_size, os.POSIX_FADV_WILLNEED)
+            count = sum(map(self.read_at, begins, windows))
+            file_size = os.fstat(self.file.fileno()).st_size
         except OSError as e:  # such as a file that was deleted on a file server
             raise DataError(f"{self.path} can no longer be read: {e.strerror}") from e
+        if count < windows.nbytes or file_size < self.offset + self.length * self.dtype.itemsize:
+            raise DataError(f"{self.path} has been truncated since the start of the run")
         return windows
 
     def read_at(self, begin: int, window: np.ndarray) -> int:
