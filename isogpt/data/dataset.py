@@ -1,6 +1,7 @@
 """A data set on disk: find, open and check the files of token ids, and read the metadata."""
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,17 @@ class Dataset:
     highest: int  # the highest id found when the files were checked
     digest: str  # digest of lengths and samples of the files, to compare machines
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
+    val_bytes: int = 0  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
+    val_text: str = ""  # SHA-256 of this text; "": the metadata does not say
+
+    def bits_per_byte(self, val_loss: float) -> float | None:
+        """
+        Convert a loss in nats per token of val.bin to bits per byte of its text, which does not depend on the
+        tokenizer; None: the metadata does not say how long the text is.
+        """
+        if not self.val_bytes:
+            return None
+        return val_loss / math.log(2) * len(self.val) / self.val_bytes
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
@@ -61,8 +73,16 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
     splits = {split: open_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
     highest = max(highest_id(tokens, vocab_size) for tokens in splits.values())
-    digest = digest_of(splits)
-    return Dataset(folder, splits["train"], splits["val"], vocab_size, highest, digest, vocabulary)
+    return Dataset(
+        folder,
+        **splits,
+        vocab_size=vocab_size,
+        highest=highest,
+        digest=digest_of(splits),
+        vocabulary=vocabulary,
+        val_bytes=meta.get("val_bytes", 0),
+        val_text=meta.get("val_text", ""),
+    )
 
 
 def find_dataset(name: str) -> Path:

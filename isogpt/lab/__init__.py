@@ -1,0 +1,1 @@
+"""How do runs compare? Their records, statistics, pictures, and sweeps over settings."""
