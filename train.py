@@ -36,6 +36,7 @@ from isogpt.monitor import (
     run_report,
     samples,
     signals,
+    spikes,
 )
 from isogpt.monitor.meter import Meter
 from isogpt.parallel import (
@@ -117,6 +118,7 @@ dry_run_ranks = 0  # one process reports what a step of so many ranks takes and 
 dry_run_rank = 0  # which of the dry_run_ranks this process is [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+on_spike = "report"  # loss or gradient norm 6 sigma above the last 128 steps: report, or skip [report | skip]
 check_layout = True  # before training, compare a step of a small model on all ranks with one process's
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
@@ -289,12 +291,15 @@ logger.event(
     peak_flops=peak.flops,
     flops_per_step=flops_per_step,
 )
-meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval)
+meter = Meter(
+    raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
+)
 report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-nan_policy = not_finite.NanPolicy(on_nan)
+spike_policy = spikes.SpikePolicy(on_spike, progress.recent_steps, logger)
+nan_policy = not_finite.NanPolicy(on_nan, spike_policy)
 del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -371,7 +376,8 @@ while not is_complete:
     # the batch
     gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
-    optim.clip_and_step(optimizers, scaler, gathered, grad_clip)  # no update if loss or norm is not finite
+    # no update if loss or norm is not finite, or a spike that is skipped
+    optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
     clock.lap("optimizer")
     gc.collect(1)  # what was allocated since the step before; the GPU is still busy
     numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data.windows import SHUFFLE_VERSION
+from isogpt.training.recent_steps import RecentSteps
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Progress:
     best_step: int = NONE
     val_loss: float | None = None  # of the weights before `step`; None: not evaluated
     skipped: set[int] = field(default_factory=set)
+    recent_steps: RecentSteps = field(default_factory=RecentSteps)  # from which spikes are detected
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
     kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
@@ -78,6 +80,7 @@ class Progress:
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
         self.position = ours.get("position", self.step * self.tokens_per_step)
+        self.recent_steps.rewind(ours.get("recent_steps", {}))
 
     @property
     def is_best(self) -> bool:
@@ -113,6 +116,7 @@ class Progress:
             "tokens": self.tokens,
             "position": self.position,
             "left_out": sorted(self.skipped),
+            "recent_steps": self.recent_steps.describe(),
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
             "kind_of_device": self.kind_of_device,

@@ -18,6 +18,7 @@ from isogpt.launch.device import synchronize
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
+from isogpt.training.recent_steps import is_description
 
 Value = TypeVar("Value")  # a tensor, or the part of it that a rank holds
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
@@ -35,6 +36,7 @@ OF_ISOGPT = {
     "measures": dict,
     "model_args": dict,
     "position": int,
+    "recent_steps": dict,
     "scaler": dict,
     "shares": list,
     "shuffle_version": int,
@@ -148,6 +150,8 @@ def problem_of_run(run: dict) -> str:
         return "left_out in isogpt does not contain steps"
     if not all(isinstance(share, Real) for share in run["isogpt"].get("shares", [])):
         return "shares in isogpt does not contain numbers"
+    if "recent_steps" in run["isogpt"] and not is_description(run["isogpt"]["recent_steps"]):
+        return "recent_steps in isogpt does not contain the losses and gradient norms of steps"
     step, loss = run.get("iter_num"), run.get("best_val_loss")
     if not (isinstance(step, int) and 0 <= step < LARGEST_STEP and isinstance(loss, Real)):
         return f"iter_num is {step!r:.60}, and best_val_loss {loss!r:.60}"

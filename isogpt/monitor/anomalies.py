@@ -1,24 +1,10 @@
-"""Detect loss spikes, repeated overflows and slow ranks."""
+"""Detect repeated overflows and slow ranks."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from isogpt.common.console import ranks_text
-
-
-@dataclass
-class LossSpikes:
-    """Detects a loss far above the losses of the last hundred logged steps."""
-
-    losses: deque = field(default_factory=lambda: deque(maxlen=100))
-
-    def seen(self, loss: float) -> bool:
-        """Return whether a loss is a spike, and remember the loss."""
-        before = np.array(self.losses)
-        self.losses.append(loss)
-        return len(before) >= 20 and loss > before.mean() + max(6 * before.std(), 0.1 * abs(before.mean()))
 
 
 @dataclass

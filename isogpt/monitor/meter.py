@@ -13,6 +13,7 @@ from isogpt.monitor.signals import Stop
 from isogpt.parallel.parallelize import take_routing
 from isogpt.speed.clock import Clock
 from isogpt.speed.usage import memory_gb
+from isogpt.training.recent_steps import RecentSteps
 from isogpt.training.step_numbers import StepNumbers
 
 
@@ -28,6 +29,7 @@ class Meter:
     saver: Saver
     reader: Reader
     log_interval: int
+    recent_steps: RecentSteps
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
 
     def gather(self, step: int, loss: Tensor, grad_square: tuple[Tensor, Tensor | float]) -> Gathered:
@@ -41,6 +43,7 @@ class Meter:
         step_s = self.clock.step_s()
         self.routing = take_routing(self.model, step % self.log_interval == 0, self.device)
         coarse, fine = grad_square
+        loss_limit, grad_norm_limit = self.recent_steps.limits()
         return gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see NanPolicy.recover
@@ -55,6 +58,8 @@ class Meter:
                 # get_scale would wait for the GPU
                 loss_scale=self.scaler.scale(torch.ones((), device=self.device)),
                 waiting=self.clock.waiting_share(),
+                loss_limit=loss_limit,
+                grad_norm_limit=grad_norm_limit,
             ),
             self.device,
         )

@@ -14,6 +14,7 @@ from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
 from isogpt.data.reader import Batches, Reader
 from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.log import Logger
+from isogpt.monitor.spikes import SpikePolicy
 from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.step_numbers import StepNumbers
 
@@ -23,9 +24,13 @@ MAX_ROLLBACKS = 2
 
 @dataclass
 class NanPolicy:
-    """Decides about each step from the numbers of all ranks, and so all ranks decide alike."""
+    """
+    Decides about each step from the numbers of all ranks, and so all ranks decide alike; `spikes` decides
+    about finite steps.
+    """
 
     on_nan: str  # stop or skip
+    spikes: SpikePolicy
     not_finite: list[int] = field(default_factory=list)  # the steps since the last finite step or rollback
     rollbacks: int = 0
 
@@ -33,15 +38,17 @@ class NanPolicy:
         """
         Whether a step is taken; `recover` does what must be done if it is not.
 
-        A finite step is taken. So is a float16 step whose gradient overflowed because of the loss scale: the
-        optimizer has left the step out, and the scale is halved. A scale of 1 cannot be the cause.
+        A finite step is taken, unless it is a spike that is skipped. A float16 step whose gradient overflowed
+        because of the loss scale counts as taken: the optimizer has left the step out, and the scale is
+        halved. A scale of 1 cannot be the cause.
         """
         has_overflowed = numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1
-        if numbers.is_finite or has_overflowed:
-            self.not_finite = []
-            return True
-        self.not_finite.append(step)
-        return False
+        is_finite = bool(numbers.is_finite)
+        if not (is_finite or has_overflowed):
+            self.not_finite.append(step)
+            return False
+        self.not_finite = []
+        return self.spikes.takes(numbers, step) if is_finite else True
 
     def decide(self) -> str:
         """Return what follows a step that is not taken: skip the step, roll back, or stop."""
@@ -55,23 +62,24 @@ class NanPolicy:
         self, numbers: StepNumbers, state: TrainState, reader: Reader, saver: Saver, logger: Logger
     ) -> Batches:
         """
-        Report a step that is not taken, while the gradients are still there. Then skip the step, or go back
+        Report a step that is not finite, while the gradients are still there. Then skip the step, or go back
         to the last checkpoint and exclude the steps that were not finite, or exit with a message (all ranks).
-        Returns the batches to continue with.
+        A spike, which `takes` has reported, is skipped. Returns the batches to continue with.
 
         If the step is not finite because a rank could not read its data, the state before the step is saved,
         and the run exits with a message.
         """
-        state.slow_network.forget()  # compression errors, which may not be finite either
+        state.slow_network.forget()  # compression errors, which contain the step's gradient
         with exit_together(partial(saver.save_and_fail, state)):
             if reader.problem:
                 raise reader.problem
+        if numbers.is_finite:  # a spike
+            return skip_step(state, reader)
         decision = self.decide()
         problem, facts = describe_not_finite(state.step, numbers, state.model, reader)
         text = f"warning: {problem}: the step is skipped" if decision == "skip" else ""
         logger.event("not_finite", text, **facts)
-        state.skip()
-        state.model.reset_routing(reader.device)  # the routers' numbers may not be finite either
+        batches = skip_step(state, reader)
         if decision == "stop":
             saver.wait()  # a checkpoint may be under way
             with exit_together(logger.failed):
@@ -86,13 +94,21 @@ class NanPolicy:
             excluded = sorted(state.progress.skipped)
             logger.event("rollback", text, to=state.step, left_out=excluded, rollback=self.rollbacks)
             self.not_finite = []
-        return reader.train(state.step, state.progress.position, state.progress.skipped)
+            batches = reader.train(state.step, state.progress.position, state.progress.skipped)
+        return batches
 
     def advice(self, can_resume: bool) -> str:
         """Return what a user can do when the run ends."""
         command = "Resume with --init_from=resume and" if can_resume else "Start again with"
         skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
         return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
+
+
+def skip_step(state: TrainState, reader: Reader) -> Batches:
+    """Leave out a step that the optimizers have not taken; returns the batches to continue with."""
+    state.skip()
+    state.model.reset_routing(reader.device)  # the routers' sums contain the step's, perhaps not finite
+    return reader.train(state.step, state.progress.position, state.progress.skipped)
 
 
 def describe_not_finite(

@@ -10,7 +10,7 @@ from isogpt.common.console import duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
 from isogpt.monitor import banner
-from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
+from isogpt.monitor.anomalies import Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.records import Means, routing_record, step_record, waiting_percent, waiting_text
@@ -44,7 +44,6 @@ class RunReport:
     steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
     began: float = field(default_factory=time.perf_counter)
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
-    spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
     since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
@@ -61,7 +60,7 @@ class RunReport:
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
         """
         Return the record of a step that is logged; None for other steps, and on other ranks than 0. Report a
-        loss spike or a slow rank if there is one (all ranks).
+        slow rank if there is one (all ranks).
         """
         self.steps_taken += 1
         if self.progress.step % self.log_interval == 0:
@@ -85,7 +84,7 @@ class RunReport:
         if self.meter.routing is not None:
             record |= routing_record(self.meter.routing, self.progress.tokens_per_step)
         record["left_s"] = self.seconds_left()
-        self.look_for_anomalies(record["loss"], numbers)
+        self.look_for_slow_ranks(numbers)
         return record
 
     def check_peak(self, flops_per_s: float) -> None:
@@ -116,10 +115,8 @@ class RunReport:
         )
         self.logger.event("overflows", text, loss_scale=scale)
 
-    def look_for_anomalies(self, loss: float, numbers: StepNumbers) -> None:
-        """Report a loss spike and slow ranks."""
-        if self.spikes.seen(loss):
-            self.logger.event("spike", loss=loss)
+    def look_for_slow_ranks(self, numbers: StepNumbers) -> None:
+        """Report slow ranks."""
         columns = {
             "forward ms": numbers.forward_ms,
             "data wait ms": numbers.data_ms,

@@ -438,14 +438,16 @@ def clip_and_step(
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
     max_norm: float,
+    skips_spikes: bool = False,
 ) -> None:
     """
     Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
-    any rank. In both cases, update float16's loss scale.
+    any rank, or the step is a spike. In each case, update float16's loss scale.
 
     Args:
         scaler: the loss scaler, whose `unscale_` was called.
         max_norm: maximum norm of the gradient (0: no clipping).
+        skips_spikes: whether a spike is skipped too.
     """
     for optimizer in optimizers:
         params = params_of(optimizer)
@@ -455,9 +457,9 @@ def clip_and_step(
             numbers = gathered.on(params[0].device)
             inner = inner_optimizer(optimizer)
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
-            inner.found_inf = (~numbers.is_finite).float()
+            inner.found_inf = (~numbers.is_update(skips_spikes)).float()
             optimizer.step()
-        elif (numbers := gathered.read()).is_finite:
+        elif (numbers := gathered.read()).is_update(skips_spikes):
             divisor, inner = clipping_divisor(numbers.grad_norm, max_norm).item(), inner_optimizer(optimizer)
             if isinstance(inner, Muon):  # divides where it reads them
                 inner.grad_scale = divisor

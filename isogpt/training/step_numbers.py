@@ -1,5 +1,6 @@
 """The numbers of a step that all ranks share, from which they reach the same decisions."""
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,10 @@ class StepNumbers(NamedTuple):
     waiting: Tensor | float  # Clock.waiting_share
     # with exact, the squared norm consists of two parts: each is a sum without rounding
     grad_square_fine: Tensor | float = 0.0
+    # beyond which the step is a spike, see RecentSteps.limits: equal on all ranks, and sent since this copies
+    # them to the device
+    loss_limit: Tensor | float = math.inf
+    grad_norm_limit: Tensor | float = math.inf
 
     @property
     def grad_norm(self) -> Tensor:
@@ -32,3 +37,13 @@ class StepNumbers(NamedTuple):
         Whether the loss and the gradient are finite on every rank, from gathered numbers: a bool tensor.
         """
         return self.loss.isfinite().all() & self.grad_norm.isfinite()
+
+    def is_update(self, skips_spikes: bool) -> Tensor:
+        """
+        Whether the optimizers may take the step: it is finite, and no spike if spikes are skipped. From
+        gathered numbers: a bool tensor.
+        """
+        if not skips_spikes:
+            return self.is_finite
+        is_low = (self.loss.mean() <= self.loss_limit[0]) & (self.grad_norm <= self.grad_norm_limit[0])
+        return self.is_finite & is_low

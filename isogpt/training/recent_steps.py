@@ -1,0 +1,89 @@
+"""The losses and gradient norms of the last steps, and the limits beyond which a step is a spike."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+
+WINDOW = 128  # taken steps from which the limits are computed
+ENOUGH = 64  # with fewer there is no limit: the fall of a run's first losses is no noise
+SIGMAS = 6  # standard deviations above the mean: the rule of OLMo 2 (2025, arXiv:2501.00656)
+# The standard deviation counts as at least this fraction of the mean: without it, rounding would be a spike
+# where all losses are equal.
+LEAST_SIGMA = 1e-3
+# Steps in succession that are skipped as spikes. A skipped step leaves the weights as they are: if several
+# batches in succession are spikes, then the reason is not one of the batches.
+PATIENCE = 3
+
+empty_window = partial(deque, maxlen=WINDOW)
+
+
+@dataclass
+class RecentSteps:
+    """
+    What a run remembers of its last taken steps, equal on all ranks. A step that was skipped, or whose
+    float16 gradient overflowed, is not one of them.
+    """
+
+    losses: deque[float] = field(default_factory=empty_window)
+    grad_norms: deque[float] = field(default_factory=empty_window)
+    skipped: int = 0  # spikes in succession that were skipped
+
+    def limits(self) -> tuple[float, float]:
+        """The largest loss and gradient norm with which the next step is no spike; infinity: any."""
+        return limit_of(self.losses), limit_of(self.grad_norms)
+
+    def add(self, loss: float, grad_norm: float) -> None:
+        """Remember a step that was taken."""
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+        self.skipped = 0
+
+    def skip(self) -> bool:
+        """
+        Count a spike that was skipped. After PATIENCE of them in succession all steps are forgotten, so that
+        the next ENOUGH steps are taken and set new limits: no run skips forever. Returns whether they are.
+        """
+        self.skipped += 1
+        if self.skipped < PATIENCE:
+            return False
+        self.rewind({})
+        return True
+
+    def describe(self) -> dict:
+        """What a checkpoint stores."""
+        return {"losses": list(self.losses), "grad_norms": list(self.grad_norms), "skipped": self.skipped}
+
+    def rewind(self, described: dict) -> None:
+        """Continue with what a checkpoint has stored, in place; {}: with nothing."""
+        self.losses = empty_window(described.get("losses", ()))
+        self.grad_norms = empty_window(described.get("grad_norms", ()))
+        self.skipped = described.get("skipped", 0)
+
+
+def limit_of(values: deque[float]) -> float:
+    """The mean plus SIGMAS standard deviations; infinity for fewer than ENOUGH values."""
+    n = len(values)
+    if n < ENOUGH:
+        return math.inf
+    # a resumed run has the same bits: fsum and dist do not depend on how the values were collected
+    mean = math.fsum(values) / n
+    sigma = math.dist(values, [mean] * n) / math.sqrt(n)
+    return mean + SIGMAS * max(sigma, LEAST_SIGMA * abs(mean))
+
+
+def is_description(content: dict) -> bool:
+    """Whether a checkpoint's entry has the types and sizes of RecentSteps.describe."""
+    windows = [content.get("losses"), content.get("grad_norms")]
+    return isinstance(content.get("skipped"), int) and all(map(is_window, windows))
+
+
+def is_window(values: Iterable) -> bool:
+    """Whether these are the numbers of at most WINDOW steps."""
+    return (
+        isinstance(values, list)
+        and len(values) <= WINDOW
+        and all(isinstance(value, Real) for value in values)
+    )
