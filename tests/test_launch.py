@@ -194,6 +194,7 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
         memory_gb=[3, 1],
     )
     columns |= dict(forward_ms=[0, 0], stop=[0, 0], loss_scale=[1, 1], waiting=[0, 0])
+    columns |= dict(loss_limit=[9, 9], grad_norm_limit=[9, 9])
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
     progress = Progress(tokens_per_step=64, step=7, tokens=576)
     record = step_record(progress, numbers, 1e-3, 1e9, 1e11)

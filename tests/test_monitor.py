@@ -30,8 +30,10 @@ from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
+from isogpt.monitor.spikes import SpikePolicy
 from isogpt.monitor.watchdog import Beat, Silence, Watchdog
 from isogpt.speed.clock import Clock
+from isogpt.training.recent_steps import RecentSteps
 from isogpt.training.step_numbers import StepNumbers
 
 
@@ -58,7 +60,9 @@ FINITE, NAN_LOSS, NAN_GRADIENT = (1.0, 2.0), (float("nan"), 2.0), (1.0, float("i
     ],
 )
 def test_the_policy_decides(on_nan, rollbacks, steps, decisions):
-    policy = NanPolicy(on_nan, rollbacks=rollbacks)
+    policy = NanPolicy(
+        on_nan, SpikePolicy("report", RecentSteps(), Logger(Progress(1), [])), rollbacks=rollbacks
+    )
     for step, (numbers, decision) in enumerate(zip(steps, decisions, strict=True)):
         is_taken = policy.takes(numbers_of(*numbers), step)
         assert ("take" if is_taken else policy.decide()) == decision

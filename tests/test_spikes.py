@@ -1,0 +1,241 @@
+"""Spikes: what one is, and that each layout skips the same steps."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from runs import column, records, tiny_data
+from test_monitor import numbers_of
+
+from isogpt.checkpoint.progress import Progress
+from isogpt.common.random_numbers import TRAIN
+from isogpt.data.windows import random_windows
+from isogpt.monitor.not_finite import NanPolicy
+from isogpt.monitor.spikes import WARNING_INTERVAL, SpikePolicy
+from isogpt.training.recent_steps import ENOUGH, PATIENCE, SIGMAS, WINDOW, RecentSteps, is_description
+
+
+def noise(n, mean=3.0, sigma=0.1):
+    """Losses of n steps."""
+    return np.random.default_rng(1).normal(mean, sigma, n).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the rule
+
+
+def test_the_limits_are_those_of_the_last_taken_steps():
+    recent, losses = RecentSteps(), noise(300)
+    for i, loss in enumerate(losses):
+        if i < ENOUGH:
+            assert recent.limits() == (math.inf, math.inf)
+        else:
+            before = np.array(losses[:i][-WINDOW:])
+            assert recent.limits()[0] == pytest.approx(before.mean() + SIGMAS * before.std(), rel=1e-12)
+            assert loss < recent.limits()[0] and 2 * loss == pytest.approx(recent.limits()[1], rel=1)
+        recent.add(loss, 2 * loss)
+    again = RecentSteps()
+    described = json.loads(json.dumps(recent.describe()))
+    again.rewind(described)
+    assert is_description(described) and again == recent and again.limits() == recent.limits()
+    again.add(3.0, 6.0)
+    assert again != recent and len(again.losses) == WINDOW
+    for broken in ({}, described | {"losses": [0.0] * 1000}, described | {"grad_norms": ["x"]}):
+        assert not is_description(broken)
+
+
+def test_neither_a_fall_nor_rounding_is_a_spike():
+    for curve in ([3.0 + i % 2 * 1e-7 for i in range(300)], [1 + 3 * 0.98**i for i in range(300)]):
+        recent = RecentSteps()
+        for loss in curve:
+            assert loss < recent.limits()[0]
+            recent.add(loss, loss)
+    assert recent.limits()[0] < 1.2, "a rise to this after the fall is one"
+
+
+def policy_of(on_spike, told):
+    """A policy that remembers enough steps, and notes the events."""
+    logger = SimpleNamespace(event=lambda name, text, **facts: told.append((name, text, facts)))
+    recent = RecentSteps()
+    for loss in noise(WINDOW):
+        recent.add(loss, 1.0)
+    return NanPolicy("skip", SpikePolicy(on_spike, recent, logger))
+
+
+def numbers_with_limits(policy, loss, grad_norm=1.0, **more):
+    """The numbers of a step of two ranks with this mean loss."""
+    limits = policy.spikes.recent_steps.limits()
+    numbers = numbers_of(2 * loss - 1, grad_norm**2 - 0.5, **more)
+    return numbers._replace(
+        loss_limit=numbers.loss.new_full((2,), limits[0]),
+        grad_norm_limit=numbers.loss.new_full((2,), limits[1]),
+    )
+
+
+@pytest.mark.parametrize("on_spike", ["report", "skip"])
+def test_a_spike_is_reported_and_with_skip_not_taken(on_spike):
+    told = []
+    policy = policy_of(on_spike, told)
+    recent, is_skipped = policy.spikes.recent_steps, on_spike == "skip"
+    described = recent.describe()
+    for step, (loss, grad_norm) in enumerate([(9.0, 1.0), (3.0, 2.0)]):
+        numbers = numbers_with_limits(policy, loss, grad_norm)
+        assert not numbers.is_update(skips_spikes=True) and numbers.is_update(skips_spikes=False)
+        assert policy.takes(numbers, step) is not is_skipped
+        assert (recent.losses[-1] == loss) is not is_skipped
+    assert (recent.describe() | {"skipped": 0} == described) is is_skipped
+    assert [name for name, *_ in told] == ["spike"] * 2
+    assert all(facts["skipped"] is is_skipped for *_, facts in told)
+    assert told[0][2]["loss"] == 9.0 > told[0][2]["loss_limit"] > 3.0
+    (_, first, _), (_, second, _) = told
+    assert first.startswith("warning: step 0 is a spike: loss 9 (limit 3.") and not second, "not at once"
+    policy.takes(numbers_with_limits(policy, 30.0, 9.0), WARNING_INTERVAL)
+    assert " and grad norm 9 (limit " in told[-1][1]
+    assert numbers_with_limits(policy, 3.0).is_update(skips_spikes=True)
+    assert policy.takes(numbers_with_limits(policy, 3.0), 101) and recent.skipped == 0 and len(told) == 3
+
+
+def test_steps_that_are_not_finite_and_overflows_are_no_spikes():
+    told = []
+    policy = policy_of("skip", told)
+    before = policy.spikes.recent_steps.describe()
+    assert policy.takes(numbers_with_limits(policy, 3.0, math.inf, loss_scale=256.0), 0)
+    assert not policy.takes(numbers_with_limits(policy, math.nan), 1)
+    assert policy.spikes.recent_steps.describe() == before and not told
+
+
+def test_no_run_skips_forever():
+    """After PATIENCE spikes in succession the new level is the level."""
+    told = []
+    policy = policy_of("skip", told)
+    taken = [policy.takes(numbers_with_limits(policy, 9.0 + i % 7 / 100), i) for i in range(300)]
+    assert taken == [False] * PATIENCE + [True] * (300 - PATIENCE)
+    assert len(told) == PATIENCE and "number 3 in succession" in told[-1][1]
+    assert not policy.takes(numbers_with_limits(policy, 20.0), 300), "which is judged too"
+
+
+def test_a_checkpoint_without_recent_steps_forgets_them():
+    """It is of an earlier commit, or of nanoGPT; a rollback rewinds them in place."""
+    progress = Progress(tokens_per_step=64)
+    shared = progress.recent_steps
+    shared.add(1.0, 1.0)
+    stored = SimpleNamespace(val_loss=None)
+    ours = {"recent_steps": progress.describe()["recent_steps"]}
+    for described, n in ((ours, 1), ({}, 0)):
+        shared.add(2.0, 2.0)
+        progress.rewind(SimpleNamespace(run={"iter_num": 3, "isogpt": described}, stored=stored))
+        assert progress.recent_steps is shared and len(shared.losses) == n
+
+
+# ------------------------------------------------------------------------------------------------------------
+# runs on a text with poisoned windows
+
+POISONED = [170, 175, 180, 181, 182, 184]
+SKIPPED = POISONED[:-1]  # after three in succession, the next steps are taken
+SAVED = 160
+LAST = 190
+SPIKY = [
+    *("--on_spike=skip", "--learning_rate=3e-3", "--warmup_iters=5", "--lr_decay_iters=1000"),
+    *(f"--max_iters={LAST}", f"--save_interval={SAVED}", "--keep_last=9"),
+]
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """A folder with a data set of few characters, but random ones in the windows of some steps."""
+    cwd, n_tokens = tmp_path_factory.mktemp("poisoned"), 1_000_000
+    folder, rng = tiny_data(cwd), np.random.default_rng(0)
+    ids = np.where(rng.random(n_tokens) < 0.9, 0, rng.integers(0, 8, n_tokens)).astype(np.uint16)
+    ids[:4000].tofile(folder / "val.bin")
+    for step in POISONED:
+        for start in random_windows(n_tokens, 32, 1337, TRAIN, step, 8):
+            ids[start : start + 33] = rng.integers(8, 65, 33)
+    ids.tofile(folder / "train.bin")
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def whole(zygote, poisoned):
+    """The folder of a run on one process."""
+    zygote.train([*SPIKY, "--out_dir=whole"], poisoned)
+    return poisoned / "whole"
+
+
+def skipped_in(folder):
+    """The steps that a run has skipped as spikes."""
+    return [r["iter"] for r in records(folder) if r.get("event") == "spike" and r["skipped"]]
+
+
+def test_a_poisoned_batch_is_skipped_on_one_and_two_processes_also_after_a_resume(zygote, poisoned, whole):
+    assert skipped_in(whole) == SKIPPED
+    losses = column(whole, "loss")
+    assert sorted(losses) == [s for s in range(LAST + 1) if s not in SKIPPED] and losses[184] > 3
+    # a stop between the window's steps and the poison, and one between spikes in succession
+    for last in (165, 180, LAST):
+        zygote.train([*SPIKY, "--out_dir=cut", "--init_from=auto", f"--max_iters={last}"], poisoned)
+    assert column(poisoned / "cut", "loss") == losses and skipped_in(poisoned / "cut") == SKIPPED
+    zygote.train([*SPIKY, "--out_dir=two"], poisoned, 2)
+    assert skipped_in(poisoned / "two") == SKIPPED
+    assert column(poisoned / "two", "loss") == pytest.approx(losses, abs=1e-3)
+
+
+ROUNDING, NEAR, FAR = 1e-4, 0.02, 0.5
+# (processes, flags, how far losses may be from one process's): runs that continue the one on one process
+LAYOUTS = [
+    (3, "", ROUNDING),
+    (2, "--zero=1", ROUNDING),
+    (2, "--zero=3", ROUNDING),
+    (2, "--tp=2", ROUNDING),
+    (2, "--pp=2", ROUNDING),
+    (2, "--cp=2", ROUNDING),
+    (2, "--grad_compression=int8", FAR),
+    (2, "--islands=2 --local_steps=2", FAR),
+    (1, "--dtype=float16", NEAR),
+    (1, "--dtype=bfloat16", NEAR),
+]
+
+
+@pytest.mark.slow
+def test_every_layout_skips_the_same_steps(zygote, poisoned, whole):
+    expected = {step: loss for step, loss in column(whole, "loss").items() if step >= SAVED}
+    for processes, flags, limit in [*LAYOUTS, (1, "--exact=True", ROUNDING), (3, "--exact=True", ROUNDING)]:
+        out = poisoned / f"{processes}{flags}".replace(" ", "")
+        shutil.copytree(whole / f"step_{SAVED:08d}", out / f"step_{SAVED:08d}")
+        args = [*SPIKY, *flags.split(), f"--out_dir={out}", "--init_from=resume"]
+        zygote.train(args, poisoned, processes)
+        assert skipped_in(out) == SKIPPED, (processes, flags)
+        assert column(out, "loss") == pytest.approx(expected, abs=limit), (processes, flags)
+    one, three = (poisoned / f"{n}--exact=True" for n in (1, 3))
+    for name in ("loss", "grad_norm"):
+        assert column(one, name) == column(three, name)
+
+
+SIGN = """
+import torch
+
+
+class Sign(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.copy_((300 * p.grad).tanh())
+        super().step()
+"""
+# whole runs, since a checkpoint of AdamW does not continue
+MODELS = [
+    (2, "--arch=nanochat --optimizer=muon --muon_lr=0.01 --zero=1"),
+    (2, "--n_expert=4 --ep=2"),
+    (1, "--optimizer=sign.py:Sign"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "flags"), MODELS)
+def test_experts_and_every_optimizer_skip_the_same_steps(zygote, poisoned, processes, flags):
+    (poisoned / "sign.py").write_text(SIGN)
+    out = poisoned / flags.replace(" ", "").replace("/", "")
+    zygote.train([*SPIKY, *flags.split(), f"--out_dir={out}", "--save_checkpoint=False"], poisoned, processes)
+    assert skipped_in(out) == SKIPPED
