@@ -77,7 +77,7 @@ CASES = {
     # architectures and optimizers
     "muon": daily(MUON),
     "muon bf16 stream": daily(f"{MUON} --dtype=bfloat16 --residual_dtype=bfloat16", limit=HALF),
-    "muon on_spike": daily(f"{MUON} --on_spike=skip"),
+    "muon on_spike": Case(f"{MUON} --on_spike=skip"),
     "muon fp16": Case(f"{MUON} --dtype=float16", limit=0.05, gpu=T4),
     "muon zero 3": Case(f"{MUON} --zero=3"),
     "llama gqa": Case("--arch=llama --n_kv_head=1"),
@@ -97,7 +97,7 @@ CASES = {
     "save_interval": Case("--save_interval=1", waits=2),
     # two processes
     "2 ddp": daily("", 2),
-    "2 on_spike": Case("--on_spike=skip", 2),
+    "2 on_spike": daily("--on_spike=skip", 2),
     "2 ddp fp16": Case("--dtype=float16", 2, HALF, T4),
     "2 zero 1": Case("--zero=1", 2),
     "2 zero 2": Case("--zero=2", 2),
