@@ -220,7 +220,7 @@ def operators(device: torch.device) -> Iterator[Line]:
     if on_gpu:
         torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the GPU raises
     try:
-        optim.clip_and_step([optimizer], scaler, gathered, 0.5)
+        optim.clip_and_step([optimizer], scaler, gathered, 0.5, skips_spikes=True)
     except RuntimeError as e:
         said = str(e)
     if on_gpu:

@@ -143,7 +143,7 @@ class Compression:
         return self.errors[p]
 
     def forget(self) -> None:
-        """Drop the errors, after a step that was not finite."""
+        """Drop the errors, after a step that was not taken."""
         self.errors.clear()
         for factors in self.factors.values():
             factors.clear()

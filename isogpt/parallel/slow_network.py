@@ -33,7 +33,7 @@ class SlowNetwork:
             self.islands.after_step(step)
 
     def forget(self) -> None:
-        """Drop what a step that was not finite has left behind (all ranks)."""
+        """Drop what a step that was not taken has left behind (all ranks)."""
         if self.compression:
             self.compression.forget()
 
