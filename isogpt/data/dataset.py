@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Dataset:
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
     val_bytes: int = 0  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
     val_text: str = ""  # SHA-256 of this text; "": the metadata does not say
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
+        return self.val_bytes / len(self.val) if self.val_bytes else None
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
@@ -80,9 +87,22 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         highest=highest,
         digest=digest_of(splits),
         vocabulary=vocabulary,
-        val_bytes=meta.get("val_bytes", 0),
-        val_text=meta.get("val_text", ""),
+        **text_facts(meta, folder),
     )
+
+
+def text_facts(meta: dict, folder: Path) -> dict:
+    """
+    The length and the digest of the validation text, as Dataset contains them. Raises ValueError if the
+    metadata contains something else under their names.
+    """
+    size, digest = meta.get("val_bytes", 0), meta.get("val_text", "")
+    advice = f"prepare the data set again, or type: python {path_of_script('count_bytes.py')} {folder}"
+    if type(size) is not int or size < 0:
+        raise ValueError(f"val_bytes in {folder / 'meta.json'} is {size!r}, not a number of bytes: {advice}")
+    if not isinstance(digest, str) or (digest and not SHA256.fullmatch(digest)):
+        raise ValueError(f"val_text in {folder / 'meta.json'} is {digest!r}, not a SHA-256: {advice}")
+    return {"val_bytes": size, "val_text": digest}
 
 
 def find_dataset(name: str) -> Path:
@@ -107,6 +127,11 @@ def how_to_prepare(folder: Path) -> str:
     """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
     script = folder / "prepare.py"
     return f"run: python {script}" if script.exists() else ""
+
+
+def path_of_script(name: str) -> str:
+    """A script of data/, as it is typed in the working folder."""
+    return os.path.relpath(REPOSITORY / "data" / name)
 
 
 def prepared_datasets() -> list[str]:
@@ -163,7 +188,7 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
     """
     path = folder / f"{split}.bin"
     if not path.exists():
-        split_command = f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
+        split_command = f"python {path_of_script('split.py')} {folder}"
         advice = how_to_prepare(folder) or f"take it from the end of train.bin: {split_command}"
         raise ValueError(f"{path} does not exist; {advice}")
     tokens = open_tokens(path, declared_dtype(meta, folder), vocab_size)
