@@ -446,19 +446,18 @@ def test_a_name_that_the_font_cannot_write(tmp_path, recwarn):
 
 
 @pytest.mark.parametrize(
-    "step, stop, val_loss, bits, said",
+    "step, stop, val_loss, said",
     [
-        (4, 0, 2.20591, None, "done: 4 steps in 0:00, best val loss 2.2059 at step 2"),  # the same digits once
-        (4, 0, 2.3, None, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
-        (4, 15, 2.3, None, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),  # too late
-        (3, 15, 2.3, None, "stopped: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
-        (4, 0, 2.2059, 1, "done: 4 steps in 0:00, best val loss 2.2059 at step 2, 1.0000 bits per byte"),
+        (4, 0, 2.20591, "done: 4 steps in 0:00, best val loss 2.2059 at step 2"),  # the same digits once
+        (4, 0, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
+        (4, 15, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),  # too late
+        (3, 15, 2.3, "stopped: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
     ],
 )
-def test_the_last_line_of_a_run(capsys, step, stop, val_loss, bits, said):
+def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
     progress = Progress(1, step=step, best_val_loss=2.20589, best_step=2, val_loss=val_loss)
-    ranks, reader = SimpleNamespace(is_main=True), SimpleNamespace(data=SimpleNamespace(bits_per_byte=lambda _: bits))
-    meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=reader)
+    ranks, data = SimpleNamespace(is_main=True), SimpleNamespace(bits_per_byte=lambda loss: None)
+    meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=SimpleNamespace(data=data))
     logger = Logger(progress, [Console(3)])
     RunReport(logger, meter, ranks, 3, 1, 1.0, None, steps_taken=4).done("")
     assert capsys.readouterr().out == f"{said}\n"
