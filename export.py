@@ -33,7 +33,7 @@ from isogpt.checkpoint.manifest import (
     step_of,
     val_loss_of,
 )
-from isogpt.checkpoint.measures import bits_per_byte, measures_of
+from isogpt.checkpoint.measures import WHOLE, bits_per_byte, measures_of
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
@@ -229,14 +229,18 @@ def model_card(source: OpenCheckpoint, model: GPT) -> str:
     loss, bits = stored.val_loss, stored.bits_per_byte
     measures = stored.manifest.get("measures") or measures_of(source.run)
     dataset, digest = Path(str(measures.get("dataset") or "")).name, measures.get("digest")
-    sequences = measures.get("sequences") and f"{measures['sequences']} sequences"
+    sequences = measures.get("sequences")
+    measured_on = (
+        "all of val.bin" if sequences == WHOLE else sequences and f"{sequences} sequences of val.bin"
+    )
     facts = {
         "parameters": f"{model.get_num_params():,}",
         "training steps": f"{stored.step:,}" + (f", {tokens:,} tokens" if tokens else ""),
         "validation loss": "" if loss is None else f"{loss:.4f} nats per token",
         "bits per byte": "" if bits is None else f"{bits:.4f}",
         "data set": f"{dataset}, digest {digest}" if digest else dataset,
-        "measured on": sequences and f"{sequences} of {measures.get('block_size')} tokens of val.bin",
+        "measured on": measured_on,
+        "context": f"{model.config.block_size:,} tokens",
     }
     rows = [f"| {name} | {console.visible(str(value))} |" for name, value in facts.items() if value]
     return "\n".join([CARD_HEAD, "| | |", "|---|---|", *rows, ""])

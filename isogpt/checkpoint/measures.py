@@ -9,6 +9,7 @@ LABELS = {
     "sequences": "eval_iters * batch_size",
     "bytes_per_token": "bytes of the text for each token",
 }
+WHOLE = 0  # sequences: each token of the validation split once
 
 
 def best_step_of(run: dict) -> int:
@@ -28,12 +29,14 @@ def measures_of(run: dict) -> dict:
 def what_is_measured(config: dict, digest: str | None = None, bytes_per_token: float | None = None) -> dict:
     """
     What determines the value of a validation loss; None for what is not known. Losses are compared only if
-    all of this is equal. The number of processes and their micro-batch are not part of it.
+    all of this is equal. The number of processes and their micro-batch are not part of it. The whole split
+    does not depend on the seed.
     """
-    settings = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
+    measures = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
-    measured = {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
-    return settings | measured | {"bytes_per_token": bytes_per_token}
+    measures |= {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
+    measures["bytes_per_token"] = bytes_per_token
+    return measures | ({"seed": None} if measures["sequences"] == WHOLE else {})
 
 
 def bits_per_byte(val_loss: float | None, measures: dict) -> float | None:
@@ -54,7 +57,13 @@ def changed_measures(before: dict, now: dict) -> list[str]:
     """
     known = [name for name in now if now[name] is not None and before.get(name) is not None]
     return [
-        f"{LABELS.get(name, name)} is {now[name]}, not {before[name]}"
+        f"{LABELS.get(name, name)} is {shown(name, now)}, not {shown(name, before)}"
         for name in known
         if now[name] != before[name] and not (name == "dataset" and "digest" in known)
     ]
+
+
+def shown(name: str, measures: dict) -> str:
+    """The value of a field, for a message."""
+    is_whole = name == "sequences" and measures[name] == WHOLE
+    return "0 (the whole validation split)" if is_whole else str(measures[name])
