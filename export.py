@@ -1,7 +1,7 @@
 """
 List a run's checkpoints, or convert the newest checkpoint. Neither needs the devices of the run.
 
-    python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
+    python export.py OUT_DIR --list          step, form, losses, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
     python export.py OUT_DIR --to=hf         the best one, for transformers, with a tokenizer: OUT_DIR/hf
@@ -33,6 +33,7 @@ from isogpt.checkpoint.manifest import (
     step_of,
     val_loss_of,
 )
+from isogpt.checkpoint.measures import WHOLE, bits_per_byte, measures_of
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
@@ -45,6 +46,15 @@ from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
+
+CARD_IS_OURS = "<!-- export.py writes this page again: remove this line if you edit it -->"
+CARD_HEAD = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+{CARD_IS_OURS}
+# A GPT trained with isoGPT
+"""
 
 
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
@@ -78,7 +88,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     if form == "hf":
         restore_checkpoint(source, model)
         check_finite(model, stored.path)
-        return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
+        vocabulary = vocabulary_of_run(source.run, Path(out_dir), dataset)
+        return write_hf(out_dir, model, vocabulary, model_card(source, model))
     of_a_file = is_of_a_file(source)
     optimizers = [] if of_a_file else optimizers_of(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
@@ -184,11 +195,11 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
+def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration and tokenizer. An older folder is replaced, or renamed to hf_1,
-    hf_2, ... if it contains other files too. Returns the folder. Raises ValueError if the older folder
-    contains checkpoints, or see huggingface.save.
+    Write OUT_DIR/hf: weights, configuration, tokenizer and model card. An older folder is replaced, or
+    renamed to hf_1, hf_2, ... if it contains other files too, such as a model card without CARD_IS_OURS.
+    Returns the folder. Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):
@@ -196,8 +207,12 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     with unfinished_folder(out_dir) as unfinished:
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
         huggingface.save(unfinished / "hf", model, token_ids)
+        (unfinished / "hf" / "README.md").write_text(card, encoding="utf-8")
         if target.exists():
             names = {path.name for path in (unfinished / "hf").iterdir()}
+            older_card = target / "README.md"
+            if older_card.is_file() and CARD_IS_OURS not in older_card.read_text(errors="replace"):
+                names.remove("README.md")
             if others := sorted(path.name for path in target.iterdir() if path.name not in names):
                 kept = target.rename(free_name(Path(out_dir), "hf", first=1))
                 console.print_to_stderr(
@@ -206,6 +221,29 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
             else:
                 target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)
+
+
+def model_card(source: OpenCheckpoint, model: GPT) -> str:
+    """The README.md of an exported model: what it is, its validation loss, and what this was measured on."""
+    stored, tokens = source.stored, source.run["isogpt"].get("tokens")
+    loss, bits = stored.val_loss, stored.bits_per_byte
+    measures = stored.manifest.get("measures") or measures_of(source.run)
+    dataset, digest = Path(str(measures.get("dataset") or "")).name, measures.get("digest")
+    sequences = measures.get("sequences")
+    measured_on = (
+        "all of val.bin" if sequences == WHOLE else sequences and f"{sequences} sequences of val.bin"
+    )
+    facts = {
+        "parameters": f"{model.get_num_params():,}",
+        "training steps": f"{stored.step:,}" + (f", {tokens:,} tokens" if tokens else ""),
+        "validation loss": "" if loss is None else f"{loss:.4f} nats per token",
+        "bits per byte": "" if bits is None else f"{bits:.4f}",
+        "data set": f"{dataset}, digest {digest}" if digest else dataset,
+        "measured on": measured_on,
+        "context": f"{model.config.block_size:,} tokens",
+    }
+    rows = [f"| {name} | {console.visible(str(value))} |" for name, value in facts.items() if value]
+    return "\n".join([CARD_HEAD, "| | |", "|---|---|", *rows, ""])
 
 
 def convert_hf(folder: str) -> Path:
@@ -231,7 +269,8 @@ def convert_hf(folder: str) -> Path:
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
-    out, lines = Path(out_dir), [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    out = Path(out_dir)
+    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'bits/byte':>9}  {'GB':>7}  state"]
     manifests = {folder: read_manifest(folder) for folder in step_folders(out)}
     newest = next(filter(None, manifests.values()), None)  # the newest manifest names the best step
     best = best_folder(out, newest) if newest else None
@@ -244,21 +283,26 @@ def list_checkpoints(out_dir: str) -> str:
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         with suppress(FileNotFoundError):  # a live run has just deleted the file
             val_loss = val_loss_of(manifest) if manifest else None
-            lines.append(row(step_of(folder), form, val_loss, folder.iterdir(), state))
+            losses = (val_loss, bits_per_byte(val_loss, manifest.get("measures", {})))
+            lines.append(row(step_of(folder), form, losses, folder.iterdir(), state))
     bare = out / "ckpt.pt"
     if bare.exists() and not bare.is_symlink():
         try:
             stored = open_bare(bare, read_file(bare, verify=True))
-            lines.append(row(stored.step, "bare", stored.val_loss, [bare], f"valid: {bare}"))
+            losses = (stored.val_loss, stored.bits_per_byte)
+            lines.append(row(stored.step, "bare", losses, [bare], f"valid: {bare}"))
         except ValueError as e:
-            lines.append(row("?", "bare", None, [bare], str(e)))
+            lines.append(row("?", "bare", (None, None), [bare], str(e)))
     return "\n".join(lines if len(lines) > 1 else [*lines, about_folder(out)]).rstrip()
 
 
-def row(step: int | str, form: str, val_loss: float | None, files: Iterable[Path], state: str) -> str:
-    """A line of the table."""
-    loss = "-" if val_loss is None else f"{val_loss:.4f}"
-    return f"{step:>10}  {form:8}  {loss:>8}  {sum(p.stat().st_size for p in files) / 1e9:7.3f}  {state}"
+def row(
+    step: int | str, form: str, losses: tuple[float | None, float | None], files: Iterable[Path], state: str
+) -> str:
+    """A line of the table; `losses` are in nats per token and in bits per byte."""
+    loss, bits = ("-" if value is None else f"{value:.4f}" for value in losses)
+    size = sum(p.stat().st_size for p in files) / 1e9
+    return f"{step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
 
 
 def main() -> None:

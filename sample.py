@@ -102,6 +102,8 @@ with exit_together():
         for report in damaged:
             console.print_to_stderr(f"warning: {console.visible(report)}")
         loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
+        if bits := stored.bits_per_byte:
+            loss += f" ({bits:.4f} bits per byte)"
         console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
     if ranks.is_main:
         for note in notes_about_text(start, stop):

@@ -72,7 +72,7 @@ always_save_checkpoint = True  # save at each evaluation; False: only at the bes
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations; the state after the last step too [> 0, fractions]
-eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split [>= 1]
+eval_iters = 200  # fixed batches that an evaluation reads of a split (0: all of val, as much of train) [>= 0]
 log_interval = 1  # steps between logged lines [> 0, fractions]
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
@@ -127,6 +127,7 @@ resume_step = -1  # the step to resume from, with init_from=resume (-1: the newe
 save_checkpoint = True  # False: write no checkpoints
 keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
 # -- logging -------------------------------------------------------------------------------------------------
+eval_datasets = ""  # further validation sets, such as a,b: names or paths of folders with a val.bin
 sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ except ValueError as e:
 # 2. data, what the run starts from, and the resolved settings: the plan
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
 # do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
-data = together.do_together(open_dataset, dataset, block_size, vocab_size)
+data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_datasets)
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
@@ -208,7 +209,7 @@ del recorded["alert_command"]  # often contains a token, and checkpoints and log
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
 # sentences for the user, as the next functions do
-not_continued = progress.begin(config, data.digest, start.resumed, kinds[0])
+not_continued = progress.begin(config, data.digest, start.resumed, kinds[0], data.bytes_per_token)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
 logger.notes += precision.differences_of_devices(kinds) + not_continued + differences + schedule.notes(config)
@@ -290,6 +291,9 @@ logger.event(
     parameters=parameter_count,
     peak_flops=peak.flops,
     flops_per_step=flops_per_step,
+    tokens_per_step=progress.tokens_per_step,
+    measures=progress.measures,
+    **data.validation(),
 )
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps

@@ -61,6 +61,7 @@ PANDAS = {
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 CHECKED = 100_000  # characters with which a tokenizer is checked
 BATCH_ROWS = 1000
+END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
 
@@ -165,10 +166,12 @@ def prepare_text(
     loaded = load(vocabulary, args.special_tokens == "True")
     note_on_loss([text], loaded)
     folder = folder_to_write(script, args.out)
+    texts = {"train": SplitText(), "val": SplitText()}
     with atomic_files(folder, *names_of(vocabulary)) as files:
-        files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
-        files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
-        meta = write_meta(files, vocabulary, loaded.n_ids, source)
+        for split, part in (("train", text[:cut]), ("val", text[cut:])):
+            files[f"{split}.bin"].write(pack_ids(loaded.encode(part), loaded.n_ids))
+            texts[split].add(part.encode())
+        meta = write_meta(files, vocabulary, loaded.n_ids, source, texts)
     report(folder, meta)
 
 
@@ -218,29 +221,31 @@ def prepare_documents(
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
     folder, count = folder_to_write(script, args.out), 0
+    texts = {"train": SplitText(), "val": SplitText()}
     with atomic_files(folder, *names_of(vocabulary)) as files:
-        for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
-            is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
-            files["val.bin" if is_val else "train.bin"].write(ids)
+        for count, (document, ids) in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
+            split = "val" if goes_to_val(args.seed, count - 1, args.val_fraction) else "train"
+            files[f"{split}.bin"].write(ids)
+            texts[split].add(document.encode() + END_OF_DOCUMENT, documents=1)
         if count < 2:
             advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
             raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
         source |= {"val_fraction": args.val_fraction, "seed": args.seed}
-        meta = write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+        meta = write_meta(files, vocabulary, tokenizer.n_ids, source, texts, documents=count)
     report(folder, meta)
 
 
-def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[tuple[str, bytes]]:
     """
-    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
+    Yield each non-empty document, in order, with its ids and the end-of-text token as bytes of a .bin file.
     """
     documents = filter(None, documents)
     end = tokenizer.end_of_text
     with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
         while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
-            for ids in threads.map(tokenizer.encode, chunk):
+            for document, ids in zip(chunk, threads.map(tokenizer.encode, chunk), strict=True):
                 whole = ids if ids[-1:] == [end] else [*ids, end]
-                yield pack_ids(whole, tokenizer.n_ids).tobytes()
+                yield document, pack_ids(whole, tokenizer.n_ids).tobytes()
 
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
@@ -542,6 +547,26 @@ def note_on_loss(texts: list[str], tokenizer: Tokenizer) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
+# the bytes of a text, which do not depend on the tokenizer
+
+
+class SplitText:
+    """The number of bytes of a split's text, and its SHA-256, while the text passes by."""
+
+    def __init__(self) -> None:
+        self.bytes, self.sha256 = 0, hashlib.sha256()
+
+    def add(self, text: bytes, documents: int = 0) -> None:
+        """Add some of the text, in UTF-8, with END_OF_DOCUMENT after each document, which is only hashed."""
+        self.bytes += len(text) - documents * len(END_OF_DOCUMENT)
+        self.sha256.update(text)
+
+    def facts(self, split: str) -> dict:
+        """What meta.json records of the text."""
+        return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
+
+
+# ------------------------------------------------------------------------------------------------------------
 # writing a data set, whole or not at all
 
 
@@ -588,7 +613,12 @@ def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
 
 
 def write_meta(
-    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
+    files: dict[str, BinaryIO],
+    vocabulary: Vocabulary,
+    size: int,
+    source: dict,
+    texts: dict[str, SplitText],
+    **counts: int,
 ) -> dict:
     """
     Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
@@ -605,7 +635,7 @@ def write_meta(
         files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
     tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
     meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": vocabulary.name, "tokenizer_size": size}
-    meta |= tokens | counts | {"source": source}
+    meta |= tokens | texts["train"].facts("train") | texts["val"].facts("val") | counts | {"source": source}
     files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
     return meta
 

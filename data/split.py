@@ -11,9 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import add_val_fraction, atomic_files, cut_for, run
+from count_bytes import count_bytes
 
 from isogpt.data.dataset import open_tokens, parts_of, read_meta
 from isogpt.data.token_files import declared_dtype
+from isogpt.data.vocabulary import vocabulary_of_data
 
 
 def split(folder: Path, val_fraction: float) -> None:
@@ -51,6 +53,11 @@ def split(folder: Path, val_fraction: float) -> None:
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():
             files[name].writelines(part)
+    if vocabulary_of_data(meta, folder) or "val_bytes" in meta:  # otherwise they need not be GPT-2's
+        try:
+            count_bytes(folder)
+        except ValueError as e:
+            print(f"note: without bits per byte: {e}")
     print(f"{folder}: {cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin; all of them in all.bin")
 
 

@@ -10,8 +10,8 @@ PROGRAMS = "python|torchrun|sbatch|accelerate|deepspeed|mpirun|srun|pytest"
 
 
 def documents():
-    """README.md and all pages of documentation."""
-    others = [REPO / "data/README.md", REPO / "measure/README.md"]
+    """README.md and all pages of documentation, also that for programs."""
+    others = [REPO / "data/README.md", REPO / "measure/README.md", REPO / "AGENTS.md"]
     return [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *others]
 
 

@@ -303,8 +303,9 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
         device=CPU,
         mesh=Mesh(),
         plan=default_plan(),
-        block_size=8,
+        data=SimpleNamespace(splits=read, bits_per_byte=lambda loss: None, further=()),
         evaluation=lambda split, sequences: read[split],
+        eval_targets=lambda split, sequences: 32,
     )
     state = SimpleNamespace(
         evaluated_weights=nullcontext, progress=SimpleNamespace(evaluated=lambda loss: None)
@@ -324,7 +325,7 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
         evaluator.run()
     assert len(calls) == 1 and len(reads.found) == 2, "the means on the CPU"
     sums = [sum(model(*batch, 1.0)[1].double().item() for batch in batches) for batches in read.values()]
-    assert told == [(sums[0] / 32, sums[1] / 32, "")]
+    assert told == [({"train_loss": sums[0] / 32, "val_loss": sums[1] / 32}, "")]
 
 
 def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):

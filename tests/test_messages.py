@@ -300,7 +300,9 @@ def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
         path = export.convert("out", "ckpt.pt")
         state = torch.load(path, weights_only=True)
         if not changes:  # as of a model of transformers, which has no run
-            path = export.convert_hf(str(export.write_hf("out", tiny_model(), Vocabulary("table", {"A": 0}))))
+            path = export.convert_hf(
+                str(export.write_hf("out", tiny_model(), Vocabulary("table", {"A": 0}), ""))
+            )
             state = torch.load(path, weights_only=True)
         groups = state["optimizer"]["param_groups"]
         assert (groups[0]["lr"], groups[0]["betas"], [g["weight_decay"] for g in groups]) == expected
@@ -521,11 +523,13 @@ def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
     (at.path / "hf").mkdir()
     for name in ("config.json", "model.gguf"):
         (at.path / "hf" / name).write_text("old")
-    for kept in ("hf_1", "", "hf_2"):
+    for kept in ("hf_1", "", "hf_2", "hf_3"):
         if kept == "hf_2":
             (at.path / "hf/notes").mkdir()
-        assert export.write_hf(str(at.path), tiny_model(), None) == at.path / "hf"
-        assert [path.name for path in (at.path / "hf").iterdir()] == ["config.json"]
+        if kept == "hf_3":
+            (at.path / "hf/README.md").write_text("a model card that somebody has written")
+        assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
+        assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
         assert (at.path / "hf/config.json").read_text() == "new"
         said = capsys.readouterr().err
         assert (f"it is now {at.path / kept}\n" in said) if kept else not said

@@ -4,7 +4,12 @@ import math
 
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 # fields of `what_is_measured`, as a user knows them
-LABELS = {"digest": "the digest of the data", "sequences": "eval_iters * batch_size"}
+LABELS = {
+    "digest": "the digest of the data",
+    "sequences": "eval_iters * batch_size",
+    "bytes_per_token": "bytes of the text for each token",
+}
+WHOLE = 0  # sequences: each token of the validation split once
 
 
 def best_step_of(run: dict) -> int:
@@ -21,14 +26,28 @@ def measures_of(run: dict) -> dict:
     return run.get("isogpt", {}).get("measures") or what_is_measured(run["config"])
 
 
-def what_is_measured(config: dict, digest: str | None = None) -> dict:
+def what_is_measured(config: dict, digest: str | None = None, bytes_per_token: float | None = None) -> dict:
     """
     What determines the value of a validation loss; None for what is not known. Losses are compared only if
-    all of this is equal. The number of processes and their micro-batch are not part of it.
+    all of this is equal. The number of processes and their micro-batch are not part of it. The whole split
+    does not depend on the seed.
     """
-    settings = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
+    measures = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
-    return settings | {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
+    measures |= {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
+    measures["bytes_per_token"] = bytes_per_token
+    return measures | ({"seed": None} if measures["sequences"] == WHOLE else {})
+
+
+def bits_per_byte(val_loss: float | None, measures: dict) -> float | None:
+    """
+    Convert a validation loss, in nats per token, to bits per byte of the text; None if one of them is not
+    known. `measures` may come from a file that somebody else has written.
+    """
+    bytes_per_token = measures.get("bytes_per_token")
+    if val_loss is None or not isinstance(bytes_per_token, float) or not bytes_per_token > 0:
+        return None
+    return val_loss / math.log(2) / bytes_per_token
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:
@@ -38,7 +57,13 @@ def changed_measures(before: dict, now: dict) -> list[str]:
     """
     known = [name for name in now if now[name] is not None and before.get(name) is not None]
     return [
-        f"{LABELS.get(name, name)} is {now[name]}, not {before[name]}"
+        f"{LABELS.get(name, name)} is {shown(name, now)}, not {shown(name, before)}"
         for name in known
         if now[name] != before[name] and not (name == "dataset" and "digest" in known)
     ]
+
+
+def shown(name: str, measures: dict) -> str:
+    """The value of a field, for a message."""
+    is_whole = name == "sequences" and measures[name] == WHOLE
+    return "0 (the whole validation split)" if is_whole else str(measures[name])

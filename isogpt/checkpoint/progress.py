@@ -34,7 +34,12 @@ class Progress:
     kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
 
     def begin(
-        self, config: dict, digest: str, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
+        self,
+        config: dict,
+        digest: str,
+        source: OpenCheckpoint | None,
+        kind_of_device: dict[str, str],
+        bytes_per_token: float | None = None,
     ) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
@@ -42,8 +47,9 @@ class Progress:
         Args:
             digest: of the data. It determines, with settings in `config`, the run's validation losses.
             kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
+            bytes_per_token: of the validation text; None: not known.
         """
-        self.measures = what_is_measured(config, digest)
+        self.measures = what_is_measured(config, digest, bytes_per_token)
         self.kind_of_device = kind_of_device
         return self.load(source) if source else []
 

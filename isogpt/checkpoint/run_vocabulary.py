@@ -5,7 +5,7 @@ from pathlib import Path
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.dataset import Dataset, find_dataset, read_meta
+from isogpt.data.dataset import Dataset, EvalDataset, find_dataset, read_meta
 from isogpt.data.vocabulary import (
     Vocabulary,
     check_size,
@@ -104,7 +104,7 @@ def vocabulary_for_run(
 
     Raises:
         ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
-            uses more ids than the model.
+            uses more ids than the model; or a further validation set does not fit, see `check_eval_dataset`.
     """
     if data.vocabulary:
         check_size(data.vocabulary.size, vocab_size)
@@ -129,7 +129,24 @@ def vocabulary_for_run(
         )
     if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
+    for one in data.further:
+        check_eval_dataset(one, now, vocab_size)
     return now, notes
+
+
+def check_eval_dataset(one: EvalDataset, vocabulary: Vocabulary, vocab_size: int) -> None:
+    """
+    Raise ValueError if the token ids of a further validation set do not mean what those of the run mean, as
+    far as both are known, or do not fit its model with vocab_size ids.
+    """
+    problem = one.vocabulary and tokenizer.difference(vocabulary, one.vocabulary)
+    if not problem and one.highest >= vocab_size:
+        problem = f"it contains token id {one.highest}, but the model's vocabulary size is {vocab_size}"
+    if problem:
+        raise ValueError(
+            f"eval_datasets: the token ids of {one.folder} are not those of the run: {problem}. Prepare it "
+            f"with the run's tokenizer, or leave {one.name} out of --eval_datasets="
+        )
 
 
 def vocabulary_of_start(source: OpenCheckpoint | None, weights: str, vocab_size: int) -> Vocabulary | None:

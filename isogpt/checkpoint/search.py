@@ -19,7 +19,7 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
     visible_damage,
 )
-from isogpt.checkpoint.measures import best_step_of, changed_measures
+from isogpt.checkpoint.measures import best_step_of, bits_per_byte, changed_measures
 from isogpt.checkpoint.other_files import about_file, is_of_transformers
 from isogpt.common.console import visible
 from isogpt.launch.network import this_machine
@@ -30,7 +30,7 @@ from isogpt.launch.together import broadcast
 class StoredCheckpoint:
     """
     A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (of a bare ckpt.pt: its
-    checksum alone), and the validation loss of the weights (None if not known).
+    checksum, and what its losses measure), and the validation loss of the weights (None if not known).
 
     `is_original` says whether rank 0 sees this very file or folder, not perhaps a copy, see
     `share_checkpoint`.
@@ -45,6 +45,11 @@ class StoredCheckpoint:
     # the manifest's entries of the files that this rank verifies when it reads them, see verify.py
     unverified: dict = field(default_factory=dict)
     damaged: tuple[str, ...] = ()  # names of newer step folders that are damaged
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The validation loss in bits per byte of the text; None if not known."""
+        return bits_per_byte(self.val_loss, self.manifest.get("measures", {}))
 
     @property
     def folder(self) -> Path:
@@ -62,8 +67,10 @@ def open_folder(folder: Path) -> StoredCheckpoint:
 def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     """The checkpoint in a ckpt.pt without a manifest."""
     val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
-    files = {path.name: entry_of(path)}
-    return StoredCheckpoint(path, state["iter_num"], {"files": files}, val_loss, is_bare=True)
+    manifest = {"files": {path.name: entry_of(path)}}
+    if isinstance(measures := state.get("isogpt", {}).get("measures"), dict):
+        manifest["measures"] = measures
+    return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
 def damage_in(folder: Path, known: dict[Path, str] | None) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,27 @@ from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """A further validation set, see `open_eval_datasets`: the val.bin of `folder`. It is named like this."""
+
+    folder: Path
+    val: TokenFile
+    highest: int  # see Dataset, as the other fields
+    vocabulary: Vocabulary | None = None
+    val_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    def bits_per_byte(self, val_loss: float) -> float | None:
+        """See Dataset.bits_per_byte."""
+        return bits_per_byte(val_loss, self.val, self.val_bytes)
 
 
 @dataclass(frozen=True)
@@ -34,28 +56,55 @@ class Dataset:
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
     val_bytes: int = 0  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
     val_text: str = ""  # SHA-256 of this text; "": the metadata does not say
+    further: tuple[EvalDataset, ...] = ()  # validation sets that are evaluated too
+
+    @property
+    def splits(self) -> dict[str, TokenFile]:
+        """What an evaluation reads: train, val, and val/NAME for each further validation set."""
+        further = {f"val/{one.name}": one.val for one in self.further}
+        return {"train": self.train, "val": self.val, **further}
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
+        return self.val_bytes / len(self.val) if self.val_bytes else None
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
         Convert a loss in nats per token of val.bin to bits per byte of its text, which does not depend on the
         tokenizer; None: the metadata does not say how long the text is.
         """
-        if not self.val_bytes:
-            return None
-        return val_loss / math.log(2) * len(self.val) / self.val_bytes
+        return bits_per_byte(val_loss, self.val, self.val_bytes)
+
+    def validation(self) -> dict:
+        """What metrics.jsonl records of the validation text."""
+        return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
-        return {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
+        facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
+        if self.further:
+            digests = {one.name: digest_of({"val": one.val}) for one in self.further}
+            facts["the digest of eval_datasets"] = digests
+        return facts
 
 
-def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
+def bits_per_byte(loss: float, tokens: TokenFile, text_bytes: int) -> float | None:
+    """
+    Convert a loss in nats per token to bits per byte of the text that `tokens` contain. None if its length,
+    text_bytes, is not known (0).
+    """
+    return loss / math.log(2) * len(tokens) / text_bytes if text_bytes else None
+
+
+def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets: str = "") -> Dataset:
     """
     Open the files of a data set and check them.
 
     Args:
         block_size: each split must contain at least block_size + 1 tokens.
         vocab_size: ids must be below this number; 0: the size in the metadata.
+        eval_datasets: names of further validation sets, see `open_eval_datasets`.
 
     Raises:
         ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
@@ -80,27 +129,70 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         highest=highest,
         digest=digest_of(splits),
         vocabulary=vocabulary,
-        val_bytes=meta.get("val_bytes", 0),
-        val_text=meta.get("val_text", ""),
+        **text_facts(meta, folder),
+        further=open_eval_datasets(eval_datasets, block_size, vocab_size),
     )
 
 
-def find_dataset(name: str) -> Path:
+def text_facts(meta: dict, folder: Path) -> dict:
+    """
+    The length and the digest of the validation text, as Dataset contains them. Raises ValueError if the
+    metadata contains something else under their names.
+    """
+    size, digest = meta.get("val_bytes", 0), meta.get("val_text", "")
+    advice = f"prepare the data set again, or type: python {path_of_script('count_bytes.py')} {folder}"
+    if type(size) is not int or size < 0:
+        raise ValueError(f"val_bytes in {folder / 'meta.json'} is {size!r}, not a number of bytes: {advice}")
+    if not isinstance(digest, str) or (digest and not SHA256.fullmatch(digest)):
+        raise ValueError(f"val_text in {folder / 'meta.json'} is {digest!r}, not a SHA-256: {advice}")
+    return {"val_bytes": size, "val_text": digest}
+
+
+def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[EvalDataset, ...]:
+    """
+    Open further validation sets: a val.bin suffices. Whether their ids mean what the model's ids mean is
+    checked later, see run_vocabulary.vocabulary_for_run.
+
+    Args:
+        names: separated by commas, each as in find_dataset.
+        block_size: each must contain at least block_size + 1 tokens.
+        vocab_size: number of the run's token ids, from which an undeclared dtype is judged.
+
+    Raises:
+        ValueError: see open_dataset; or two folders have the same name.
+    """
+    further = {}
+    for name in filter(None, map(str.strip, names.split(","))):
+        folder = find_dataset(name, "val.bin")
+        meta = read_meta(folder)
+        val = open_split(folder, "val", meta, vocab_size, block_size)
+        highest, vocabulary = highest_id(val, MOST_IDS), vocabulary_of_data(meta, folder)
+        one = EvalDataset(folder, val, highest, vocabulary, text_facts(meta, folder)["val_bytes"])
+        if one.name in further:
+            raise ValueError(
+                f"eval_datasets contains {further[one.name].folder} and {folder}, but losses are reported by "
+                f"the folder's name, {one.name!r}: rename one of the folders, or name only one"
+            )
+        further[one.name] = one
+    return tuple(further.values())
+
+
+def find_dataset(name: str, file: str = "train.bin") -> Path:
     """
     Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
     the folder.
 
     Raises:
-        ValueError: none of these folders contains a train.bin.
+        ValueError: none of these folders contains `file`.
     """
     path = Path(name).expanduser()
     places = list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
     for place in places:
-        if (place / "train.bin").exists():
+        if (place / file).exists():
             return place
-    prepared = f"prepared data sets: {', '.join(prepared_datasets()) or 'none'}"
+    prepared = f"prepared data sets: {', '.join(prepared_datasets(file)) or 'none'}"
     advice = next(filter(None, map(how_to_prepare, places)), prepared)
-    raise ValueError(f"no train.bin in {' or '.join(map(str, places[:2]))}; {advice}")
+    raise ValueError(f"no {file} in {' or '.join(map(str, places[:2]))}; {advice}")
 
 
 def how_to_prepare(folder: Path) -> str:
@@ -109,13 +201,18 @@ def how_to_prepare(folder: Path) -> str:
     return f"run: python {script}" if script.exists() else ""
 
 
-def prepared_datasets() -> list[str]:
-    """Names of the data sets that contain a train.bin."""
+def path_of_script(name: str) -> str:
+    """A script of data/, as it is typed in the working folder."""
+    return os.path.relpath(REPOSITORY / "data" / name)
+
+
+def prepared_datasets(file: str = "train.bin") -> list[str]:
+    """Names of the data sets that contain `file`."""
     return sorted(
         {
             visible(p.parent.name)
             for root in (Path("data"), REPOSITORY / "data")
-            for p in root.glob("*/train.bin")
+            for p in root.glob(f"*/{file}")
         }
     )
 
@@ -163,7 +260,7 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
     """
     path = folder / f"{split}.bin"
     if not path.exists():
-        split_command = f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
+        split_command = f"python {path_of_script('split.py')} {folder}"
         advice = how_to_prepare(folder) or f"take it from the end of train.bin: {split_command}"
         raise ValueError(f"{path} does not exist; {advice}")
     tokens = open_tokens(path, declared_dtype(meta, folder), vocab_size)

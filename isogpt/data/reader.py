@@ -14,7 +14,7 @@ from torch import Tensor
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
 from isogpt.data.dataset import Dataset, check_ids
 from isogpt.data.token_files import DataError, TokenFile
-from isogpt.data.windows import random_windows, shuffled_windows
+from isogpt.data.windows import random_windows, shuffled_windows, whole_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_plan, share_of_whole
@@ -27,11 +27,17 @@ def read_rows(
 ) -> tuple[Tensor, Tensor]:
     """
     Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
-    padding row consists of zeros with targets of -1.
+    padding row consists of zeros with targets of -1, and so does the end of a row that reaches beyond the end
+    of the file.
     """
     padding = starts == PADDING
-    windows = tokens.read(np.where(padding, 0, starts), block_size + 1).astype(np.int64)
+    begins = np.where(padding, 0, starts)
+    beyond = np.maximum(begins + block_size + 1 - len(tokens), 0)
+    windows = tokens.read(begins - beyond, block_size + 1).astype(np.int64)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
+    for row in np.flatnonzero(beyond):  # has been read to the end of the file, and moves to the left
+        for values, padded in ((x, 0), (y, -1)):
+            values[row] = np.append(values[row, beyond[row] :], [padded] * beyond[row])
     x[padding], y[padding] = 0, -1
     x, y = torch.from_numpy(x), torch.from_numpy(y)
     return (x, y) if positions is None else (x[:, positions], y[:, positions])
@@ -105,23 +111,42 @@ class Reader:
         while True:
             yield self.padding_batch()
 
+    def eval_windows(self, split: str, sequences: int) -> np.ndarray:
+        """The windows that an evaluation reads, over all ranks; see `evaluation`."""
+        n_tokens = len(self.data.splits[split])
+        if not sequences and split != "train":
+            return whole_windows(n_tokens, self.block_size)
+        n = sequences or len(whole_windows(len(self.data.val), self.block_size))
+        stream = EVAL_TRAIN if split == "train" else EVAL_VAL
+        return random_windows(n_tokens, self.block_size, self.seed, stream, 0, n)
+
+    def eval_targets(self, split: str, sequences: int) -> int:
+        """How many tokens an evaluation predicts, over all ranks."""
+        if not sequences and split != "train":
+            return len(self.data.splits[split]) - 1
+        return len(self.eval_windows(split, sequences)) * self.block_size
+
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
         Yield this rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks
         that compute a model together need the same number of micro-batches: if data cannot be read, padding
         follows, and then the error.
 
+        Args:
+            split: one of Dataset.splits.
+            sequences: at random positions. 0: all of a validation set, each token once, and of train as many
+                random sequences as the whole of val has.
+
         Raises:
             DataError: after the last micro-batch, if the file was truncated or cannot be read, or an id is
                 outside the vocabulary.
         """
-        tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
-        starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
+        tokens, starts = self.data.splits[split], self.eval_windows(split, sequences)
         place = (self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch)
         if self.plan.exact:
-            share = share_of_whole(sequences, *place)
+            share = share_of_whole(len(starts), *place)
         else:
-            share = share_of(sequences, *place, speeds=self.speeds)
+            share = share_of(len(starts), *place, speeds=self.speeds)
         count_read = 0
         try:
             for batch in self.read(tokens, lambda _: starts, [0], share):

@@ -149,6 +149,25 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
 
 
+def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
+    """
+    The bytes in UTF-8 that each id stands for; those of a special token are its text.
+
+    Raises:
+        ValueError: this is not known for the vocabulary, as for a tokenizer.json, whose decoder may depend on
+            the ids before.
+    """
+    if vocabulary.kind == "table":
+        return {i: token.encode() for i, token in vocabulary.tokens.items()}
+    if vocabulary.kind == "tiktoken":
+        bpe = load_encoding(vocabulary.content)
+        special = {i: token.encode() for token, i in bpe._special_tokens.items()}
+        return {i: token for token, i in bpe._mergeable_ranks.items()} | special
+    reason = vocabulary.content if vocabulary.kind == "unknown" else "they belong to a tokenizer.json"
+    advice = 'prepare the data set again, or write "val_bytes": N with the bytes of the text to its meta.json'
+    raise ValueError(f"the ids cannot be converted to bytes: {reason}; {advice}")
+
+
 def cut_at(text: str, stop: str, start: int) -> str:
     """
     The text without what follows the first occurrence of `stop` at `start` or after it; '': the whole text.

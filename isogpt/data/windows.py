@@ -16,6 +16,14 @@ def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step:
     return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
 
 
+def whole_windows(n_tokens: int, block_size: int) -> np.ndarray:
+    """
+    Starts of windows in which each token but the first one is predicted once. The last window may reach
+    beyond the end.
+    """
+    return np.arange(0, n_tokens - 1, block_size)
+
+
 def shuffled_windows(
     n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0
 ) -> np.ndarray:

@@ -1,15 +1,16 @@
 """Evaluation: the loss over fixed sequences, divided over the ranks."""
 
+from collections import namedtuple
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
+from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import DataError
 from isogpt.launch.pretended_ranks import is_pretended
@@ -22,13 +23,6 @@ from isogpt.parallel.integer_sums import TOKENS_UNIT, rounded
 from isogpt.speed.clock import Clock
 
 
-class SplitSums(NamedTuple):
-    """Sums of the losses over the sequences that this rank evaluates, for both splits."""
-
-    train: Tensor | float
-    val: Tensor | float
-
-
 @dataclass
 class Evaluator:
     """Evaluates a run's state and reports the losses."""
@@ -36,7 +30,7 @@ class Evaluator:
     model: nn.Module  # as it is called: with a pipeline, through all stages
     state: TrainState
     reader: Reader
-    sequences: int  # of each split
+    sequences: int  # of each split; 0: whole validation sets, see Reader.evaluation
     autocast: AbstractContextManager
     clock: Clock
     stop: Stop
@@ -57,22 +51,22 @@ class Evaluator:
         if self.stop.agreed:
             return
         losses = self.means(sums)
-        self.state.progress.evaluated(losses.val)
+        self.state.progress.evaluated(losses["val"])
         is_exact = self.reader.plan.exact
         digest = weights_digest(self.state.model, self.reader.mesh) if is_exact else ""
-        self.report.evaluation(losses.train, losses.val, digest)
+        self.report.evaluation(evaluation_values(losses, self.reader.data), digest)
 
     @torch.no_grad()
-    def sum_losses(self) -> SplitSums:
+    def sum_losses(self) -> dict[str, Tensor | float]:
         """
-        Compute the losses of this rank's sequences, until a stop is requested (all ranks). The host does not
-        wait for a GPU.
+        Return the sum of the losses of this rank's sequences for each of Dataset.splits, or what has been
+        computed when a stop was requested (all ranks). The host does not wait for a GPU.
 
         Raises:
             DataError: after the last micro-batch, so that this rank has computed as many as the others.
         """
         device, is_exact, problems = self.reader.device, self.reader.plan.exact, []
-        sums = {split: 0.0 for split in SplitSums._fields}
+        sums = dict.fromkeys(self.reader.data.splits, 0.0)
         self.model.eval()
         for split in sums:
             try:
@@ -92,10 +86,30 @@ class Evaluator:
         reshard(self.model)
         if problems:
             raise DataError("; ".join(problems))
-        return SplitSums(**sums)
+        return sums
 
-    def means(self, sums: SplitSums) -> SplitSums:
-        """Return the mean losses over the sequences of all ranks (all ranks)."""
-        over_ranks = gather_numbers(sums, self.reader.device).read()
-        targets = self.sequences * self.reader.block_size * self.reader.mesh.same_tokens.size
-        return SplitSums(*(values.sum().item() / targets for values in over_ranks))
+    def means(self, sums: dict[str, Tensor | float]) -> dict[str, float]:
+        """Return the mean losses over the sequences of all ranks (all ranks), in one collective."""
+        numbers = namedtuple("SplitSums", sums, rename=True)(*sums.values())  # names may contain anything
+        over_ranks = gather_numbers(numbers, self.reader.device).read()
+        copies = self.reader.mesh.same_tokens.size
+        return {
+            split: values.sum().item() / (self.reader.eval_targets(split, self.sequences) * copies)
+            for split, values in zip(sums, over_ranks, strict=True)
+        }
+
+
+def evaluation_values(losses: dict[str, float], data: Dataset) -> dict[str, float]:
+    """
+    Return what the record of an evaluation contains: the losses, and the bits per byte where the length of
+    the text is known.
+
+    Args:
+        losses: for each of Dataset.splits.
+    """
+    val_loss = losses["val"]
+    values = {"train_loss": losses["train"], "val_loss": val_loss, "val_bpb": data.bits_per_byte(val_loss)}
+    for one in data.further:
+        loss = losses[f"val/{one.name}"]
+        values |= {f"val_loss/{one.name}": loss, f"val_bpb/{one.name}": one.bits_per_byte(loss)}
+    return {name: value for name, value in values.items() if value is not None}

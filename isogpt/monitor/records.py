@@ -99,16 +99,26 @@ def waiting_text(record: dict) -> str:
 
 def chart_values(record: dict) -> dict:
     """
-    Return the values of a step or an evaluation for wandb and TensorBoard, with nanoGPT's names and the mfu
-    in percent; {} for events and lines.
+    Return the values of a step or an evaluation for wandb and TensorBoard, with nanoGPT's names, see
+    `chart_name`, and the mfu in percent; {} for events and lines.
     """
     if "event" in record:
         return {}
-    names = {"train_loss": "train/loss", "val_loss": "val/loss"}
-    values = {names.get(name, name): value for name, value in record.items()}
+    values = {chart_name(name): value for name, value in record.items()}
     if values.get("mfu"):
         values["mfu"] *= 100
     return values
+
+
+def chart_name(name: str) -> str:
+    """
+    The name of a value in wandb and TensorBoard: train/loss, val/loss and val/bpb for an evaluation, and
+    val/loss_NAME and val/bpb_NAME for a further validation set; else its name in metrics.jsonl.
+    """
+    quantity, _, dataset = name.partition("/")
+    if quantity not in ("train_loss", "val_loss", "val_bpb"):
+        return name
+    return quantity.replace("_", "/") + (f"_{dataset}" if dataset else "")
 
 
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
@@ -131,6 +141,17 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
         "dropped_tokens": 0,
         "dead_experts": dead,
     }
+
+
+def evaluation_line(record: dict) -> str:
+    """Return the line of an evaluation; nanoGPT's tools parse the line up to the val loss."""
+    line = f"step {record['iter']}: train loss {record['train_loss']:.4f}, val loss {record['val_loss']:.4f}"
+    if "val_bpb" in record:
+        line += f", {record['val_bpb']:.4f} bits per byte"
+    further = {
+        name.partition("/")[2]: value for name, value in record.items() if name.startswith("val_loss/")
+    }
+    return line + "".join(f", {name} loss {value:.4f}" for name, value in further.items())
 
 
 def step_line(record: dict) -> str:

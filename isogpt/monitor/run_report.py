@@ -52,9 +52,11 @@ class RunReport:
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
 
-    def evaluation(self, train_loss: float, val_loss: float, digest: str = "") -> None:
-        """Report an evaluation, with the digest of the weights if there is one."""
-        record = {"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss}
+    def evaluation(self, values: dict[str, float], digest: str = "") -> None:
+        """
+        Report an evaluation, with its evaluation_values and the digest of the weights if there is one.
+        """
+        record = {"iter": self.progress.step, **values}
         self.logger.write(record | ({"weights": digest} if digest else {}))
 
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
@@ -141,6 +143,8 @@ class RunReport:
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
+            if bits := self.meter.reader.data.bits_per_byte(p.best_val_loss):
+                best += f", {bits:.4f} bits per byte"
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
         verb = "stopped" if self.is_stopped() else "done"

@@ -6,7 +6,7 @@ import time
 
 from isogpt.common import console
 from isogpt.common.console import duration
-from isogpt.monitor.records import CLOSING, step_line
+from isogpt.monitor.records import CLOSING, evaluation_line, step_line
 
 REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 
@@ -33,8 +33,7 @@ class Console:
         is_step = "step_ms" in record
         if "val_loss" in record:
             self.val_loss = record["val_loss"]
-            losses = f"train loss {record['train_loss']:.4f}, val loss {self.val_loss:.4f}"
-            text = f"step {record['iter']}: {losses}"
+            text = evaluation_line(record)
         elif is_step and not self.has_status:
             text = step_line(record)
         output = f"{console.visible(text, but=console.LAYOUT)}\n" if text else ""

@@ -38,6 +38,9 @@ def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> li
     sentences = [
         problem_of_folder(name, values[name].removeprefix("auto:")) for name in FOLDERS if name in values
     ]
+    sentences += [
+        problem_of_folder("eval_datasets", name) for name in values.get("eval_datasets", "").split(",")
+    ]
     for name, value in values.items():
         check = problem_of_choice if "|" in settings[name].range else problem_of_limits
         sentences.append(check(settings[name], value))

@@ -22,6 +22,7 @@ FIXED = {
     "log_interval": 1,
     "eval_interval": 10**9,
     "eval_iters": 1,
+    "eval_datasets": "",
     "eval_only": False,
     "save_checkpoint": False,
     "always_save_checkpoint": False,

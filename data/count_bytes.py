@@ -1,0 +1,57 @@
+"""
+Count the bytes of the text in val.bin and record them in meta.json, so that train.py reports bits per byte:
+for a data set without them, such as one of nanoGPT.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bins import END_OF_DOCUMENT, SplitText, run
+
+from isogpt.common.files import write_whole
+from isogpt.data.dataset import GPT2_VOCAB, open_tokens, parts_of, read_dict, read_meta
+from isogpt.data.token_files import declared_dtype
+from isogpt.data.tokenizer import bytes_by_id
+from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
+
+
+def count_bytes(folder: Path) -> None:
+    """
+    Decode val.bin, and record what prepare.py records of its text. In a data set of documents, an end-of-text
+    token is the end of a document. Takes seconds for ten million tokens.
+
+    Raises:
+        ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
+    """
+    meta, path = read_meta(folder), folder / "meta.json"
+    size = meta.get("vocab_size", 0)
+    vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
+    table, end = bytes_by_id(vocabulary), None
+    if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
+        end = {token: i for i, token in table.items()}.get(vocabulary.end_of_text.encode())
+    tokens, text = open_tokens(folder / "val.bin", declared_dtype(meta, folder), size), SplitText()
+    for part in parts_of(tokens):
+        try:
+            pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]
+        except KeyError as e:
+            raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
+        text.add(b"".join(pieces), documents=int((part == end).sum()))
+    recorded = read_dict(path) if path.exists() else {}
+    recorded |= {"val_tokens": len(tokens)} | text.facts("val")
+    write_whole(path, json.dumps(recorded, indent=2) + "\n")
+    print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+
+
+def main(argv: list[str]) -> None:
+    """Parse the arguments and count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the folder that contains val.bin")
+    count_bytes(parser.parse_args(argv).folder)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
