@@ -95,7 +95,6 @@ CASES = {
     "profile": Case("--profile=True --max_iters=9"),
     "check_ranks": Case("--check_ranks_interval=2", waits=2),
     "save_interval": Case("--save_interval=1", waits=2),
-    "whole split": Case("--eval_iters=0 --eval_datasets=tiny"),
     # two processes
     "2 ddp": daily("", 2),
     "2 on_spike": daily("--on_spike=skip", 2),
@@ -123,7 +122,7 @@ CASES = {
     "2 powersgd": Case("--grad_compression=powersgd:1", 2, NEAR, waits=POWERSGD),
     "2 islands": Case("--islands=2 --local_steps=2", 2, NEAR),
     "2 exact": daily(WHOLE, 2),
-    "2 whole split": Case(f"{WHOLE} --eval_iters=0 --eval_interval=2 --eval_datasets=tiny", 2),
+    "2 whole split": Case("--eval_iters=0 --eval_datasets=tiny", 2),
     "2 exact muon zero 1": Case(f"{MUON} --exact=True --zero=1", 2),
     "2 exact zero 3 fp16": daily("--exact=True --zero=3 --dtype=float16", 2, HALF, T4),
     "2 exact hsdp": Case("--exact=True --zero=3 --dp_replicate=2", 2),
