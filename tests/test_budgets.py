@@ -18,8 +18,8 @@ LIMITS = {
     "max_tokens 983,040 are 2 steps of 491,520 tokens": dict(max_tokens=983040.0),
     "max_tokens 0.5 are 1 step of 491,520 tokens": dict(max_tokens=0.5),
     "max_epochs 2 of 1,000,000 tokens are 4 steps of 491,520 tokens": dict(max_epochs=2.0),
-    "max_epochs 0.1 of 1,000,000 tokens are 13 steps of 8,000 tokens": dict(
-        max_epochs=0.1, batch_size=8, block_size=100, gradient_accumulation_steps=10
+    "max_epochs 0.1 of 1,000,000 tokens are 13 steps of 7,680 tokens": dict(
+        max_epochs=0.1, batch_size=8, block_size=96, gradient_accumulation_steps=10
     ),
 }
 
