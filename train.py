@@ -28,6 +28,7 @@ from isogpt.data.reader import Reader
 from isogpt.launch import launchers, process_group, start_checks, together
 from isogpt.monitor import (
     banner,
+    code_version,
     crashes,
     evaluation,
     log,
@@ -52,7 +53,7 @@ from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed import devices, dry_run, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
-from isogpt.training import layout_check, optim, precision, settings
+from isogpt.training import budget, layout_check, optim, precision, settings
 from isogpt.training.schedule import make_schedule
 from model import GPT, GPTConfig
 
@@ -130,6 +131,7 @@ keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint 
 eval_datasets = ""  # further validation sets, such as a,b: names or paths of folders with a val.bin
 sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
+print_result = False  # the last line of stdout is <out_dir>/result.json, how the run has ended, in one line
 # -- data ----------------------------------------------------------------------------------------------------
 data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
 vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
@@ -159,6 +161,8 @@ n_expert_active = 2  # experts for each token [>= 1]
 balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 # -- optimizer -----------------------------------------------------------------------------------------------
+max_tokens = 0.0  # tokens to train on, in place of max_iters and lr_decay_iters (0: as these say) [>= 0]
+max_epochs = 0.0  # the same as a number of passes over the training tokens (0: as these say) [>= 0]
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
 cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
@@ -170,7 +174,6 @@ try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     # config/*.py and --key=value override the globals above; config is a copy of them, with zero=3 for fsdp
     config = settings.check_training(configure(globals()))
-    schedule = make_schedule(config)
     dry_run.start(config, __file__)  # with dry_run_ranks: runs this script as one of them, reports, and exits
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
@@ -179,6 +182,7 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
+    git = code_version.ask_git(ranks)  # for the commit; works while the run starts
     # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
@@ -193,6 +197,9 @@ except ValueError as e:
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
 # do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
 data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_datasets)
+limits = budget.limits_of(config, len(data.train))  # max_iters and lr_decay_iters, as set or from a budget
+config.update(limits.settings())
+schedule = make_schedule(config)
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
@@ -212,7 +219,8 @@ kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_siz
 not_continued = progress.begin(config, data.digest, start.resumed, kinds[0], data.bytes_per_token)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
-logger.notes += precision.differences_of_devices(kinds) + not_continued + differences + schedule.notes(config)
+logger.notes += precision.differences_of_devices(kinds) + not_continued + differences
+logger.notes += limits.notes + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
 # for the message after an out-of-memory error, and a smaller micro-batch at the next start
 watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)
@@ -265,10 +273,10 @@ else:
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
 logger.start_services(recorded)  # wandb
 run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
-logger.open_files(recorded, run_folder.owner)
+logger.open_files(recorded, run_folder.owner, data)
 # step: the state that the run starts from is not saved
 saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
-profiler = profiling.start_profiler(out_dir, max_iters - state.step + 1, ranks) if profile else None
+profiler = profiling.start_profiler(out_dir, limits.max_iters - state.step + 1, ranks) if profile else None
 clock = make_clock(ranks, plan, raw_model, profile, profiler)
 watchdog.clock, watchdog.saver = clock, saver
 if pipeline:
@@ -294,11 +302,12 @@ logger.event(
     tokens_per_step=progress.tokens_per_step,
     measures=progress.measures,
     **data.validation(),
+    **code_version.code_version(git),
 )
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
 )
-report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak)
+report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -307,7 +316,7 @@ nan_policy = not_finite.NanPolicy(on_nan, spike_policy)
 del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
-is_complete = not (eval_only or progress.is_unfinished(max_iters))
+is_complete = not (eval_only or progress.is_unfinished(limits.max_iters))
 if is_complete:  # a complete run was resumed: nothing is left to do
     advice = f"to continue, set {schedule.to_continue(state.step)} or so"
     logger.print(f"{out_dir} is at step {state.step}, which is beyond max_iters: {advice}")
@@ -326,7 +335,7 @@ while not is_complete:
 
     # evaluate, save and sample the state before the step; after the last step, the final state
     clock.pause()  # until clock.start(): not a part of a step
-    is_complete = eval_only or step > max_iters
+    is_complete = eval_only or step > limits.max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
         gc.collect()  # also what has become garbage after a collection in the loop
@@ -412,11 +421,10 @@ report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary
 # writes PREEMPTED if the run was stopped, before report.end draws the plot: mpirun leaves a second. Exits if
 # the last save failed
 saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
+weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
 if exact:
-    logger.print(
-        f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"
-    )
-report.end(out_dir, stop, clock)
+    logger.print(f"weights: SHA-256 {weights} before step {state.step}")
+report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.json
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches

@@ -458,7 +458,7 @@ def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
     progress = Progress(1, step=step, best_val_loss=2.20589, best_step=2, val_loss=val_loss)
     ranks, data = SimpleNamespace(is_main=True), SimpleNamespace(bits_per_byte=lambda loss: None)
     meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=SimpleNamespace(data=data))
-    logger = Logger(progress, [Console(3)])
+    logger = Logger(progress, [Console()])
     RunReport(logger, meter, ranks, 3, 1, 1.0, None, steps_taken=4).done("")
     assert capsys.readouterr().out == f"{said}\n"
 

@@ -76,7 +76,7 @@ def one_rank(world_size=1):
 def tiny_watchdog(timeout_s, step):
     """A watchdog of one rank, which is in the forward pass."""
     progress = Progress(tokens_per_step=64, step=step)
-    dog = Watchdog(one_rank(), timeout_s, progress, Logger(progress, [Console(max_iters=99)]))
+    dog = Watchdog(one_rank(), timeout_s, progress, Logger(progress, [Console()]))
     dog.clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
     dog.saver = SimpleNamespace(writes_alone=lambda: False)
     return dog

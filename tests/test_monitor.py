@@ -124,7 +124,7 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_console_on_a_full_disk(monkeypatch, tmp_path):
     """What is printed when there is space again is written, and Python reports nothing at the end."""
-    lines = Console(max_iters=9)
+    lines = Console()
     full, file = os.open("/dev/full", os.O_WRONLY), tmp_path / "log"
     with open(full, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -148,7 +148,7 @@ def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys
     os.set_blocking(write, False)  # a line that would wait raises BlockingIOError
     if opened is os.openpty:
         termios.tcflow(write, termios.TCOOFF)
-    logger = Logger(Progress(1), [Console(max_iters=9)])
+    logger = Logger(Progress(1), [Console()])
     with open(write, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         for _ in range(2000):

@@ -68,6 +68,7 @@ from isogpt.training.optim import moments_of
 if TYPE_CHECKING:
     from isogpt.checkpoint.source import OpenCheckpoint
 
+RESULT = "result.json"  # how the run has ended, see sink_result.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 
 
@@ -228,7 +229,8 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
         pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
         console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
-    (out / MARK).unlink(missing_ok=True)
+    for name in (MARK, RESULT):  # of an earlier ending
+        (out / name).unlink(missing_ok=True)
     write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
 
@@ -382,7 +384,7 @@ def set_aside(out_dir: str) -> Path | None:
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()
-    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard")]
+    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard", RESULT)]
     others = [path for path in others if os.path.lexists(path)]
     for path in [*step_folders(out), *others, *out.glob("metrics*")]:
         os.rename(path, previous / path.name)

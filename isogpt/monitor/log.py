@@ -6,12 +6,14 @@ from typing import Any
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.common.files import reason_of
+from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
+from isogpt.monitor.sink_result import Result, ResultLine
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
 
@@ -91,15 +93,16 @@ class Logger:
                 self.progress.wandb_id = service.run.id
                 self.insert(service)
 
-    def open_files(self, config: dict, owner: str) -> None:
+    def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
         Open the files of a run that continues at progress.step (all ranks; rank 0 opens). Exits with a
         message if a file cannot be written.
 
         Args:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
+            data: of the validation losses.
         """
-        for sink in do_together(open_sinks, config, self.progress.step, owner):
+        for sink in do_together(open_sinks, config, self.progress, owner, data):
             self.insert(sink)
 
     def insert(self, sink: object) -> None:
@@ -112,14 +115,22 @@ def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
     return Wandb(config, run_id) if is_main() else None
 
 
-def open_sinks(config: dict, step: int, owner: str) -> list[Any]:
-    """Return the sinks that write to the run's folder (rank 0, if there is an owner)."""
-    if not is_main() or not owner:
+def open_sinks(config: dict, progress: Progress, owner: str, data: Dataset) -> list[Any]:
+    """
+    Return the sinks that write to the run's folder, if there is an owner, and print the result (rank 0).
+    """
+    if not is_main() or not (owner or config["print_result"]):
         return []
-    sinks = [MetricsFile(config, step, owner), Plot(config["out_dir"], step)]
-    return sinks + ([TensorBoard(config["out_dir"], step)] if config["tensorboard_log"] else [])
+    out_dir, step = config["out_dir"], progress.step
+    files = [MetricsFile(config, step, owner)] if owner else []
+    result = Result(out_dir, progress, data, owner)
+    pictures = [Plot(out_dir, step)] if owner else []
+    if owner and config["tensorboard_log"]:
+        pictures.append(TensorBoard(out_dir, step))
+    # the result is written before the plot, for which a stopped run may lack the time, and printed after it
+    return [*files, result, *pictures, *([ResultLine(result)] if config["print_result"] else [])]
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:
     """Return the sinks that work before the run's folder is claimed; no sinks on ranks other than 0."""
-    return [Console(config["max_iters"]), Alerts(config)] if ranks.is_main else []
+    return [Console(), Alerts(config)] if ranks.is_main else []

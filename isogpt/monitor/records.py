@@ -11,7 +11,9 @@ from isogpt.common.console import duration
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
+STARTS = ("start", "resume")  # the event before the first step, which contains the settings as config
 CLOSING = ("end", "preempted")  # the last event of a run that closes its files
+SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
 
 
 @dataclass

@@ -13,7 +13,14 @@ from isogpt.monitor import banner
 from isogpt.monitor.anomalies import Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
-from isogpt.monitor.records import Means, routing_record, step_record, waiting_percent, waiting_text
+from isogpt.monitor.records import (
+    SLOW_STEPS,
+    Means,
+    routing_record,
+    step_record,
+    waiting_percent,
+    waiting_text,
+)
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import Clock, over_ranks
@@ -21,7 +28,6 @@ from isogpt.speed.devices import Peak
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
 
-SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
 ENOUGH_STEPS = 7  # with fewer, the time left would be a guess
 
 
@@ -152,9 +158,12 @@ class RunReport:
         if advice:
             self.logger.print(advice)
 
-    def end(self, out_dir: str, stop: Stop, clock: Clock) -> None:
+    def end(self, out_dir: str, stop: Stop, clock: Clock, weights: str | None) -> None:
         """
         Report the end of the run, or that it stopped early, and close the sinks (all ranks).
+
+        Args:
+            weights: the digest of the final weights; None: not known.
         """
         spans_ms = over_ranks(gather_objects(clock.medians()))
         if self.is_stopped():
@@ -162,6 +171,7 @@ class RunReport:
             if is_run(out_dir):
                 hint = "resume with --init_from=resume or auto"
             text = f"stopped on request before step {self.progress.step}: {hint}"
-            self.logger.event("preempted", text, spans_ms=spans_ms, signal=stop.agreed)
+            facts = {"signal": stop.agreed, "reason": stop.reason()}
+            self.logger.event("preempted", text, spans_ms=spans_ms, weights=weights, **facts)
         else:
-            self.logger.event("end", spans_ms=spans_ms)
+            self.logger.event("end", spans_ms=spans_ms, weights=weights)

@@ -6,7 +6,7 @@ import time
 
 from isogpt.common import console
 from isogpt.common.console import duration
-from isogpt.monitor.records import CLOSING, evaluation_line, step_line
+from isogpt.monitor.records import CLOSING, STARTS, evaluation_line, step_line
 
 REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 
@@ -20,8 +20,8 @@ class Console:
     are printed above. The cursor waits at the start of this line, from where console.ERASE erases it.
     """
 
-    def __init__(self, max_iters: int) -> None:
-        self.max_iters = max_iters
+    def __init__(self) -> None:
+        self.max_iters = 0  # of the event start or resume
         self.has_status = console.is_screen(sys.stdout)
         self.status = ""
         self.val_loss: float | None = None
@@ -31,6 +31,8 @@ class Console:
     def write(self, record: dict, text: str) -> None:
         """Print the line of a record, if there is one."""
         is_step = "step_ms" in record
+        if record.get("event") in STARTS:
+            self.max_iters = record["config"]["max_iters"]
         if "val_loss" in record:
             self.val_loss = record["val_loss"]
             text = evaluation_line(record)

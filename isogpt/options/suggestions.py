@@ -35,7 +35,9 @@ OTHER_NAMES = {
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size d_model",
     "learning_rate": "lr",
-    "max_iters": "steps num_iterations total_steps num_train_epochs max_epochs epochs",
+    "max_iters": "steps max_steps train_steps train_iters num_iterations total_steps",
+    "max_tokens": "tokens total_tokens train_tokens num_tokens target_tokens",
+    "max_epochs": "epochs num_epochs num_train_epochs train_epochs",
     "grad_clip": "max_grad_norm max_norm gradient_clip_val gradient_clipping",
 }
 SIMILAR = 0.75  # at most 1; two letters that are swapped in a name of four give 0.75

@@ -19,6 +19,8 @@ from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectiv
 FIXED = {
     "out_dir": "",
     "max_iters": 0,
+    "max_tokens": 0.0,
+    "max_epochs": 0.0,
     "log_interval": 1,
     "eval_interval": 10**9,
     "eval_iters": 1,
@@ -32,6 +34,7 @@ FIXED = {
     "wandb_log": False,
     "tensorboard_log": False,
     "alert_command": "",
+    "print_result": False,
     "sample_interval": 0,
 }
 

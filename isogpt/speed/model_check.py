@@ -99,6 +99,8 @@ SHORT_RUN = {
     "dtype": "float32",
     "nproc": 0,
     "max_iters": 5,
+    "max_tokens": 0.0,
+    "max_epochs": 0.0,
     "eval_interval": SAVED_STEP,
     "save_checkpoint": True,
     "always_save_checkpoint": True,

@@ -16,6 +16,7 @@ from isogpt.speed.memory import about_edited_modules
 from isogpt.speed.prediction import Prediction, calibrated, two_blocks
 from isogpt.speed.sweep import Table
 from isogpt.speed.workload import Workload
+from isogpt.training.budget import steps_of
 from isogpt.training.settings import check_training
 
 ROWS, ROWS_THAT_DO_NOT_FIT = 15, 3  # of the table of layouts
@@ -103,8 +104,11 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     fastest = rankings[0].predictions[0]
     command = predictor.command(fastest.settings, counts[0])
     whole_run = ""
-    if max_iters := predictor.workload.settings["max_iters"]:
-        steps = int(max_iters) + 1  # as in nanoGPT
+    settings, wanted = predictor.workload.settings, rankings[0].wanted
+    steps = int(settings["max_iters"]) + 1 if settings["max_iters"] else 0  # as in nanoGPT
+    if settings["max_tokens"]:
+        steps = steps_of(settings["max_tokens"], wanted.sequences * settings["block_size"])
+    if steps:
         took = duration(steps * fastest.total_s)
         whole_run = f", {steps:,} steps in {took} without evaluations and checkpoints"
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")

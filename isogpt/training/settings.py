@@ -38,6 +38,7 @@ def check_training(config: dict) -> dict:
     problems = problems_of_shape(model_fields(config))
     problems += rules_of_start(settings)
     problems += rules_of_model(settings)
+    problems += rules_of_length(settings)
     problems += rules_of_updates(settings)
     if settings.fsdp and settings.zero not in (0, 3):
         problems.append(f"fsdp is short for zero=3, but zero is {settings.zero}: set only one of them")
@@ -99,6 +100,15 @@ def rules_of_model(c: Settings) -> Iterator[str]:
         yield (
             "n_expert_active is 1: the weights of a token's experts add up to 1, and a router of a single "
             "expert learns nothing: set --n_expert_active=2"
+        )
+
+
+def rules_of_length(c: Settings) -> Iterator[str]:
+    """How long a run trains."""
+    if c.max_tokens and c.max_epochs:
+        yield (
+            f"max_tokens is {c.max_tokens:g} and max_epochs is {c.max_epochs:g}, but both set the number of "
+            "steps: set --max_tokens=0 or --max_epochs=0"
         )
 
 

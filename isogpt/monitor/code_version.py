@@ -1,0 +1,41 @@
+"""The version of the code: git's commit of the repository with train.py, and whether it was changed."""
+
+import subprocess
+from contextlib import suppress
+
+from isogpt.common.files import REPOSITORY
+from isogpt.launch.process_group import Ranks
+
+PATIENCE_S = 5.0  # seconds that a start waits for git: a repository on a network file system can be slow
+# one command prints the commit and the changed files. It neither writes to the repository nor starts a daemon
+STATUS = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(REPOSITORY), "status")
+OPTIONS = ("--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no")
+COMMIT = "# branch.oid "  # the beginning of the line with the commit
+
+
+def ask_git(ranks: Ranks) -> subprocess.Popen | None:
+    """Start git, which works while the run starts; None on ranks other than 0, and without git."""
+    if not ranks.is_main:
+        return None
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with suppress(OSError):
+        return subprocess.Popen([*STATUS, *OPTIONS], text=True, errors="replace", **pipes)
+    return None
+
+
+def code_version(git: subprocess.Popen | None) -> dict:
+    """
+    Return the answer of git: {"commit": its hash, or "" outside a repository, "changed": whether tracked
+    files differ from the commit}.
+    """
+    output = ""
+    if git:
+        try:
+            output, _ = git.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            git.kill()
+            git.communicate()
+    lines = output.splitlines()
+    commits = [line.removeprefix(COMMIT) for line in lines if line.startswith(COMMIT)]
+    commit = "".join(commits).replace("(initial)", "")  # of a repository without a commit
+    return {"commit": commit, "changed": any(not line.startswith("# ") for line in lines)}
