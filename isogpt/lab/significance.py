@@ -122,6 +122,15 @@ def value_of(item: tuple[str, float]) -> float:
     return item[1]
 
 
+def has_scipy() -> bool:
+    """Whether differences can be tested on this machine."""
+    try:
+        t_test(0.0, 1.0, 1)
+    except ValueError:
+        return False
+    return True
+
+
 # ------------------------------------------------------------------------------------------------------------
 # the two tests
 
