@@ -306,10 +306,16 @@ def difference_title(groups: list[Group], a: list[Curve], b: list[Curve]) -> str
     first, second = map(name_of, groups)
     last = [{curve.seed: float(curve.y[-1]) for curve in curves} for curves in (a, b)]
     result = difference(*last)
-    interval = "" if result.low is None else f", 95% interval {result.low:+.4f} to {result.high:+.4f}"
-    return f"Difference of the validation losses: ({second}) minus ({first})\n" + (
-        f"{result.mean:+.4f} at the end{interval}; below zero, {second} is better"
-    ).replace(" -", " \N{MINUS SIGN}")
+    interval = "" if result.low is None else f", 95% interval {signed(result.low)} to {signed(result.high)}"
+    return (
+        f"Difference of the validation losses: ({second}) minus ({first})\n"
+        f"{signed(result.mean)} at the end{interval}; below zero, {second} is better"
+    )
+
+
+def signed(value: float) -> str:
+    """A difference as text, with a minus sign as on the axes."""
+    return f"{value:+.4f}".replace("-", "\N{MINUS SIGN}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -347,16 +353,17 @@ def statistics_figure(groups: list[Group]) -> "Figure | None":
     figure = new_figure(max(7, 1 + 3.6 * len(columns)), 1 + 2.3 * len(panels))
     grid = figure.subplots(len(panels), len(columns), sharex=True, sharey="row", squeeze=False)
     for column, of_run in enumerate(lines):
-        for row, (key, _, is_logarithmic) in enumerate(panels):
+        for row, (key, _, _) in enumerate(panels):
             for name, points in of_run.get(key, {}).items():
                 grid[row, column].plot(*points, **styles[name])
             finish(grid[row, column])
-            if is_logarithmic:
-                make_logarithmic(grid[row, column])
     for axes, (group, _) in zip(grid[0], columns, strict=True):
         entitle(axes, f"{name_of(group)}\n{panels[0][1]}")
     for axes, (_, title, _) in zip(grid[1:, 0], panels[1:], strict=True):
         entitle(axes, title)
+    for axes, (_, _, is_logarithmic) in zip(grid[:, 0], panels, strict=True):
+        if is_logarithmic:
+            make_logarithmic(axes)
     for axes in grid[-1]:
         axes.set_xlabel("training step")
     add_legend_of_lines(figure, styles)
@@ -427,12 +434,14 @@ def line_styles(names: set[str]) -> dict[str, dict]:
 
 
 def make_logarithmic(axes: "Axes") -> None:
-    """Make the y axis logarithmic, with plain numbers."""
-    from matplotlib.ticker import LogFormatter
+    """Make the y axis, which the panels of a row share, logarithmic with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log", nonpositive="mask")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter())
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def add_legend_of_lines(figure: "Figure", styles: dict[str, dict]) -> None:
@@ -493,8 +502,7 @@ def add_legend(figure: "Figure", groups: list[Group], curves: list[list[Curve]])
     """Add a legend above the panels, which contains the validation loss of each group at its end."""
     from matplotlib.lines import Line2D
 
-    handles = []
-    labels = []
+    handles, labels = [], []
     for index, (group, of_group) in enumerate(zip(groups, curves, strict=True)):
         color, dash = style_of(index)
         handles.append(Line2D([], [], color=color, linestyle=dash, linewidth=2))
@@ -505,8 +513,8 @@ def add_legend(figure: "Figure", groups: list[Group], curves: list[list[Curve]])
     has_seeds = any(len(whole(of_group)) > 1 for of_group in curves)
     title = "Validation loss at the end"
     title += ": mean ± standard error over the seeds (the bands)" if has_seeds else ""
-    place = dict(loc="outside upper left", alignment="left", ncols=legend_columns(labels))
-    legend = figure.legend(handles, labels, title=title, frameon=False, **place)
+    layout = dict(loc="outside upper left", alignment="left", ncols=legend_columns(labels), frameon=False)
+    legend = figure.legend(handles, labels, title=title, **layout)
     for text in legend.get_texts():
         text.set_parse_math(False)
 
