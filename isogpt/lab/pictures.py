@@ -50,6 +50,7 @@ class Curve:
     steps: np.ndarray  # (n,)
     x: np.ndarray  # (n,) the same in the unit of the x axis
     y: np.ndarray  # (n,)
+    has_diverged: bool = False  # the last value was not finite
 
 
 @dataclass
@@ -81,8 +82,8 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     Return a figure with the validation loss of each group and the smoothed training loss; of two groups also
     the difference of their validation losses, second minus first, if scipy is installed.
 
-    The seeds of a group are one line, their mean, in a band of the standard error. Runs that stopped or
-    diverged before the others of their group are thin lines that end in a cross, and not part of the mean.
+    The seeds of a group are one line, their mean, in a band of the standard error. Runs that diverged, or
+    stopped before the others of their group, are thin lines that end in a cross, and not part of the mean.
     Where evaluations are at different steps, the values between them are interpolated.
 
     Args:
@@ -171,7 +172,8 @@ def curve_of(run: Run, records: list[dict], scale: Scale, key: str) -> Curve:
     """Return the curve of a value in the records of a run."""
     rows = [(number(rec.get("iter")), place(run, rec, scale), number(rec.get(key))) for rec in records]
     points = np.array([row for row in rows if all(map(math.isfinite, row))]).reshape(-1, 3)
-    return Curve(run.settings.get("seed", 0), *points.T)
+    has_diverged = bool(rows) and math.isfinite(rows[-1][0]) and not math.isfinite(rows[-1][2])
+    return Curve(run.settings.get("seed", 0), *points.T, has_diverged=has_diverged)
 
 
 def smooth(run: Run, scale: Scale) -> Curve:
@@ -185,9 +187,14 @@ def smooth(run: Run, scale: Scale) -> Curve:
 
 
 def whole(curves: list[Curve]) -> list[Curve]:
-    """Return the curves of a group that got about as far as its farthest one."""
-    most = max((curve.steps[-1] for curve in curves if len(curve.x)), default=0)
-    return [curve for curve in curves if len(curve.x) and curve.steps[-1] >= WHOLE * most]
+    """Return the curves of a group that have not diverged and got about as far as its farthest one."""
+    candidates = [curve for curve in curves if len(curve.x) and not curve.has_diverged]
+    return [curve for curve in candidates if curve.steps[-1] >= WHOLE * last_step(candidates)]
+
+
+def last_step(curves: list[Curve]) -> float:
+    """The step of the last finite value of any curve; 0 if there is none."""
+    return max((curve.steps[-1] for curve in curves if len(curve.x)), default=0.0)
 
 
 def mean_curve(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -306,7 +313,9 @@ def difference_title(groups: list[Group], a: list[Curve], b: list[Curve]) -> str
     first, second = map(name_of, groups)
     last = [{curve.seed: float(curve.y[-1]) for curve in curves} for curves in (a, b)]
     result = difference(*last)
-    interval = "" if result.low is None else f", 95% interval {signed(result.low)} to {signed(result.high)}"
+    interval = ""
+    if result.low is not None:
+        interval = f", 95% interval {signed(result.low)} to {signed(result.high)} ({result.method})"
     return (
         f"Difference of the validation losses: ({second}) minus ({first})\n"
         f"{signed(result.mean)} at the end{interval}; below zero, {second} is better"
@@ -361,9 +370,9 @@ def statistics_figure(groups: list[Group]) -> "Figure | None":
         entitle(axes, f"{name_of(group)}\n{panels[0][1]}")
     for axes, (_, title, _) in zip(grid[1:, 0], panels[1:], strict=True):
         entitle(axes, title)
-    for axes, (_, _, is_logarithmic) in zip(grid[:, 0], panels, strict=True):
+    for row, (_, _, is_logarithmic) in zip(grid, panels, strict=True):
         if is_logarithmic:
-            make_logarithmic(axes)
+            make_logarithmic(row)
     for axes in grid[-1]:
         axes.set_xlabel("training step")
     add_legend_of_lines(figure, styles)
@@ -433,15 +442,19 @@ def line_styles(names: set[str]) -> dict[str, dict]:
     return styles
 
 
-def make_logarithmic(axes: "Axes") -> None:
-    """Make the y axis, which the panels of a row share, logarithmic with plain numbers."""
+def make_logarithmic(row: np.ndarray) -> None:
+    """Make the y axis that a row of panels shares logarithmic, with plain numbers, if its values differ."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.set_yscale("log", nonpositive="mask")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    values = np.concatenate([line.get_ydata() for axes in row for line in axes.lines])
+    values = values[np.isfinite(values) & (values > 0)]
+    if not len(values) or values.max() < 2 * values.min():
+        return
+    row[0].set_yscale("log", nonpositive="mask")
+    is_narrow = values.max() < 100 * values.min()
+    row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_narrow else (1,)))
+    row[0].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    row[0].yaxis.set_minor_formatter(NullFormatter())
 
 
 def add_legend_of_lines(figure: "Figure", styles: dict[str, dict]) -> None:
@@ -503,13 +516,14 @@ def add_legend(figure: "Figure", groups: list[Group], curves: list[list[Curve]])
     from matplotlib.lines import Line2D
 
     handles, labels = [], []
+    end = max(map(last_step, curves))
     for index, (group, of_group) in enumerate(zip(groups, curves, strict=True)):
         color, dash = style_of(index)
         handles.append(Line2D([], [], color=color, linestyle=dash, linewidth=2))
-        labels.append("\n".join(textwrap.wrap(f"{name_of(group)}: {final_text(of_group)}", LINE)))
+        labels.append("\n".join(textwrap.wrap(f"{name_of(group)}: {final_text(of_group, end)}", LINE)))
     if any(len(whole(of_group)) < sum(len(curve.x) > 0 for curve in of_group) for of_group in curves):
         handles.append(Line2D([], [], color="0.4", marker="x", linewidth=0.8))
-        labels.append("a run that stopped or diverged before the others, not part of the mean")
+        labels.append("a run that diverged or stopped before the others, not part of the mean")
     has_seeds = any(len(whole(of_group)) > 1 for of_group in curves)
     title = "Validation loss at the end"
     title += ": mean ± standard error over the seeds (the bands)" if has_seeds else ""
@@ -524,17 +538,23 @@ def legend_columns(labels: list[str]) -> int:
     return 2 if len(labels) > 6 and max(map(len, labels)) <= LINE // 2 else 1
 
 
-def final_text(curves: list[Curve]) -> str:
-    """The last losses of a group's runs."""
+def final_text(curves: list[Curve], end: float) -> str:
+    """
+    Return the last losses of a group's runs.
+
+    Args:
+        end: the last step of all groups.
+    """
     kept = whole(curves)
     if not kept:
-        return "no evaluation"
+        return "diverged" if any(curve.has_diverged for curve in curves) else "no evaluation"
     last = np.array([curve.y[-1] for curve in kept])
+    stopped = f" at step {last_step(kept):.0f}" if last_step(kept) < WHOLE * end else ""
     if len(curves) == 1:
-        return f"{last[0]:.4f}"
+        return f"{last[0]:.4f}{stopped}"
     of = "" if len(kept) == len(curves) else f" of {len(curves)}"
     error = f" ± {standard_error(last):.4f}" if len(kept) > 1 else ""
-    return f"{last.mean():.4f}{error} ({len(kept)}{of} seeds)"
+    return f"{last.mean():.4f}{error}{stopped} ({len(kept)}{of} seeds)"
 
 
 def write(figure: "Figure", path: Path) -> Path:
