@@ -211,7 +211,8 @@ def test_each_package_stands_in_the_file_of_its_use():
         lines = (REPO / file).read_text().splitlines()
         return {name_of(line) for line in lines if line and line[0] not in "#-"}
 
-    assert names("requirements.txt") == {"torch", "numpy", "tiktoken", "wandb", "datasets", "matplotlib"}
+    needed = {"torch", "numpy", "tiktoken", "wandb", "datasets", "matplotlib", "scipy"}
+    assert names("requirements.txt") == needed
     assert names("requirements-transformers.txt") == {"transformers"}
     assert names("requirements-tensorboard.txt") == {"tensorboard"}
     text = "".join(path.read_text() for path in REPO.glob("requirements*.txt"))
