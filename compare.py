@@ -41,16 +41,19 @@ except ValueError as e:
 comparison.notes += [f"left out: {problem}" for problem in left_out]
 
 # 2. the picture
-drawn = ""
+drawn = []
 try:
     if picture and comparison.by:
-        drawn = str(pictures.draw(comparison.groups, x, Path(picture), comparison.by))
+        path = Path(picture)
+        drawn.append(pictures.draw(comparison.groups, x, path, comparison.by))
+        drawn.append(pictures.draw_statistics(comparison.groups, path.with_stem(f"{path.stem}-layers")))
 except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
     comparison.notes.append(f"no picture: {e}")
+drawn = [str(path) for path in drawn if path]
 
 # 3. the table, and what the difference means
 if json:
     console.print_result(table.as_data(comparison, drawn))
 else:
     lines = table.report(comparison, sweep_commands(comparison.groups, defaults))
-    console.print_result("\n".join([*lines, *([f"the picture: {drawn}"] if drawn else [])]))
+    console.print_result("\n".join([*lines, *(f"a picture: {path}" for path in drawn)]))

@@ -70,6 +70,7 @@ class Row:
 
     name: str
     settings: dict
+    place: str  # the run's folder, or what the user typed for several runs
     runs: list[RunRow]
     step: int | None = None  # the last step at which all of the group's runs that count were evaluated
     tokens: int | None = None  # up to this step
@@ -169,8 +170,9 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
     described = [(run, description(run, defaults)) for run in runs]
     names = list(dict.fromkeys(name for _, one in described for name in one))
-    differing = [name for name in names if len({repr(one.get(name)) for _, one in described}) > 1]
-    by_settings = grouped([(repr([one.get(n) for n in differing]), run) for run, one in described])
+    differing = [name for name in names if len({typed(one.get(name)) for _, one in described}) > 1]
+    keys = [tuple(typed(one.get(name)) for name in differing) for _, one in described]
+    by_settings = grouped([*zip(keys, runs, strict=True)])
     settings = {id(run): {name: one.get(name) for name in differing} for run, one in described}
     groups = []
     for alike in by_settings:
@@ -179,7 +181,7 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
             ours = settings[id(part[0])]
             label = [f"{name}={typed(value)}" for name, value in ours.items()]
             if len(parts) > 1 or not label:
-                label.append(name_of(part, len(parts)))
+                label.append(place_of(part))
             groups.append(Group(" ".join(label), part, ours))
     return groups
 
@@ -219,11 +221,9 @@ def are_seeds(runs: list[Run]) -> bool:
     return len({run.settings["seed"] for run in runs}) == len(runs)
 
 
-def name_of(runs: list[Run], parts: int) -> str:
-    """The name of runs that no setting distinguishes from others."""
-    if len(runs) == 1:
-        return str(runs[0].folder)
-    return runs[0].argument if parts > 1 else str(runs[0].folder.parent)
+def place_of(runs: list[Run]) -> str:
+    """Where runs are: the folder of one, or what the user typed for several."""
+    return str(runs[0].folder) if len(runs) == 1 else runs[0].argument
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,8 @@ def row_of(group: Group) -> Row:
     """What the table contains of a group, up to the last step at which all runs that count were evaluated."""
     runs = counted(group.runs)
     step = last_common_step(runs)
-    row = Row(group.name, group.settings, [row_of_run(run) for run in group.runs], step)
+    runs_of_group = [row_of_run(run) for run in group.runs]
+    row = Row(group.name, group.settings, place_of(group.runs), runs_of_group, step)
     row.parameters = group.runs[0].facts.get("parameters")
     row.is_complete = any(run.is_finished for run in group.runs)
     row.state = state_of(group.runs)

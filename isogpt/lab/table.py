@@ -43,8 +43,8 @@ def report(comparison: Comparison, more_seeds: Sequence[str]) -> list[str]:
     return [visible(line) for line in lines]
 
 
-def as_data(comparison: Comparison, picture: str) -> str:
-    """All that compare.py prints, as JSON. `picture`: the path of the picture, or ""."""
+def as_data(comparison: Comparison, drawn: list[str]) -> str:
+    """All that compare.py prints, as JSON. `drawn`: the paths of the pictures."""
     by = comparison.by
     data = {
         "compared_by": NAMES.get(by),
@@ -56,7 +56,7 @@ def as_data(comparison: Comparison, picture: str) -> str:
         "target": comparison.target,
         "until": [asdict(reached) for reached in comparison.until],
         "notes": comparison.notes,
-        "picture": picture,
+        "pictures": drawn,
     }
     return json.dumps(as_json(data), indent=2)
 
@@ -105,7 +105,7 @@ def columns_of(rows: list[Row]) -> dict[str, list[str]]:
     columns = {name: [setting_text(row.settings.get(name)) for row in rows] for name in settings}
     # what the settings do not distinguish is named by its folder or argument
     if not settings or len({tuple(cells) for cells in zip(*columns.values(), strict=True)}) < len(rows):
-        columns = {"runs": [row.name.rpartition(" ")[2] for row in rows]} | columns
+        columns = {"runs": [row.place for row in rows]} | columns
     columns |= {
         "seeds": [seeds_text(row) for row in rows],
         "steps": [text_of(row.step, "{:,}".format) for row in rows],
@@ -171,9 +171,7 @@ def aligned(columns: dict[str, list[str]]) -> list[str]:
     for name, cells in columns.items():
         cells = [visible(cell) for cell in cells]
         width = max(map(len, [name, *cells]))
-        is_text = name in ("runs", "state", "group", "method") or not any(
-            cell[:1].isdigit() for cell in cells
-        )
+        is_text = name in TEXTS or not any(cell[:1].isdigit() for cell in cells)
         shown.append([f"{cell:{'<' if is_text else '>'}{width}}" for cell in [name, *cells]])
     return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
 
