@@ -30,6 +30,7 @@ from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
 SECTION = re.compile(r"# -- (.+?) -+")
 CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 NOT_PYTHON = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
+CONFIGS = "[config/FILE.py ...]"  # in --help: what a command line contains besides settings
 # modules that nanoGPT's scripts have imported when they run a config
 VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
@@ -63,8 +64,21 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     return settings
 
 
+def separate(argv: list[str], settings: dict[str, Setting]) -> tuple[list[str], list[str]]:
+    """
+    Divide a command line into its words and its options, as --key=value, for a script whose words are no
+    configs: `configure` gets the options.
+    """
+    arguments = _with_equals_signs(argv, settings)
+    options = [argument for argument in arguments if argument.startswith("--") or argument == "-h"]
+    return [argument for argument in arguments if argument not in options], options
+
+
 def configure(
-    script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None
+    script_globals: dict[str, Any],
+    argv: list[str] | None = None,
+    extra: dict[str, Setting] | None = None,
+    words: str = CONFIGS,
 ) -> dict[str, Value]:
     """
     Apply `argv` to the settings in `script_globals` and return their final values. All errors are reported
@@ -76,6 +90,7 @@ def configure(
             the only form that code which passes the arguments on to other processes must understand.
         extra: settings of a different script that are also accepted. Those that were set are returned, but
             never assigned to the globals. Their defaults are only shown by --help and read by configs.
+        words: what the command line contains besides settings, for --help.
     """
     console.prepare()
     script = script_globals["__file__"]
@@ -85,7 +100,7 @@ def configure(
     arguments = sys.argv[1:] if argv is None else argv
     if any(argument == "-h" or argument.startswith("--help") for argument in arguments):
         if _is_rank_0():
-            console.print_result(help_text(script, known, with_rare="--help=all" in arguments))
+            console.print_result(help_text(script, known, "--help=all" in arguments, words))
         sys.exit(0)
 
     arguments = _with_equals_signs(arguments, known)
@@ -125,12 +140,14 @@ def fail(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare: bool = False) -> str:
+def help_text(
+    script: str | os.PathLike, settings: dict[str, Setting], with_rare: bool = False, words: str = CONFIGS
+) -> str:
     """
     Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section.
     """
     docstring = ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""
-    lines = [f"usage: python {os.path.basename(script)} [config/FILE.py ...] [--key=value ...]"]
+    lines = [f"usage: python {os.path.basename(script)} {words} [--key=value ...]"]
     lines += ["Arguments apply from left to right; later values override earlier ones."]
     lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
     lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)

@@ -131,6 +131,16 @@ def test_a_command_of_the_docs_exports(zygote, folder, command):
     assert zygote.start(args, folder, script="export.py").wait().text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_of("compare.py"))
+def test_a_command_of_the_docs_compares(at, prepared, capsys, command):
+    args = arguments(command, "compare.py")
+    for name in without(args, "--"):
+        shutil.copytree(prepared / "out", at.path / name.replace("*", "a"))
+    script(at, "compare.py", args)
+    assert re.search("val.loss", capsys.readouterr().out) and (at.path / "compare.png").exists()
+
+
 PLANS = [command for command in commands_of("bench.py") if re.search("--hardware|--estimate", command)]
 
 

@@ -17,7 +17,7 @@ from runs import REPO, TINY, accepted, assert_same_curve, column, free_port
 
 from configurator import settings_of
 
-SCRIPTS = {"train", "sample", "bench", "export"}
+SCRIPTS = {"train", "sample", "bench", "export", "compare"}
 BANNED = r"DESIGN\.md|CONTRACT\.md|\.\./shared|(?i:\blaws? \d|\bthe contract\b|\bthe issues? asks?\b)"
 
 

@@ -20,12 +20,14 @@ Points = list[tuple[int, float]]  # (step, loss)
 class Curve:
     """
     The first of the points in every `spacing` steps, and the last point. The spacing is doubled when there
-    would be more than LIMIT points. So a curve depends on the points that were added, and not on when.
+    would be more than `limit` points. So a curve depends on the points that were added, and not on when.
+    isogpt/lab/runs.py keeps whole records in place of the losses.
     """
 
     points: Points = field(default_factory=list)
     last: Points = field(default_factory=list)  # [the last point]
     spacing: int = 1
+    limit: int = LIMIT
 
     def has_room(self, step: int) -> bool:
         """Whether a point at this step is kept."""
@@ -36,7 +38,7 @@ class Curve:
         self.last = [(step, loss)]
         if self.has_room(step):
             self.points.append((step, loss))
-        while len(self.points) > LIMIT:
+        while len(self.points) > self.limit:
             self.thin(2 * self.spacing)
 
     def thin(self, spacing: int) -> None:
@@ -50,7 +52,7 @@ class Curve:
         """Return a copy with the points before step `end`."""
         points = [point for point in self.points if point[0] < end]
         last = [point for point in self.last if point[0] < end]
-        return Curve(points, last or points[-1:], self.spacing)
+        return Curve(points, last or points[-1:], self.spacing, self.limit)
 
     def followed_by(self, later: "Curve") -> "Curve":
         """Return a curve with the points of this curve and of one that begins later."""

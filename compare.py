@@ -1,0 +1,59 @@
+"""
+Compare runs of train.py: what differs, which is better, and whether the difference is larger than chance.
+
+    python compare.py out-a out-b              two runs: a table, the difference, and a picture
+    python compare.py 'out-lr/*'               all runs in a folder; a group differs only in the seed
+    python compare.py out-a out-b --x=tokens   the picture over tokens, seconds or flops instead of steps
+    python compare.py out-a out-b --loss=1.5   when each has reached a validation loss of 1.5
+    python compare.py out-a out-b --json       everything as JSON instead of the table
+
+The first run's group is the one with which the others are compared. Runs may be running, stopped or resumed.
+"""
+
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
+
+import sys
+from pathlib import Path
+
+from configurator import configure, fail, separate, settings_of
+from isogpt.common import console
+from isogpt.lab import pictures, table
+from isogpt.lab.comparison import compare, sweep_commands
+from isogpt.lab.runs import find_runs
+
+# -- what to compare -----------------------------------------------------------------------------------------
+loss = 0.0  # also print when each run has reached this validation loss (0: no) [>= 0]
+# -- what to write -------------------------------------------------------------------------------------------
+x = "steps"  # over which the picture draws the losses [steps | tokens | seconds | flops]
+picture = "compare.png"  # the file of the picture ("": none)
+json = False  # print everything as JSON instead of the table
+# ------------------------------------------------------------------------------------------------------------
+# 1. the settings, and the runs
+folders, options = separate(sys.argv[1:], settings_of(__file__))
+configure(globals(), options, words="FOLDER ...")
+train_settings = settings_of(Path(__file__).with_name("train.py"))
+defaults = {name: setting.default for name, setting in train_settings.items()}
+try:
+    runs, left_out = find_runs(folders)
+    comparison = compare(runs, defaults, loss)
+except ValueError as e:
+    fail(console.visible(str(e)))
+comparison.notes += [f"left out: {problem}" for problem in left_out]
+
+# 2. the picture
+drawn = []
+try:
+    if picture and comparison.by:
+        path = Path(picture)
+        drawn.append(pictures.draw(comparison.groups, x, path, comparison.by))
+        drawn.append(pictures.draw_statistics(comparison.groups, path.with_stem(f"{path.stem}-layers")))
+except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
+    comparison.notes.append(f"no picture: {e}")
+drawn = [str(path) for path in drawn if path]
+
+# 3. the table, and what the difference means
+if json:
+    console.print_result(table.as_data(comparison, drawn))
+else:
+    lines = table.report(comparison, sweep_commands(comparison.groups, defaults))
+    console.print_result("\n".join([*lines, *(f"a picture: {path}" for path in drawn)]))
