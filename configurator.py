@@ -103,11 +103,28 @@ def configure(
             console.print_result(help_text(script, known, "--help=all" in arguments, words))
         sys.exit(0)
 
-    arguments = _with_equals_signs(arguments, known)
+    arguments = with_equals_signs(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
-    final = {name: script_globals.get(name, setting.default) for name, setting in settings.items()}
-    problems = []
+    values = {name: script_globals.get(name, setting.default) for name, setting in settings.items()}
+    final, problems = apply_arguments(arguments, values, script_globals, known)
+    if problems:
+        fail("\n".join(problems))
+    script_globals.update({name: final[name] for name in settings})
+    return final
+
+
+def apply_arguments(
+    arguments: list[str], values: dict[str, Value], script_globals: dict[str, Any], known: dict[str, Setting]
+) -> tuple[dict[str, Value], list[str]]:
+    """
+    Return `values` after the arguments, configs and --key=value, and a sentence for each mistake.
+
+    Args:
+        script_globals: what configs may read besides the settings, with the script's `__file__`.
+        known: all settings, to which arguments assign.
+    """
+    script, final, problems = script_globals["__file__"], dict(values), []
     for argument in arguments:
         try:
             if argument.startswith("--"):
@@ -120,11 +137,7 @@ def configure(
         except ValueError as e:
             problems += str(e).splitlines()
     problems = [f"{os.path.basename(script)}: {problem}" for problem in problems]
-    problems += ranges.problems(known, final)
-    if problems:
-        fail("\n".join(problems))
-    script_globals.update({name: final[name] for name in settings})
-    return final
+    return final, problems + ranges.problems(known, final)
 
 
 def fail(message: str) -> NoReturn:
@@ -169,7 +182,7 @@ def help_text(
     return "\n".join(lines)
 
 
-def _with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
+def with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
     """
     Rewrite `--key value` as `--key=value`, and `--key` alone as `--key=True` if the setting is a boolean.
     """

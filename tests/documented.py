@@ -5,7 +5,7 @@ import shlex
 
 from runs import REPO
 
-SCRIPTS = ("train.py", "sample.py", "bench.py", "export.py", "compare.py")
+SCRIPTS = ("train.py", "sample.py", "bench.py", "export.py", "compare.py", "sweep.py")
 PROGRAMS = "python|torchrun|sbatch|accelerate|deepspeed|mpirun|srun|pytest"
 
 

@@ -141,6 +141,15 @@ def test_a_command_of_the_docs_compares(at, prepared, capsys, command):
     assert re.search("val.loss", capsys.readouterr().out) and (at.path / "compare.png").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_of("sweep.py"))
+def test_a_command_of_the_docs_sweeps(zygote, folder, command):
+    config, *args = arguments(command, "sweep.py")
+    args = [arg for arg in args if "," in arg or not arg.startswith(OURS)]  # lists are kept
+    run = zygote.start([config, *SHORT, *args], folder, script="tests/forked_sweep.py").wait()
+    assert re.search(r"; 0 left|\d runs, 1 at the same time: about 0:", run.text())
+
+
 PLANS = [command for command in commands_of("bench.py") if re.search("--hardware|--estimate", command)]
 
 

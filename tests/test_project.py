@@ -15,9 +15,10 @@ import pytest
 from documented import arguments, commands, documents, files, script_of
 from runs import REPO, TINY, accepted, assert_same_curve, column, free_port
 
-from configurator import settings_of
+from configurator import settings_of, with_equals_signs
+from isogpt.lab.combinations import words_of
 
-SCRIPTS = {"train", "sample", "bench", "export", "compare"}
+SCRIPTS = {"train", "sample", "bench", "export", "compare", "sweep"}
 BANNED = r"DESIGN\.md|CONTRACT\.md|\.\./shared|(?i:\blaws? \d|\bthe contract\b|\bthe issues? asks?\b)"
 
 
@@ -218,9 +219,12 @@ def test_the_scripts_accept_every_command_in_the_docs(at):
                 path = word.replace("data/mine/", "data/shakespeare_char/")  # the copy that a user makes
                 assert (REPO / path).exists(), f"{where}: {command}"
         name = "train.py" if "cluster/slurm.sh" in words else script_of(words)
-        if name in ("train.py", "sample.py", "bench.py") and "--help" not in command:
+        if name in ("train.py", "sample.py", "bench.py", "sweep.py") and "--help" not in command:
             args = arguments(command, name)
-            extra = settings_of(REPO / "train.py") if name == "bench.py" else None
+            extra = settings_of(REPO / "train.py") if name in ("bench.py", "sweep.py") else None
+            if name == "sweep.py":
+                args = with_equals_signs(args, settings_of(REPO / "sweep.py"))
+                args = words_of(args, {}, extra)  # of lists, the last value
             try:
                 accepted(name, *args, extra=extra)
             except (SystemExit, ValueError) as e:

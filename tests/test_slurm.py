@@ -4,6 +4,7 @@ Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preem
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -188,3 +189,23 @@ def test_a_signal_to_a_job(slurm, work, names):
             assert TABLE[name, "Slurm job"] == "saved", log_of(work, job)
     slurm.ask("scancel", job)
     wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"), 60)
+
+
+@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
+def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
+    sweep = [sys.executable, str(REPO / "sweep.py"), *TINY, "--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
+    command = ["sbatch", "--parsable", "--array=0-1", "-p", "low", "-o", f"{work}/task%a.txt"]
+    job = subprocess.run(
+        [*command, "--wrap", f"srun {shlex.join(sweep)}"],
+        env=slurm.env,
+        cwd=work,
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == 0, job.stderr
+    wait_for(lambda: slurm.ask("squeue", "-h", "-j", job.stdout.strip()) == "", 240)
+    texts = [(work / f"task{task}.txt").read_text() for task in (0, 1)]
+    assert [text.count("start  ") for text in texts] == [2, 1], texts
+    for seed in (1, 2, 3):
+        assert events(work / "out" / f"seed={seed}")[0] == "start", texts
+        assert events(work / "out" / f"seed={seed}")[-1] == "end", texts
