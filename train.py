@@ -38,6 +38,7 @@ from isogpt.monitor import (
     signals,
 )
 from isogpt.monitor.meter import Meter
+from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel import (
     compare_weights,
     compilation,
@@ -126,6 +127,7 @@ save_checkpoint = True  # False: write no checkpoints
 keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
 # -- logging -------------------------------------------------------------------------------------------------
 sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
+stats_interval = 0  # steps between statistics of each layer: norms, activations, attention (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
@@ -290,7 +292,8 @@ logger.event(
     flops_per_step=flops_per_step,
 )
 meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval)
-report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak)
+statistics = LayerStatistics(stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast)
+report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak, statistics)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -371,7 +374,9 @@ while not is_complete:
     # the batch
     gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
-    optim.clip_and_step(optimizers, scaler, gathered, grad_clip)  # no update if loss or norm is not finite
+    with statistics.of_update(step):  # every stats_interval steps, which the report writes later
+        # no update if loss or norm is not finite
+        optim.clip_and_step(optimizers, scaler, gathered, grad_clip)
     clock.lap("optimizer")
     gc.collect(1)  # what was allocated since the step before; the GPU is still busy
     numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so
@@ -410,7 +415,7 @@ report.end(out_dir, stop, clock)
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, evaluator, meter, saver, watchdog
+del report, statistics, evaluator, meter, saver, watchdog
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
 # limit, stop.agreed is negative, and the exit status is 0

@@ -32,6 +32,7 @@ FIXED = {
     "tensorboard_log": False,
     "alert_command": "",
     "sample_interval": 0,
+    "stats_interval": 0,
 }
 
 
