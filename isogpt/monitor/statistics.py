@@ -169,7 +169,8 @@ class LayerStatistics:
     without dropout over `sequences` of the training data, the same in every step.
 
     Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
-    compiled. The host does not wait for a GPU: `records` returns what has arrived.
+    compiled. The host does not wait for a GPU, except once with cpu_offload: `records` returns what has
+    arrived.
 
     Args:
         model: the model as evaluations call it.
@@ -239,6 +240,9 @@ class LayerStatistics:
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)
+        if self.device.type == "cuda" and self.weights()[0].device.type == "cpu":
+            # with cpu_offload, the update must not change weights that are still being copied to the GPU
+            torch.cuda.current_stream().synchronize()
         return observed
 
     @torch.no_grad()
