@@ -69,7 +69,7 @@ def separate(argv: list[str], settings: dict[str, Setting]) -> tuple[list[str], 
     Divide a command line into its words and its options, as --key=value, for a script whose words are no
     configs: `configure` gets the options.
     """
-    arguments = _with_equals_signs(argv, settings)
+    arguments = with_equals_signs(argv, settings)
     options = [argument for argument in arguments if argument.startswith("--") or argument == "-h"]
     return [argument for argument in arguments if argument not in options], options
 

@@ -40,6 +40,7 @@ from isogpt.monitor import (
     spikes,
 )
 from isogpt.monitor.meter import Meter
+from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel import (
     compare_weights,
     compilation,
@@ -130,6 +131,7 @@ keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint 
 # -- logging -------------------------------------------------------------------------------------------------
 eval_datasets = ""  # further validation sets, such as a,b: names or paths of folders with a val.bin
 sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
+stats_interval = 0  # steps between statistics of each layer: norms, activations, attention (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
 print_result = False  # the last line of stdout is <out_dir>/result.json, how the run has ended, in one line
 # -- data ----------------------------------------------------------------------------------------------------
@@ -307,7 +309,10 @@ logger.event(
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
 )
-report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
+statistics = LayerStatistics(stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast)
+report = run_report.RunReport(
+    logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak, statistics
+)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -389,8 +394,9 @@ while not is_complete:
     # the batch
     gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
-    # no update if loss or norm is not finite, or a spike that is skipped
-    optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
+    with statistics.of_update(step):  # every stats_interval steps, which the report writes later
+        # no update if loss or norm is not finite, or a spike that is skipped
+        optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
     clock.lap("optimizer")
     gc.collect(1)  # what was allocated since the step before; the GPU is still busy
     numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so
@@ -428,7 +434,7 @@ report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, evaluator, meter, saver, watchdog
+del report, statistics, evaluator, meter, saver, watchdog
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
 # limit, stop.agreed is negative, and the exit status is 0

@@ -49,6 +49,7 @@ from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
+from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -459,7 +460,7 @@ def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
     ranks, data = SimpleNamespace(is_main=True), SimpleNamespace(bits_per_byte=lambda loss: None)
     meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=SimpleNamespace(data=data))
     logger = Logger(progress, [Console()])
-    RunReport(logger, meter, ranks, 3, 1, 1.0, None, steps_taken=4).done("")
+    RunReport(logger, meter, ranks, 3, 1, 1.0, None, LayerStatistics(0, *[None] * 5), steps_taken=4).done("")
     assert capsys.readouterr().out == f"{said}\n"
 
 

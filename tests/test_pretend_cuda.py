@@ -71,6 +71,8 @@ CASES = {
     "zero 3": daily("--zero=3"),
     "zero 3 bf16": Case("--zero=3 --dtype=bfloat16", limit=HALF),
     "cpu_offload": daily("--zero=2 --cpu_offload=True", waits=OFFLOAD),
+    # the update must not change weights that are being copied to the GPU
+    "cpu_offload statistics": Case("--zero=3 --cpu_offload=True --stats_interval=1", waits=OFFLOAD + 1),
     "cpu_offload fp16": Case(
         "--zero=3 --cpu_offload=True --dtype=float16", limit=HALF, gpu=T4, waits=OFFLOAD_SCALED
     ),
@@ -95,6 +97,8 @@ CASES = {
     "profile": Case("--profile=True --max_iters=9"),
     "check_ranks": Case("--check_ranks_interval=2", waits=2),
     "save_interval": Case("--save_interval=1", waits=2),
+    "statistics": daily("--stats_interval=1"),
+    "statistics bf16 experts": Case("--stats_interval=1 --n_expert=4 --dtype=bfloat16", limit=HALF),
     # two processes
     "2 ddp": daily("", 2),
     "2 on_spike": daily("--on_spike=skip", 2),
@@ -127,6 +131,10 @@ CASES = {
     "2 exact zero 3 fp16": daily("--exact=True --zero=3 --dtype=float16", 2, HALF, T4),
     "2 exact hsdp": Case("--exact=True --zero=3 --dp_replicate=2", 2),
     "2 exact pp": Case(f"{MUON} --exact=True --pp=2", 2),
+    "2 statistics zero 3": Case("--stats_interval=1 --zero=3", 2),
+    "2 statistics cp": Case("--stats_interval=1 --cp=2", 2),
+    "2 statistics pp fp16": Case("--stats_interval=1 --pp=2 --dtype=float16", 2, HALF, T4),
+    "2 statistics tp muon": Case(f"{MUON} --stats_interval=1 --tp=2", 2),
     "2 shares": Case("--shares=auto", 2),
 }
 

@@ -11,7 +11,7 @@ from isogpt.common.files import as_record, regular_file
 
 LIMIT = 1000  # points of a curve; loss.png is 880 pixels wide
 # how a step and an evaluation begin; parsing the line would take ten times as long
-STEP = re.compile(rb'\{"iter": (\d{1,18}),')
+STEP = re.compile(rb'\{"iter": (\d{1,18}), (?!"statistics")')
 
 Points = list[tuple[int, float]]  # (step, loss)
 

@@ -28,6 +28,8 @@ class Logger:
     - a logged step: the fields of records.step_record, which alone contains step_ms. A value may be None, a
       list, or a float that is not finite;
     - an evaluation, which alone contains val_loss;
+    - the statistics of a step's layers, {kind: {name: number}}, which is written after the step's record or
+      before it, and before those of later steps: iter and statistics;
     - an event: event (its name), iter and facts, with a sentence for the user, or "". After a rollback, a
       sink removes what it contains of the step `to` and later ones, which will be repeated. A sink whose
       files outlive a run does the same when it is constructed;

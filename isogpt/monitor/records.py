@@ -101,11 +101,15 @@ def waiting_text(record: dict) -> str:
 
 def chart_values(record: dict) -> dict:
     """
-    Return the values of a step or an evaluation for wandb and TensorBoard, with nanoGPT's names, see
-    `chart_name`, and the mfu in percent; {} for events and lines.
+    Return the values of a step, an evaluation or a step's statistics for wandb and TensorBoard, with
+    nanoGPT's names, see `chart_name`, and the mfu in percent; {} for events and lines.
     """
     if "event" in record:
         return {}
+    if "statistics" in record:
+        kinds = record["statistics"].items()
+        values = {f"{kind}/{name}": value for kind, named in kinds for name, value in named.items()}
+        return values | {"iter": record["iter"]}
     values = {chart_name(name): value for name, value in record.items()}
     if values.get("mfu"):
         values["mfu"] *= 100

@@ -36,6 +36,7 @@ FIXED = {
     "alert_command": "",
     "print_result": False,
     "sample_interval": 0,
+    "stats_interval": 0,
 }
 
 

@@ -1,0 +1,315 @@
+"""
+Statistics of the layers: norms of weights, gradients and updates, the size of activations, and the largest
+attention logits. They are the same numbers on any layout, up to rounding, and change no bit of a run.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isogpt.data.reader import Reader
+from isogpt.launch.together import exit_together, gather_objects, number_dtype
+from isogpt.nn.kernels import IGNORE
+from isogpt.parallel.compilation import is_compiled
+from isogpt.parallel.data_parallel import reshard
+from isogpt.parallel.gradients import parameters_by_replica_count
+from isogpt.parallel.local_parts import copy_to_cpu, local
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.sequence_collectives import gathered
+
+LOGITS_AT_ONCE = 2**24  # attention logits in memory at once, 64 MiB in float32
+
+
+def short_name(name: str) -> str:
+    """The name of a parameter in a record: transformer.h.3.attn.c_attn.weight becomes 3.attn.c_attn."""
+    name = re.sub(r"^h\.(?=\d)", "", name.removeprefix("transformer."))
+    return name.removesuffix(".weight")
+
+
+def parts_with_output(model: nn.Module) -> dict[str, nn.Module]:
+    """
+    Return this rank's blocks ("3") and the parts of these that consist of modules, such as attention and MLP
+    ("3.attn").
+    """
+    parts = {}
+    for number, block in model.transformer.h.named_children():
+        parts[number] = block
+        for name, part in block.named_children():
+            if any(True for _ in part.children()):
+                parts[f"{number}.{name}"] = part
+    return parts
+
+
+def parts_with_attention(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of this rank's blocks that may call `attention` of model.Seams."""
+    return {
+        f"{number}.{name}".rstrip("."): module
+        for number, block in model.transformer.h.named_children()
+        for name, module in block.named_modules()
+        if hasattr(module, "seams")
+    }
+
+
+@dataclass
+class Observed:
+    """
+    What a forward pass shows of each part of the model, by its name, added over micro-batches.
+
+    Args:
+        queries, keys: the positions of the queries and of the keys of this rank and the ranks with which it
+            divides each sequence, (T / cp,) and (T,).
+        group: of these ranks; None if this rank is alone.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    group: dist.ProcessGroup | None
+    is_read: Tensor | None = None  # which rows of the micro-batch are not padding, (B,)
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # (sum of squares, how many numbers)
+    logits: dict[str, Tensor] = field(default_factory=dict)  # the largest
+
+    def add_output(self, name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        """Add a part's output (B, ...), or the first of its outputs (a forward hook)."""
+        x = output[0] if isinstance(output, tuple) and output else output
+        if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() < 2 or len(x) != len(self.is_read):
+            return
+        squares = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float32)
+        squares = squares.to(number_dtype(x.device)).square()  # (B,)
+        both = torch.stack((squares, torch.full_like(squares, x[0].numel())))
+        both = both.masked_fill(~self.is_read, 0).sum(1)
+        self.outputs[name] = self.outputs[name] + both if name in self.outputs else both
+
+    def attend(self, name: str, attention: Callable, q: Tensor, k: Tensor, *others: object) -> Tensor:
+        """Call the `attention` of model.Seams, whose queries and keys are observed."""
+        if q.dim() == 4 and q.shape[:2] == k.shape[:2] == (len(self.is_read), len(self.queries)):
+            keys = gathered(k, self.group) if self.group else k
+            largest = largest_logit(q, keys, self.queries, self.keys)
+            largest = largest.masked_fill(~self.is_read, -torch.inf).amax()
+            before = self.logits.get(name, largest)
+            self.logits[name] = torch.maximum(before, largest)
+        return attention(q, k, *others)
+
+
+def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """
+    Return the largest q k^T / sqrt(D) over heads and over pairs of positions in which the key does not come
+    after the query, for each sequence, (B,).
+
+    Args:
+        q, k: queries (B, T, H, D) and keys (B, S, K, D) of any order, with their positions (T,) and (S,).
+    """
+    B, _, H, D = q.shape
+    k = k.repeat_interleave(H // k.size(2), 2).permute(0, 2, 3, 1)  # (B, H, D, S)
+    at_once = max(1, LOGITS_AT_ONCE // (B * H * len(keys)))
+    largest = []
+    for part, places in zip(q.split(at_once, 1), queries.split(at_once), strict=True):
+        logits = (part.transpose(1, 2) * D**-0.5) @ k  # (B, H, queries at once, S)
+        logits = logits.masked_fill(keys > places[:, None], -torch.inf)
+        largest.append(logits.amax((1, 2, 3)))
+    return torch.stack(largest).amax(0).float()
+
+
+@contextmanager
+def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
+    """In the block, the model's forward passes add to `observed`; they run uncompiled."""
+    parts = parts_with_output(model)
+    hooks = [part.register_forward_hook(partial(observed.add_output, name)) for name, part in parts.items()]
+    seams = []
+    for name, module in parts_with_attention(model).items():
+        seams.append((module, module.seams))
+        attend = partial(observed.attend, name, module.seams.attention)
+        module.seams = replace(module.seams, attention=attend)
+    try:
+        # torch.compile would trace the hooks. The import takes a second where nothing is compiled
+        with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, before in reversed(seams):  # two names of one module: the first is restored last
+            module.seams = before
+
+
+@dataclass(eq=False)
+class Sums:
+    """
+    A step's numbers over all ranks, which a GPU may not have computed yet.
+
+    Args:
+        copy: what `LayerStatistics.add_over_ranks` returns, on the CPU once it has arrived.
+        arrived: None: the copy is complete.
+    """
+
+    step: int
+    copy: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> Tensor:
+        """Return the numbers. Waits for the GPU if they have not arrived."""
+        if self.arrived and not self.arrived.query():
+            self.arrived.synchronize()
+        return self.copy.double()
+
+
+@dataclass
+class LayerStatistics:
+    """
+    Measures the layers in every `interval` steps (0: never) (all ranks).
+
+    Weights and gradients are those before the update, gradients before they are clipped; an update is the
+    change of the weights. Where ranks hold different values of the same parameter, as islands do, a norm is
+    the root of their mean square. Activations and attention logits are those of an additional forward pass
+    without dropout over `sequences` of the training data, the same in every step.
+
+    Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
+    compiled. The host does not wait for a GPU, except once with cpu_offload: `records` returns what has
+    arrived.
+
+    Args:
+        model: the model as evaluations call it.
+        raw_model: the model whose parameters are updated.
+    """
+
+    interval: int
+    model: nn.Module
+    raw_model: nn.Module
+    reader: Reader
+    sequences: int
+    autocast: AbstractContextManager
+    waiting: list[Sums] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.interval:
+            return
+        mesh, self.device = self.reader.mesh, self.reader.device
+        with exit_together():
+            self.batches = [
+                (x, y, (y != IGNORE).any(1)) for x, y in self.reader.evaluation("train", self.sequences)
+            ]
+        self.queries, self.keys = positions_of(mesh, self.reader.block_size, self.device)
+        parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
+        held = (list(parameters), list(parts_with_output(self.raw_model)))
+        held += (list(parts_with_attention(self.raw_model)),)
+        # those of all ranks: a stage of a pipeline contains only some
+        lists = zip(*gather_objects(held), strict=True)
+        self.names, self.outputs, self.attentions = (list(dict.fromkeys(chain(*names))) for names in lists)
+        self.parameters = list(parameters.values())
+        self.places = torch.tensor([self.names.index(name) for name in parameters], device=self.device)
+        groups = parameters_by_replica_count(self.raw_model, mesh)
+        copies = {p: n for n, params in groups.items() for p in params}
+        self.copies = torch.tensor(
+            [copies[p] for p in self.parameters], dtype=number_dtype(self.device), device=self.device
+        )
+
+    @contextmanager
+    def of_update(self, step: int) -> Iterator[None]:
+        """Measure the layers before the block, and the update that is made in the block (all ranks)."""
+        if not self.interval or step % self.interval:
+            yield
+            return
+        observed = self.observe()
+        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in self.parameters]
+        squares = [self.squares(self.weights()), self.squares([local(grad) for grad in grads])]
+        before = [weight.clone() for weight in self.weights()]
+        yield
+        torch._foreach_sub_(before, self.weights())
+        squares.append(self.squares(before))
+        sums = copy_to_cpu(self.add_over_ranks(squares, observed))
+        arrived = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        self.waiting.append(Sums(step, sums, arrived))
+
+    def weights(self) -> list[Tensor]:
+        """This rank's parts of the parameters."""
+        return [local(p.detach()) for p in self.parameters]
+
+    @torch.no_grad()
+    def observe(self) -> Observed:
+        """Run the forward pass over this rank's sequences (all ranks)."""
+        observed = Observed(self.queries, self.keys, self.reader.mesh.group("cp"))
+        self.model.eval()
+        with observing(self.raw_model, observed), self.autocast:
+            for x, y, is_read in self.batches:
+                observed.is_read = is_read
+                self.model(x, y, 1.0)
+        self.model.train()
+        reshard(self.model)
+        if self.device.type == "cuda" and self.weights()[0].device.type == "cpu":
+            # with cpu_offload, the update must not change weights that are still being copied to the GPU
+            torch.cuda.current_stream().synchronize()
+        return observed
+
+    @torch.no_grad()
+    def squares(self, tensors: list[Tensor]) -> Tensor:
+        """This rank's share of the squared norms of all parameters, in the order of `names`."""
+        norms = torch.stack(torch._foreach_norm(tensors))
+        if norms.device.type != self.device.type:  # cpu_offload; any other copy waits for the GPU
+            norms = norms.pin_memory().to(self.device, non_blocking=True)
+        shares = norms.to(self.copies.dtype).square() / self.copies
+        return shares.new_zeros(len(self.names)).index_copy_(0, self.places, shares)
+
+    def add_over_ranks(self, squares: list[Tensor], observed: Observed) -> Tensor:
+        """
+        Return the sums over all ranks in one collective (all ranks): the squared norms, the sums of squares
+        and the counts of the outputs, and the largest logits, of which each rank writes a row, since a sum
+        has no maximum.
+        """
+        zero = squares[0].new_zeros(2)
+        outputs = torch.stack([observed.outputs.get(name, zero) for name in self.outputs], 1)
+        nothing = squares[0].new_full((), -torch.inf)
+        logits = [observed.logits.get(name, nothing).to(nothing.dtype) for name in self.attentions]
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        rows = zero.new_zeros(ranks, len(logits))
+        if logits:
+            rows[rank] = torch.stack(logits)
+        sums = torch.cat([*squares, outputs.flatten(), rows.flatten()])
+        if ranks > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def records(self, step: int) -> list[dict]:
+        """
+        Return the records of earlier steps, and on a CPU of this one; steps that a rollback to `step` will
+        repeat are forgotten.
+        """
+        ready = [
+            sums for sums in self.waiting if sums.step < step or (sums.step == step and not sums.arrived)
+        ]
+        self.waiting = [sums for sums in self.waiting if sums.step == step and sums.arrived]
+        return [{"iter": sums.step, "statistics": self.named(sums.read())} for sums in ready]
+
+    def named(self, sums: Tensor) -> dict[str, dict[str, float]]:
+        """Return the statistics by name, from the sums over the ranks, without parts that were not seen."""
+        n, m = len(self.names), len(self.outputs)
+        norms, outputs, rows = sums[: 3 * n].sqrt(), sums[3 * n : 3 * n + 2 * m], sums[3 * n + 2 * m :]
+        kinds = zip(("weight_norm", "grad_norm", "update_norm"), norms.view(3, n).tolist(), strict=True)
+        statistics = {kind: dict(zip(self.names, values, strict=True)) for kind, values in kinds}
+        squares, counts = outputs.view(2, m)
+        means = zip(self.outputs, (squares / counts).sqrt().tolist(), counts.tolist(), strict=True)
+        statistics["activation_rms"] = {name: rms for name, rms, count in means if count}
+        largest = rows.view(-1, len(self.attentions)).amax(0) if self.attentions else rows
+        statistics["attention_logit"] = {
+            name: logit
+            for name, logit in zip(self.attentions, largest.tolist(), strict=True)
+            if logit > -torch.inf or logit != logit
+        }
+        return statistics
+
+
+def positions_of(mesh: Mesh, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """
+    Return the positions of the queries of this rank, and of the keys of all ranks with which it divides each
+    sequence, in the order of these ranks.
+    """
+    places = torch.arange(length)
+    if mesh.cp == 1:
+        return places.to(device), places.to(device)
+    chunks = places.chunk(2 * mesh.cp)
+    keys = torch.cat([chunks[c] for rank in range(mesh.cp) for c in mesh.chunks(rank)])
+    return mesh.own_positions(length).to(device), keys.to(device)

@@ -1,0 +1,283 @@
+"""Statistics of the layers: their numbers on one process and on many, and that a run keeps its bits."""
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from runs import column, records, start_faulty
+from torch._dynamo.utils import counters
+
+from isogpt.common.random_numbers import EVAL_TRAIN, TRAIN
+from isogpt.data.windows import random_windows
+from isogpt.monitor import statistics
+from isogpt.monitor.curves import read_curves
+from isogpt.monitor.records import chart_values
+from isogpt.monitor.statistics import LayerStatistics, Observed, Sums, largest_logit, observing, short_name
+from isogpt.parallel.compilation import compile_parts
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.parallelize import take_routing
+from model import GPT, GPTConfig
+
+SEED, LENGTH, ROWS = 1337, 32, 4  # of runs.TINY
+SHAPE = dict(block_size=LENGTH, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+
+
+def statistics_of(out_dir):
+    """{step: {kind/name: number}} of a run, each step once."""
+    found = [r for r in records(out_dir) if "statistics" in r]
+    assert len({r["iter"] for r in found}) == len(found)
+    return {r["iter"]: {k: v for k, v in chart_values(r).items() if k != "iter"} for r in found}
+
+
+def windows(folder, stream, step, count):
+    """Inputs and targets of a run of runs.TINY, each (count, LENGTH)."""
+    tokens = np.fromfile(folder / "data/tiny/train.bin", np.uint16).astype(np.int64)
+    starts = random_windows(len(tokens), LENGTH, SEED, stream, step, count)
+    rows = torch.from_numpy(np.stack([tokens[start : start + LENGTH + 1] for start in starts]))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def norms(kind, tensors):
+    return {f"{kind}/{short_name(name)}": t.norm().item() for name, t in tensors.items()}
+
+
+def observed_by_hand(model, x):
+    """The RMS of outputs, and the largest logits from what the projections of q, k and v return."""
+    outputs, hooks = {}, []
+    for i, block in enumerate(model.transformer.h):
+        named = {f"{i}": block, f"{i}.attn": block.attn, f"{i}.mlp": block.mlp, f"qkv {i}": block.attn.c_attn}
+        for name, module in named.items():
+            hooks.append(module.register_forward_hook(lambda m, a, y, name=name: outputs.update({name: y})))
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    numbers = {f"activation_rms/{n}": y.square().mean().sqrt().item() for n, y in outputs.items()}
+    for i in range(len(model.transformer.h)):
+        del numbers[f"activation_rms/qkv {i}"]
+        q, k, _ = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in outputs[f"qkv {i}"].chunk(3, -1))
+        logits = q @ k.mT / math.sqrt(16)  # (rows, 2, LENGTH, LENGTH)
+        is_past = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        numbers[f"attention_logit/{i}.attn"] = logits[..., is_past].max().item()
+    return numbers
+
+
+def test_the_numbers_are_those_of_a_plain_loop(zygote, work):
+    args = ["--stats_interval=2", "--max_iters=4", "--decay_lr=False", "--grad_clip=0.5", "--bias=True"]
+    run = zygote.train([*args, "--out_dir=out", "--log_interval=3"], work)
+    assert "statistics" not in run.text() and "weight_norm" not in run.text()
+    found = statistics_of(work / "out")
+    assert [*found] == [0, 2, 4]
+    model = GPT(GPTConfig(**SHAPE, bias=True), seed=SEED)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = windows(work, TRAIN, step, 2 * ROWS)
+        for rows in (slice(0, ROWS), slice(ROWS, None)):
+            (model(x[rows], y[rows])[1] / 2).backward()
+        parameters = dict(model.named_parameters())
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        expected = norms("weight_norm", before)
+        expected |= norms("grad_norm", {name: p.grad for name, p in parameters.items()})
+        expected |= observed_by_hand(model, windows(work, EVAL_TRAIN, 0, ROWS)[0])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        expected |= norms("update_norm", {name: p - before[name] for name, p in parameters.items()})
+        if step in found:
+            assert found[step].keys() == expected.keys()
+            assert found[step] == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+KEYS = torch.randn(3, 8, 1, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("at_once", [2**24, 100, 1])
+def test_the_largest_logit_is_that_of_a_key_that_is_not_later(monkeypatch, at_once):
+    """In pieces of any size, with keys in any order, and with heads that share keys."""
+    monkeypatch.setattr(statistics, "LOGITS_AT_ONCE", at_once)
+    q = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(2))
+    places, order = torch.arange(8), torch.randperm(8)
+    found = largest_logit(q[:, 2:5], KEYS[:, order], places[2:5], order)
+    for row in range(3):
+        pairs = [(i, j, h) for i in range(2, 5) for j in range(i + 1) for h in range(2)]
+        expected = max(float(q[row, i, h] @ KEYS[row, j, 0]) / 2 for i, j, h in pairs)
+        assert found[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_does_not_fit_is_left_out():
+    """Parts of an edited model may return anything."""
+    observed = Observed(torch.arange(4), torch.arange(4), None, is_read=torch.tensor([True, False]))
+    for output in ({}, None, (), (None, 1), torch.ones(2, 3).long(), torch.ones(2), torch.ones(3, 3)):
+        observed.add_output("odd", None, (), output)
+    assert not observed.outputs
+    observed.add_output("even", None, (), (torch.tensor([[3.0, 4.0], [9.0, 9.0]]), "routing"))
+    observed.add_output("even", None, (), torch.tensor([[1.0], [torch.nan]]))
+    assert observed.outputs["even"].tolist() == pytest.approx([26.0, 3.0])
+    q = torch.ones(2, 3, 1, 4)  # not at all positions
+    assert observed.attend("odd", lambda q, k, v, dropout, cache: q + v, q, q, 1, 0.0, None).sum() == 48
+    assert not observed.logits
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("transformer.h.3.attn.c_attn.weight", "3.attn.c_attn"),
+        ("transformer.h.11.mlp.c_fc.bias", "11.mlp.c_fc.bias"),
+        ("transformer.wte.weight", "wte"),
+        ("lm_head.weight", "lm_head"),
+        ("transformer.h.0.scale", "0.scale"),
+        ("gates.h.1", "gates.h.1"),
+    ],
+)
+def test_names_follow_from_those_of_parameters(name, short):
+    assert short_name(name) == short
+
+
+def made_statistics(model, rows):
+    """The statistics of a model on one process, for these token ids."""
+    batches = [(rows, rows.roll(-1, 1))]
+    reader = SimpleNamespace(
+        mesh=Mesh(), device=torch.device("cpu"), block_size=LENGTH, evaluation=lambda *_: batches
+    )
+    return LayerStatistics(1, model, model, reader, len(rows), nullcontext())
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_compiled_model_is_not_compiled_again(by_block):
+    torch._dynamo.reset()
+    counters.clear()
+    model = GPT(GPTConfig(**SHAPE | {"n_layer": 1}, n_expert=4), seed=1)
+    rows = torch.arange(2 * LENGTH).view(2, LENGTH) % 65
+    expected = made_statistics(model, rows).observe()
+    model.reset_routing(torch.device("cpu"))
+    compile_parts(model, by_block, backend="eager")
+    model(rows, rows, 1.0)[1].backward()
+    graphs, routing = dict(counters["stats"]), model.routing.clone()
+    found = made_statistics(model, rows).observe()
+    assert {n: v.tolist() for n, v in found.outputs.items()} == {
+        n: v.tolist() for n, v in expected.outputs.items()
+    }
+    assert found.logits == expected.logits
+    assert torch.equal(model.routing, routing)
+    model.reset_routing(torch.device("cpu"))
+    model(rows, rows, 1.0)[1].backward()
+    assert dict(counters["stats"]) == graphs and model.training
+    assert take_routing(model, True, torch.device("cpu")) is not None
+
+
+def test_the_model_is_left_as_it_was():
+    """Also after an error."""
+    model = GPT(GPTConfig(**SHAPE), seed=1)
+    before = [module.seams for module in model.modules() if hasattr(module, "seams")]
+    with pytest.raises(RuntimeError), observing(model, Observed(None, None, None)):
+        raise RuntimeError
+    assert all(
+        a is b for a, b in zip(before, (m.seams for m in model.modules() if hasattr(m, "seams")), strict=True)
+    )
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_record_is_written_once_it_has_arrived():
+    """From a GPU after a later step; and not if a rollback repeats its step."""
+    layers = LayerStatistics(0, *[None] * 5)
+    layers.names, layers.outputs, layers.attentions = [], [], []
+    event = Mock(query=lambda: True)
+    layers.waiting = [Sums(4, torch.zeros(0), event), Sums(6, torch.zeros(0), event)]
+    assert [r["iter"] for r in layers.records(6)] == [4]
+    assert [r["iter"] for r in layers.records(7)] == [6] and not event.synchronize.called
+    layers.waiting = [Sums(7, torch.zeros(0), event), Sums(9, torch.zeros(0), event)]
+    assert [r["iter"] for r in layers.records(8)] == [7] and not layers.waiting
+    layers.waiting = [Sums(9, torch.zeros(0), None)]
+    assert [r["iter"] for r in layers.records(9)] == [9] and not layers.waiting
+
+
+def test_a_skipped_step_and_a_resume(zygote, work):
+    """A step that is skipped updates nothing; a resume cuts off the statistics that it repeats."""
+    args = ["--stats_interval=2", "--max_iters=7", "--save_interval=3", "--keep_last=0", "--out_dir=out"]
+    start_faulty(zygote, [*args, "--on_nan=skip", "--eval_interval=3"], work, NAN=[4, 0]).wait()
+    found = statistics_of(work / "out")
+    assert [*found] == [0, 2, 4, 6]
+    updates = {k: v for k, v in found[4].items() if k.startswith("update_norm")}
+    assert updates and set(updates.values()) == {0.0}
+    assert min(v for k, v in found[6].items() if k.startswith("update_norm")) > 0
+    steps = column(work / "out", "loss")
+    # each step stands before those that follow, as what cuts the file back expects
+    iters = [r["iter"] for r in records(work / "out") if "event" not in r]
+    assert iters == sorted(iters)
+    zygote.train([*args, "--init_from=resume", "--resume_step=3", "--eval_interval=3"], work)
+    again = statistics_of(work / "out")
+    assert [*again] == [0, 2, 4, 6] and again[0] == found[0] and again[2] == found[2]
+    assert min(v for k, v in again[4].items() if k.startswith("update_norm")) > 0
+    again = column(work / "out", "loss")
+    assert [step for step, _ in read_curves(work / "out/metrics.jsonl").loss.shown()] == [*again]
+    assert {s: again[s] for s in (0, 1, 2, 3)} == {s: steps[s] for s in (0, 1, 2, 3)}
+
+
+def test_a_run_has_the_same_bits(zygote, work):
+    """Dropout draws the same masks, and routers count the same tokens."""
+    args = ["--dropout=0.1", "--n_expert=4", "--max_iters=5"]
+    for name, interval in (("without", 0), ("with", 2)):
+        zygote.train([*args, f"--out_dir={name}", f"--stats_interval={interval}"], work)
+    for name in ("loss", "grad_norm", "router_entropy", "val_loss"):
+        assert column(work / "with", name) == column(work / "without", name)
+    states = [torch.load(work / name / "ckpt.pt", weights_only=True)["model"] for name in ("with", "without")]
+    assert all(torch.equal(states[0][name], weight) for name, weight in states[1].items())
+
+
+MUON = ["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--zero=3", "--dropout=0.1"], ["--exact=True", *MUON]], ids=" ".join)
+def test_two_processes_have_the_same_bits(zygote, work, flags):
+    args = [*flags, "--max_iters=5"]
+    texts = []
+    for name, interval in (("without", 0), ("with", 2)):
+        run = zygote.train([*args, f"--out_dir={name}", f"--stats_interval={interval}"], work, 2)
+        texts += [line for line in run.text().splitlines() if line.startswith("weights:")]
+    assert len({*texts}) == ("--exact=True" in flags)
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert column(work / "with", name) == column(work / "without", name)
+
+
+LAYOUTS = {
+    "zero 3": (["--zero=3"], []),
+    "tp": (["--tp=2"], []),
+    "pp": (["--pp=2"], []),
+    "cp": (["--cp=2"], []),
+    "ep": (["--ep=2"], ["--n_expert=4"]),
+    "zbv": (["--pp=2", "--pp_schedule=zbv", "--zero=2"], []),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_process(zygote, shared_work):
+    """The statistics of a model on one process; each run is made once."""
+    runs = {}
+
+    def numbers(model):
+        if tuple(model) not in runs:
+            out = f"one{len(runs)}"
+            args = ["--stats_interval=2", "--max_iters=2", "--n_layer=4", *model, f"--out_dir={out}"]
+            zygote.train(args, shared_work)
+            runs[tuple(model)] = statistics_of(shared_work / out)
+        return runs[tuple(model)]
+
+    return numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_numbers_of_one_process(zygote, work, on_one_process, name):
+    layout, model = LAYOUTS[name]
+    args = ["--stats_interval=2", "--max_iters=2", "--n_layer=4", *model, *layout, "--out_dir=out"]
+    zygote.train(args, work, 2)
+    found, expected = statistics_of(work / "out"), on_one_process(model)
+    assert [*found] == [*expected] == [0, 2]
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-4)
