@@ -367,7 +367,7 @@ def statistics_figure(groups: list[Group]) -> "Figure | None":
                 grid[row, column].plot(*points, **styles[name])
             finish(grid[row, column])
     for axes, (group, _) in zip(grid[0], columns, strict=True):
-        entitle(axes, f"{name_of(group)}\n{panels[0][1]}")
+        entitle(axes, f"{name_of(group)}\n{panels[0][1]}", LINE // 2)
     for axes, (_, title, _) in zip(grid[1:, 0], panels[1:], strict=True):
         entitle(axes, title)
     for row, (_, _, is_logarithmic) in zip(grid, panels, strict=True):
@@ -498,9 +498,9 @@ def name_of(group: Group) -> str:
     return group.name or os.fsencode(group.runs[0].folder.resolve().name).decode(errors="replace")
 
 
-def entitle(axes: "Axes", title: str) -> None:
-    """Set a title, in lines that fit; a $ in a name does not begin a formula."""
-    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, LINE)]
+def entitle(axes: "Axes", title: str, width: int = LINE) -> None:
+    """Set a title, in lines of this many characters; a $ in a name does not begin a formula."""
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, width)]
     axes.set_title("\n".join(lines), loc="left", fontsize=10, parse_math=False)
 
 
