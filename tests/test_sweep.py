@@ -236,7 +236,7 @@ def test_signals_stop_a_sweep_and_the_same_command_continues(zygote, work):
         run.wait(ok=False)
         assert run.codes == [128 + number], run.text()
         assert f"stopped   {folder.name}: resumes at step" in run.text()
-        assert "to continue, repeat the command:\npython sweep.py --dataset=tiny" in run.text()
+        assert f"to continue, repeat the command:\npython {REPO / 'sweep.py'} --dataset=tiny" in run.text()
         assert events(folder)[-1] == "preempted" and not folders[2].exists()
     run = zygote.start([*args, "--max_iters=150"], work, script=FORKED).wait()
     for folder in folders:
