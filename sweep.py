@@ -136,7 +136,7 @@ queue.train()
 # the end
 missing = incomplete(part)
 if queue.received:
-    command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join(["python", *sys.argv])
     console.print_line(f"stopped, {len(missing)} runs are left; to continue, repeat the command:\n{command}")
     raise SystemExit(128 + queue.received[0])
 complete = [run for run in runs if read_state(run).is_complete]

@@ -36,6 +36,7 @@ IN_CI = {
     "test_signals.py": r"(torchrun|nproc`)-USR1|mpirun-QUIT|a pod-TERM",
     "test_slurm.py": r"\[grace|time_limit|to_a_job\[1",
     "test_slow_networks.py": r"bits\[(int8-3|islands)\]|number_of_islands",
+    "test_sweep.py": r"signals|two_sweeps|killed",
     "test_zero.py": r"curve_of_one_process\[(zero3-offload|zero3-7)\]"
     r"|bits\[hsdp|scaler"
     r"|layout\[(one-hsdp|zero3-zero3-4|offload-zero3)\]",

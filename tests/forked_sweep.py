@@ -69,13 +69,16 @@ def become_run(train_py, run, slot, log, sweep):
         os._exit(code)
 
 
-def named(command, **options):
-    """In place of running compare.py."""
+def run_or_name(command, **options):
+    """Run a command; of compare.py, only print it."""
+    if Path(command[1]).name != "compare.py":
+        return run(command, **options)
     print("would run", " ".join(map(str, command[1:])), flush=True)
     return subprocess.CompletedProcess(command, 0)
 
 
-queue.start_process, subprocess.run = Forked, named
+run = subprocess.run
+queue.start_process, subprocess.run = Forked, run_or_name
 sys.argv[0] = str(HOME / "sweep.py")
 exec(
     compile((HOME / "sweep.py").read_text(), sys.argv[0], "exec"),

@@ -225,6 +225,7 @@ def test_runs_have_the_bits_of_train_py_and_complete_ones_are_left_alone(zygote,
     assert "done: 10 steps" in (work / "out" / NAMES[3] / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_signals_stop_a_sweep_and_the_same_command_continues(zygote, work):
     args = [*TINY, "--max_iters=150", "--seed=1,2,3", "--out_dir=out"]
     folders = [work / "out" / f"seed={seed}" for seed in (1, 2, 3)]
@@ -236,13 +237,14 @@ def test_signals_stop_a_sweep_and_the_same_command_continues(zygote, work):
         run.wait(ok=False)
         assert run.codes == [128 + number], run.text()
         assert f"stopped   {folder.name}: resumes at step" in run.text()
-        assert "to continue, repeat the command:\npython sweep.py --dataset=tiny" in run.text()
+        assert f"to continue, repeat the command:\npython {REPO / 'sweep.py'} --dataset=tiny" in run.text()
         assert events(folder)[-1] == "preempted" and not folders[2].exists()
     run = zygote.start([*args, "--max_iters=150"], work, script=FORKED).wait()
     for folder in folders:
         assert events(folder)[-1] == "end" and list(column(folder, "loss")) == list(range(151))
 
 
+@pytest.mark.slow
 def test_two_sweeps_at_once_divide_the_runs(zygote, work):
     args = [*TINY, "--max_iters=30", *LISTS, "--out_dir=out"]
     both = [zygote.start(args, work, script=FORKED) for _ in range(2)]
