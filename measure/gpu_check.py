@@ -432,6 +432,15 @@ def graphs(place: Place) -> Iterator[Line]:
     yield Line("a small model without and with --cuda_graphs: ms a step", "", " and ".join(texts))
 
 
+def layers(place: Place) -> Iterator[Line]:
+    """Statistics of the layers in each step: the bits of the run, and the time."""
+    base = ["--deterministic=True", "--dtype=bfloat16"]
+    runs = {f"statistics {n}": [*base, f"--stats_interval={n}"] for n in (0, 1)}
+    yield close("--stats_interval=1: losses", *train_tiny(place, runs).values(), 0, "nothing is changed")
+    # 2% at an interval of 100 are two steps
+    yield from changed(place, "--stats_interval=1", 3.0, "predicted: 1.5")
+
+
 def large(place: Place, flags: str) -> Iterator[Line]:
     """GPT-2 XL on one device: full recomputation, with DDP's or with FSDP's way to hold the parameters."""
     shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else []
@@ -644,6 +653,7 @@ CHECKS = (
     Check("experts", "second", 100, experts),
     Check("dtypes", "second", 30, dtypes),
     Check("graphs", "second", 30, graphs),
+    Check("layers", "last", 90, layers),
     Check("operators", "last", 60, partial(part, name="operators")),
     Check("compiled", "last", 150, compiled),
     Check("large", "last", 120, partial(large, flags="")),
