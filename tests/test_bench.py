@@ -420,6 +420,8 @@ def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(plan, at, cap
     assert f", 6,000,000 steps in {hours}:{rest // 60:02}:{rest % 60:02} without evaluations" in long
     budget, _ = plan(*finetune, "--init_from=gpt2-large", "--hardware=h100", "--max_tokens=51200")
     assert ", 100 steps in " in budget  # of 32 * 16 tokens
+    epochs, _ = plan(*finetune, "--init_from=gpt2-large", "--hardware=h100", "--max_epochs=2")
+    assert "the fastest, predicted:\n" in epochs, "the 21 steps of the config"
     shape = ["--n_layer=36", "--n_head=20", "--n_embd=1280", "--bias=True", "--vocab_size=50257"]
     _, by_shape = plan(*finetune, "--init_from=scratch", *shape, "--hardware=h100")
     assert by_shape["plans"] == found["plans"]

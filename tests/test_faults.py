@@ -502,6 +502,7 @@ def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
     assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
     told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
     assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
+    assert not any(t["reason"].startswith("error") for t in told), "a prefix of the console"
 
 
 def test_data_that_is_replaced_or_truncated_during_a_run(zygote, work):

@@ -47,7 +47,7 @@ def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
     cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
     name = rank_names(watchdog.ranks.hosts)[watchdog.ranks.rank]
     source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
-    problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
+    problem, hint = f"{source}out of memory {cause}: {line_of(error)}", ""
     if use.reader.plan.exact:
         hint = (
             "\nwith exact, the micro-batch is part of the run: to start a run with other bits, halve "
@@ -60,7 +60,7 @@ def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
             "curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
         )
     report = memory_report(replace(use.reader.plan, micro_batch=rows))
-    console.print_to_stderr(f"{problem}\n{report}{hint}")
+    console.print_to_stderr(f"error: {problem}\n{report}{hint}")
     watchdog.logger.failed(problem)
 
 

@@ -106,7 +106,9 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     whole_run = ""
     settings, wanted = predictor.workload.settings, rankings[0].wanted
     steps = int(settings["max_iters"]) + 1 if settings["max_iters"] else 0  # as in nanoGPT
-    if settings["max_tokens"]:
+    if settings["max_epochs"]:  # of data that a plan does not read
+        steps = 0
+    elif settings["max_tokens"]:
         steps = steps_of(settings["max_tokens"], wanted.sequences * settings["block_size"])
     if steps:
         took = duration(steps * fastest.total_s)
