@@ -40,7 +40,7 @@ NOT_COMPARED = {
 NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
 OTHERS = f"{LOSS}/"  # how the loss of a further validation set begins
-CODE = "code"  # the name of the commit among the settings
+CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Row:
     settings: dict
     place: str  # the run's folder, or what the user typed for several runs
     runs: list[RunRow]
+    commits: list[str]  # of the code; commits that change other files only may differ in a group
     step: int | None = None  # the last step at which all of the group's runs that count were evaluated
     tokens: int | None = None  # up to this step
     flops: float | None = None
@@ -124,9 +125,6 @@ def compare(runs: list[Run], defaults: dict, target: float = 0.0) -> Comparison:
     Args:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
         target: a validation loss to reach; 0: none.
-
-    Raises:
-        ValueError: scipy is missing.
     """
     groups = group_runs(runs, defaults)
     by, reason = what_to_compare_by(runs)
@@ -165,25 +163,50 @@ def add_differences(comparison: Comparison) -> None:
 def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
     The groups of runs that differ only in the seed, in the order of their first runs. Runs of one seed that
-    differ in nothing that is recorded, since the code was changed without a commit, are told apart by the
-    argument that names them, or else by their folders.
+    differ in nothing that is recorded are told apart by the argument that names them, or by their folders.
     """
-    described = [(run, description(run, defaults)) for run in runs]
-    names = list(dict.fromkeys(name for _, one in described for name in one))
-    differing = [name for name in names if len({typed(one.get(name)) for _, one in described}) > 1]
-    keys = [tuple(typed(one.get(name)) for name in differing) for _, one in described]
-    by_settings = grouped([*zip(keys, runs, strict=True)])
-    settings = {id(run): {name: one.get(name) for name in differing} for run, one in described}
-    groups = []
-    for alike in by_settings:
-        parts = told_apart(alike)
-        for part in parts:
-            ours = settings[id(part[0])]
-            label = [f"{name}={typed(value)}" for name, value in ours.items()]
-            if len(parts) > 1 or not label:
-                label.append(place_of(part))
-            groups.append(Group(" ".join(label), part, ours))
+    described = [description(run, defaults) for run in runs]
+    names = dict.fromkeys(name for one in described for name in one)
+    differing = [name for name in names if len({typed(one.get(name)) for one in described}) > 1]
+    settings = [{name: one.get(name) for name in differing} for one in described]
+    keys = [tuple(map(typed, one.values())) for one in settings]
+    by_key = dict(zip(keys, settings, strict=True))
+    groups = [
+        Group("", part, by_key[key])
+        for key, alike in grouped([*zip(keys, runs, strict=True)]).items()
+        for part in told_apart(alike)
+    ]
+    for group, name in zip(groups, names_of(groups), strict=True):
+        group.name = name
     return groups
+
+
+def names_of(groups: list[Group]) -> list[str]:
+    """
+    The names of groups: the settings that differ, and if they do not tell the groups apart, also what the
+    user typed, and the code.
+    """
+    names = [""] * len(groups)
+    for part in (settings_text, place_text, code_text):
+        names = [f"{name} {part(group)}".strip() for name, group in zip(names, groups, strict=True)]
+        if all(names) and len(set(names)) == len(groups):
+            break
+    return names
+
+
+def settings_text(group: Group) -> str:
+    """The settings of a group, as in its name."""
+    return " ".join(f"{name}={typed(value)}" for name, value in group.settings.items() if name != CODE)
+
+
+def place_text(group: Group) -> str:
+    """Where the runs of a group are, see `place_of`."""
+    return place_of(group.runs)
+
+
+def code_text(group: Group) -> str:
+    """The code of a group, as in its name."""
+    return f"code={group.settings.get(CODE)}"
 
 
 def typed(value: object) -> str:
@@ -196,23 +219,27 @@ def description(run: Run, defaults: dict) -> dict:
     settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
     init_from = str(settings.get("init_from", ""))
     settings["init_from"] = init_from.removeprefix("auto:") if init_from != "auto" else "scratch"
-    commit = run.facts.get("commit", "")
-    return settings | {CODE: f"{commit[:8]}{'-changed' if run.facts.get('changed') else ''}"}
+    return settings | {CODE: run.facts.get(CODE, "")}
 
 
-def grouped(keyed: list[tuple[object, Run]]) -> list[list[Run]]:
-    """Runs with equal keys, in the order of the first ones."""
+def commit_of(run: Run) -> str:
+    """The commit of a run's code, and whether files differed from it."""
+    return run.facts.get("commit", "")[:8] + ("-changed" if run.facts.get("changed") else "")
+
+
+def grouped(keyed: list[tuple[object, Run]]) -> dict[object, list[Run]]:
+    """{key: its runs}, in the order of the first ones."""
     groups = {}
     for key, run in keyed:
         groups.setdefault(key, []).append(run)
-    return list(groups.values())
+    return groups
 
 
 def told_apart(runs: list[Run]) -> list[list[Run]]:
     """Divide runs among which a seed occurs twice: by the argument that names them, or else by folder."""
     if are_seeds(runs):
         return [runs]
-    by_argument = grouped([(run.argument, run) for run in runs])
+    by_argument = list(grouped([(run.argument, run) for run in runs]).values())
     return by_argument if all(map(are_seeds, by_argument)) else [[run] for run in runs]
 
 
@@ -222,8 +249,10 @@ def are_seeds(runs: list[Run]) -> bool:
 
 
 def place_of(runs: list[Run]) -> str:
-    """Where runs are: the folder of one, or what the user typed for several."""
-    return str(runs[0].folder) if len(runs) == 1 else runs[0].argument
+    """Where runs are: the folder of one; of several, what the user typed, or their parent folder."""
+    if len(runs) == 1:
+        return str(runs[0].folder)
+    return runs[0].argument if len({run.argument for run in runs}) == 1 else str(runs[0].folder.parent)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -265,12 +294,6 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
 def notes_about(groups: list[Group], by: str) -> list[str]:
     """What a reader of the table should know."""
     runs, notes = [run for group in groups for run in group.runs], []
-    changed = [run for run in runs if run.facts.get("changed")]
-    if len(changed) > 1 and len(groups) > 1:
-        notes.append(
-            "-changed means that the code differed from the commit, perhaps not in the same way in all runs: "
-            "commit each version, and the table tells them apart"
-        )
     is_whole = all(run.settings.get("eval_iters") == 0 for run in runs)
     seeds = {frozenset(group.seeds) for group in groups}
     if by and len(groups) > 1 and not is_whole and len(seeds) > 1:
@@ -341,7 +364,8 @@ def row_of(group: Group) -> Row:
     runs = counted(group.runs)
     step = last_common_step(runs)
     runs_of_group = [row_of_run(run) for run in group.runs]
-    row = Row(group.name, group.settings, place_of(group.runs), runs_of_group, step)
+    commits = sorted({commit_of(run) for run in group.runs})
+    row = Row(group.name, group.settings, place_of(group.runs), runs_of_group, commits, step)
     row.parameters = group.runs[0].facts.get("parameters")
     row.is_complete = any(run.is_finished for run in group.runs)
     row.state = state_of(group.runs)

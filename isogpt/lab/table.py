@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from isogpt.common.console import duration, visible
-from isogpt.lab.comparison import BITS, LOSS, Comparison, Mean, Row
+from isogpt.lab.comparison import BITS, CODE, LOSS, Comparison, Mean, Row
 from isogpt.lab.significance import Difference
 from isogpt.monitor.records import as_json
 
@@ -101,12 +101,13 @@ def order_of(row: Row, value: Mean | None) -> tuple[bool, float]:
 
 def columns_of(rows: list[Row]) -> dict[str, list[str]]:
     """The cells of each column, by its heading."""
-    settings = list(rows[0].settings)
+    settings = [name for name in rows[0].settings if name != CODE]
     columns = {name: [setting_text(row.settings.get(name)) for row in rows] for name in settings}
     # what the settings do not distinguish is named by its folder or argument
     if not settings or len({tuple(cells) for cells in zip(*columns.values(), strict=True)}) < len(rows):
         columns = {"runs": [row.place for row in rows]} | columns
     columns |= {
+        "code": [row.settings.get(CODE, "") for row in rows],
         "seeds": [seeds_text(row) for row in rows],
         "steps": [text_of(row.step, "{:,}".format) for row in rows],
         "tokens": [text_of(row.tokens, count) for row in rows],
@@ -121,6 +122,7 @@ def columns_of(rows: list[Row]) -> dict[str, list[str]]:
     return columns | {
         "tokens/s": [text_of(row.tokens_per_s and row.tokens_per_s.mean, count) for row in rows],
         "GB": [text_of(row.memory_gb, "{:.2f}".format) for row in rows],
+        "commit": [", ".join(row.commits) for row in rows],
         "state": [row.state for row in rows],
     }
 
@@ -277,7 +279,7 @@ def verdict(result: Difference) -> str:
     needed = f"to detect a difference of this size takes {needed} seeds each"
     if result.p >= LEVEL:
         return f"This cannot be told from chance; {needed}"
-    return f"This is more than chance; {needed}"
+    return f"Chance alone rarely causes such a difference; {needed}"
 
 
 def needs_seeds(comparison: Comparison) -> bool:
