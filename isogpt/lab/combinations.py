@@ -91,7 +91,7 @@ def problems_of_lists(swept: Mapping[str, list[str]], known: Mapping[str, Settin
     for name, values in swept.items():
         wrong = [value for value in values if not is_value(value, known[name])]
         if wrong:
-            problems.append(f"--{name}: {shortened(wrong)} is not {WANTED[known[name].kind]}")
+            problems.append(f"--{name}: {shortened([*map(repr, wrong)])} is not {WANTED[known[name].kind]}")
             continue
         counts = Counter(str(known[name].parse(value)) for value in values)
         if repeated := [value for value, count in counts.items() if count > 1]:
