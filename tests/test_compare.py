@@ -358,6 +358,7 @@ def test_other_tokens_are_compared_by_bits_per_byte_or_refused(tmp_path, at, cap
     b = write_run(tmp_path / "b", [6, 4], other, dataset="bpe")
     text = compared(at, capsys, a, b)
     assert "compared by bits per byte, since the losses are of different tokens" in text
+    assert "the runs were evaluated on different windows of the text" in text
     bits = (3 / 2 - 4 / 4) / math.log(2)
     assert f"dataset=bpe has fewer bits per byte than dataset=tiny, by {bits:.4f}" in text
     b = write_run(tmp_path / "b", [6, 2], other | {"val_text": "another"}, dataset="bpe")

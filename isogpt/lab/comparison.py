@@ -186,27 +186,17 @@ def names_of(groups: list[Group]) -> list[str]:
     The names of groups: the settings that differ, and if they do not tell the groups apart, also what the
     user typed, and the code.
     """
-    names = [""] * len(groups)
-    for part in (settings_text, place_text, code_text):
-        names = [f"{name} {part(group)}".strip() for name, group in zip(names, groups, strict=True)]
+    settings = [
+        " ".join(f"{name}={typed(value)}" for name, value in group.settings.items() if name != CODE)
+        for group in groups
+    ]
+    places = [place_of(group.runs) for group in groups]
+    codes = [f"code={group.settings.get(CODE)}" for group in groups]
+    for columns in ([settings], [settings, places], [settings, places, codes]):
+        names = [" ".join(filter(None, parts)) for parts in zip(*columns, strict=True)]
         if all(names) and len(set(names)) == len(groups):
             break
     return names
-
-
-def settings_text(group: Group) -> str:
-    """The settings of a group, as in its name."""
-    return " ".join(f"{name}={typed(value)}" for name, value in group.settings.items() if name != CODE)
-
-
-def place_text(group: Group) -> str:
-    """Where the runs of a group are, see `place_of`."""
-    return place_of(group.runs)
-
-
-def code_text(group: Group) -> str:
-    """The code of a group, as in its name."""
-    return f"code={group.settings.get(CODE)}"
 
 
 def typed(value: object) -> str:
@@ -296,7 +286,12 @@ def notes_about(groups: list[Group], by: str) -> list[str]:
     runs, notes = [run for group in groups for run in group.runs], []
     is_whole = all(run.settings.get("eval_iters") == 0 for run in runs)
     seeds = {frozenset(group.seeds) for group in groups}
-    if by and len(groups) > 1 and not is_whole and len(seeds) > 1:
+    if by == BITS and not is_whole:
+        notes.append(
+            "the runs were evaluated on different windows of the text, which adds noise: train with "
+            "--eval_iters=0, which reads the whole validation text"
+        )
+    elif by and len(groups) > 1 and not is_whole and len(seeds) > 1:
         notes.append(
             "the seed also chooses the validation windows, and the groups have different seeds, which adds "
             "noise: train with the same seeds, or with --eval_iters=0, which reads the whole validation text"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from isogpt.common.console import shortened
 from isogpt.common.packages import needed_by
@@ -108,15 +109,10 @@ def differences(groups: dict[str, dict[int, float]], baseline: str) -> dict[str,
 def holm(p_values: dict[str, float]) -> dict[str, float]:
     """Return the p-values corrected for their number, by Holm's method."""
     corrected, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=value_of)):
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=itemgetter(1))):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[name] = largest
     return corrected
-
-
-def value_of(item: tuple[str, float]) -> float:
-    """The value of an item of a dict."""
-    return item[1]
 
 
 def has_scipy() -> bool:

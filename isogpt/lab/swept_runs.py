@@ -21,10 +21,10 @@ from isogpt.common.files import (
     write_whole,
 )
 from isogpt.data.dataset import open_dataset
+from isogpt.monitor.sink_metrics import METRICS
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
-METRICS = "metrics.jsonl"
 SETTINGS = "sweep.json"  # the settings with which the sweep has started a run
 LOG = "train.log"  # what the run printed; the file is locked while the run is trained
 # settings that may differ when a run continues: they change neither the weights nor the figures
@@ -99,11 +99,8 @@ class State:
     @property
     def loss_text(self) -> str:
         """The validation loss, for a line."""
-        return (
-            f"val loss {self.val_loss:.4f}"
-            if isinstance(self.val_loss, float)
-            else f"val loss {self.val_loss}"
-        )
+        loss = self.val_loss
+        return f"val loss {loss:.4f}" if isinstance(loss, float) else f"val loss {loss}"
 
     @property
     def text(self) -> str:

@@ -4,10 +4,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from isogpt.common.console import duration, visible
 from isogpt.lab.comparison import BITS, CODE, LOSS, Comparison, Mean, Row
-from isogpt.lab.significance import Difference
+from isogpt.lab.significance import LEVEL, Difference
 from isogpt.monitor.records import as_json
 
 TEXTS = ("runs", "state", "group", "method")  # columns
@@ -15,7 +16,6 @@ WIDEST = 32  # characters of a cell; a longer text is cut
 NAMES = {LOSS: "validation loss", BITS: "bits per byte"}
 BETTER = {LOSS: "a lower validation loss", BITS: "fewer bits per byte"}
 WORSE = {LOSS: "a higher validation loss", BITS: "more bits per byte"}
-LEVEL = 0.05  # a difference with a larger p is not told from chance
 
 
 def report(comparison: Comparison, more_seeds: Sequence[str]) -> list[str]:
@@ -79,23 +79,14 @@ def table(comparison: Comparison) -> list[str]:
 
 def ranked(comparison: Comparison) -> list[Row]:
     """The rows, the best first; in the order in which they were given if they cannot be compared."""
-    if not comparison.by:
-        return comparison.rows
-    return sorted(comparison.rows, key=loss_of_row if comparison.by == LOSS else bits_of_row)
+    return (
+        sorted(comparison.rows, key=partial(order_of, by=comparison.by)) if comparison.by else comparison.rows
+    )
 
 
-def loss_of_row(row: Row) -> tuple[bool, float]:
-    """The loss by which rows are sorted; unknown ones and those of runs that are not complete are last."""
-    return order_of(row, row.val_loss)
-
-
-def bits_of_row(row: Row) -> tuple[bool, float]:
-    """The bits per byte by which rows are sorted, likewise."""
-    return order_of(row, row.bits_per_byte)
-
-
-def order_of(row: Row, value: Mean | None) -> tuple[bool, float]:
-    """The place of a row in the table."""
+def order_of(row: Row, by: str) -> tuple[bool, float]:
+    """The place of a row in the table: unknown values and runs that are not complete are last."""
+    value = row.val_loss if by == LOSS else row.bits_per_byte
     return not row.is_complete, value.mean if value and math.isfinite(value.mean) else math.inf
 
 
