@@ -143,7 +143,7 @@ class Sums:
     A step's numbers over all ranks, which a GPU may not have computed yet.
 
     Args:
-        copy: what `LayerStatistics.add_over_ranks` returns, on the CPU once it has arrived.
+        copy: what `LayerStatistics.over_ranks` returns, on the CPU once it has arrived.
         arrived: None: the copy is complete.
     """
 
@@ -221,7 +221,7 @@ class LayerStatistics:
         yield
         torch._foreach_sub_(before, self.weights())
         squares.append(self.squares(before))
-        sums = copy_to_cpu(self.add_over_ranks(squares, observed))
+        sums = copy_to_cpu(self.over_ranks(squares, observed))
         arrived = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         self.waiting.append(Sums(step, sums, arrived))
 
@@ -254,24 +254,22 @@ class LayerStatistics:
         shares = norms.to(self.copies.dtype).square() / self.copies
         return shares.new_zeros(len(self.names)).index_copy_(0, self.places, shares)
 
-    def add_over_ranks(self, squares: list[Tensor], observed: Observed) -> Tensor:
+    def over_ranks(self, squares: list[Tensor], observed: Observed) -> Tensor:
         """
-        Return the sums over all ranks in one collective (all ranks): the squared norms, the sums of squares
-        and the counts of the outputs, and the largest logits, of which each rank writes a row, since a sum
-        has no maximum.
+        Return the numbers of all ranks in two small collectives (all ranks): the sums of the squared norms,
+        of the squares and the counts of the outputs; then the largest logits.
         """
         zero = squares[0].new_zeros(2)
         outputs = torch.stack([observed.outputs.get(name, zero) for name in self.outputs], 1)
-        nothing = squares[0].new_full((), -torch.inf)
-        logits = [observed.logits.get(name, nothing).to(nothing.dtype) for name in self.attentions]
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        rows = zero.new_zeros(ranks, len(logits))
-        if logits:
-            rows[rank] = torch.stack(logits)
-        sums = torch.cat([*squares, outputs.flatten(), rows.flatten()])
-        if ranks > 1:
+        sums = torch.cat([*squares, outputs.flatten()])
+        largest = sums.new_full((len(self.attentions),), -torch.inf)
+        for place, name in enumerate(self.attentions):
+            if name in observed.logits:
+                largest[place] = observed.logits[name]
+        if dist.is_initialized():
             dist.all_reduce(sums)
-        return sums
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return torch.cat((sums, largest))
 
     def records(self, step: int) -> list[dict]:
         """
@@ -285,15 +283,16 @@ class LayerStatistics:
         return [{"iter": sums.step, "statistics": self.named(sums.read())} for sums in ready]
 
     def named(self, sums: Tensor) -> dict[str, dict[str, float]]:
-        """Return the statistics by name, from the sums over the ranks, without parts that were not seen."""
+        """Return the statistics by name, from the numbers of all ranks, without parts that were not seen."""
         n, m = len(self.names), len(self.outputs)
-        norms, outputs, rows = sums[: 3 * n].sqrt(), sums[3 * n : 3 * n + 2 * m], sums[3 * n + 2 * m :]
-        kinds = zip(("weight_norm", "grad_norm", "update_norm"), norms.view(3, n).tolist(), strict=True)
+        norms, outputs, largest = sums.split((3 * n, 2 * m, len(self.attentions)))
+        kinds = zip(
+            ("weight_norm", "grad_norm", "update_norm"), norms.sqrt().view(3, n).tolist(), strict=True
+        )
         statistics = {kind: dict(zip(self.names, values, strict=True)) for kind, values in kinds}
         squares, counts = outputs.view(2, m)
         means = zip(self.outputs, (squares / counts).sqrt().tolist(), counts.tolist(), strict=True)
         statistics["activation_rms"] = {name: rms for name, rms, count in means if count}
-        largest = rows.view(-1, len(self.attentions)).amax(0) if self.attentions else rows
         statistics["attention_logit"] = {
             name: logit
             for name, logit in zip(self.attentions, largest.tolist(), strict=True)
