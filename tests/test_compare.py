@@ -345,7 +345,11 @@ def test_runs_that_are_not_complete(tmp_path, at, capsys):
     assert "2.7000" in text and "1 of 3 failed, 1 of 3 diverged" in text
     write(tmp_path / "f", start())  # has only just started
     assert "running or killed" in compared(at, capsys, tmp_path / "f")
-    assert compared(at, capsys, tmp_path / "a", tmp_path / "f")
+    write_run(tmp_path / "g", [4], learning_rate=9.0, ending="failed")
+    for early in ("f", "g"):  # at step 0, the losses are equal
+        text = compared(at, capsys, tmp_path / "a", tmp_path / early)
+        assert "there is no step after the start at which all runs were evaluated" in text
+        assert "the same validation loss" not in text
 
 
 # ------------------------------------------------------------------------------------------------------------

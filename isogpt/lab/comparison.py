@@ -148,6 +148,11 @@ def add_differences(comparison: Comparison) -> None:
     if len(complete) < 2 or groups[0] not in complete:
         complete = groups
         comparison.step = last_common_step([run for group in groups for run in counted(group.runs)])
+        if not comparison.step:  # nothing, or only the initial weights
+            comparison.notes.append(
+                "not compared: there is no step after the start at which all runs were evaluated"
+            )
+            return
     for group in groups:
         if group not in complete:
             comparison.notes.append(f"{group.name} is not complete, and not compared")
