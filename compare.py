@@ -12,6 +12,7 @@ The first run's group is the one with which the others are compared. Runs may be
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ picture = "compare.png"  # the file of the picture ("": none)
 json = False  # print everything as JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 # 1. the settings, and the runs
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this script without a traceback
 folders, options = separate(sys.argv[1:], settings_of(__file__))
 configure(globals(), options, words="FOLDER ...")
 train_settings = settings_of(Path(__file__).with_name("train.py"))

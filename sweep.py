@@ -84,7 +84,12 @@ def compare(runs: list[SweptRun]) -> int:
         console.print_to_stderr(f"note: the runs are not compared, since {COMPARE_PY} is missing")
         return 0
     console.flush()
-    return subprocess.run([sys.executable, str(COMPARE_PY), *(str(run.folder) for run in runs)]).returncode
+    try:
+        return subprocess.run(
+            [sys.executable, str(COMPARE_PY), *(str(run.folder) for run in runs)]
+        ).returncode
+    except KeyboardInterrupt:
+        return 130
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -105,8 +110,9 @@ try:
     if not swept:
         report(["no setting has several values: type a list such as --seed=1,2,3, or use train.py"])
     out = Path(config.get("out_dir", train_settings["out_dir"].default))
-    if is_run(str(out)):
-        report([f"out_dir {out} contains a run: set --out_dir= to a folder for the runs of the sweep"])
+    if is_run(str(out)) or out.is_file():
+        what = "is a file" if out.is_file() else "contains a run"
+        report([f"out_dir {out} {what}: set --out_dir= to a folder for the runs of the sweep"])
     of_sweep = tuple(f"--{name}=" for name in settings_of(SWEEP_PY))
     words = [word for word in words if not word.startswith(of_sweep)]
     runs = read_runs(words, combinations.points_of(swept, each), out)
@@ -118,11 +124,16 @@ try:
     slots = make_slots(jobs, max(run.processes for run in runs), on_device)
 except ValueError as e:
     fail(str(e))
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 # ------------------------------------------------------------------------------------------------------------
 # train them
 if dry_run:
-    print_forecast(part, len(slots), TRAIN_PY.parent, GPT)
+    try:
+        print_forecast(part, len(slots), TRAIN_PY.parent, GPT)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     raise SystemExit
 waiting = incomplete(part)
 of_task = f", {len(part)} of them in this task of the array job" if len(part) < len(runs) else ""

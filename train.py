@@ -202,7 +202,8 @@ data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_
 limits = budget.limits_of(config, len(data.train))  # max_iters and lr_decay_iters, as set or from a budget
 config.update(limits.settings())
 schedule = make_schedule(config)
-start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
+# exits if ranks differ in settings, data or code
+code = start_checks.check_start(ranks, config | data.facts())  # digest of the code that trains
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
@@ -304,6 +305,7 @@ logger.event(
     tokens_per_step=progress.tokens_per_step,
     measures=progress.measures,
     **data.validation(),
+    code=code,
     **code_version.code_version(git),
 )
 meter = Meter(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from runs import TINY, accepted, column, records, script, script_that_fails, tiny_data, train_defaults
+from test_packages import hide  # noqa: F401
 
 from isogpt.lab.comparison import compare
 from isogpt.lab.runs import find_runs, read_run
@@ -236,12 +237,20 @@ def test_two_groups_of_seeds(tmp_path, at, capsys):
     expected = f"learning_rate=0.003 has a lower validation loss than learning_rate=0.001, {by}"
     assert (
         sentence.startswith(expected)
-        and "This is more than chance" in sentence
+        and "Chance alone rarely causes such a difference" in sentence
         and "over 5 seeds" in sentence
     )
     pair(tmp_path, effect=0.0002)
     text = compared(at, capsys, f"{tmp_path}/*")
     assert "This cannot be told from chance; to detect a difference of this size takes about " in text
+
+
+def test_without_scipy_the_table_and_the_difference_remain(tmp_path, at, capsys, hide):  # noqa: F811
+    pair(tmp_path)
+    hide("scipy")
+    text = compared(at, capsys, f"{tmp_path}/*")
+    assert "3.3000 ± " in text and "learning_rate=0.003 has a lower validation loss" in text
+    assert "no test: a p-value needs scipy" in text and "pip install scipy" in text and "p = " not in text
 
 
 def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(tmp_path, at, capsys):
@@ -267,10 +276,16 @@ def test_only_settings_that_differ_and_matter_are_shown(tmp_path, at, capsys):
     write_run(tmp_path / "b", [4, 3.1], wandb_run_name="y", log_interval=2, dropout=0.1)
     text = compared(at, capsys, tmp_path / "a", tmp_path / "b")
     assert text.splitlines()[1].split() == ["dropout", "val", "loss", "bits/byte"]
-    a = write_run(tmp_path / "a", [4, 3])
-    b = write_run(tmp_path / "b", [4, 3.1], {"changed": True})
-    lines = compared(at, capsys, a, b).splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["code", "01234567", "01234567-changed"]
+    a = write_run(tmp_path / "a", [4, 3], {"code": "aaaa"})
+    b = write_run(tmp_path / "b", [4, 3.1], {"code": "bbbb", "changed": True})
+    text = compared(at, capsys, a, b)
+    rows = [line.split() for line in text.splitlines()[1:4]]
+    assert [[*row[:2], row[-1]] for row in rows] == [
+        ["runs", "code", "commit"],
+        [str(a), "aaaa", "01234567"],
+        [str(b), "bbbb", "01234567-changed"],
+    ]
+    assert f"{b} has a higher validation loss than {a}" in text
     # an older run lacks a setting, which then had its default
     path = a / "metrics.jsonl"
     path.write_text(path.read_text().replace('"dropout": 0.0, ', ""))
@@ -290,6 +305,16 @@ def test_edited_code_without_a_commit_is_told_apart_by_what_was_typed(tmp_path, 
     write_run(tmp_path / "copy", [4, 3.1], unknown, seed=1)
     text = compared(at, capsys, "before/1", "copy")
     assert "have the same validation loss, to the last digit: what differs has no effect" in text
+
+
+def test_commits_that_leave_the_code_alone_do_not_divide_a_group(tmp_path, at, capsys):
+    for seed in (1, 2, 3):
+        facts = {"code": "aaaa", "commit": f"{seed // 3}" * 10, "changed": seed == 2}
+        write_run(tmp_path / f"out/{seed}", [4, 3 + seed / 10], facts, seed=seed)
+    text = compared(at, capsys, tmp_path / "out")
+    assert "3.2000 ± 0.0577" in text and "00000000, 00000000-changed, 11111111" in text
+    write_run(tmp_path / "out/3", [4, 3.3], {"code": "bbbb"}, seed=3)
+    assert "bbbb" in compared(at, capsys, tmp_path / "out"), "other code is a group of its own"
 
 
 def test_several_groups_are_compared_with_the_first(tmp_path, at, capsys):
@@ -320,6 +345,10 @@ def test_runs_that_are_not_complete(tmp_path, at, capsys):
     assert "2.7000" in text and "1 of 3 failed, 1 of 3 diverged" in text
     write(tmp_path / "f", start())  # has only just started
     assert "running or killed" in compared(at, capsys, tmp_path / "f")
+    write_run(tmp_path / "g", [4], learning_rate=9.0, ending="failed")
+    text = compared(at, capsys, tmp_path / "a", tmp_path / "g")
+    assert "there is no step after the start at which all runs were evaluated" in text
+    assert "the same validation loss" not in text, "of the initial weights"
     assert compared(at, capsys, tmp_path / "a", tmp_path / "f")
 
 
@@ -333,6 +362,7 @@ def test_other_tokens_are_compared_by_bits_per_byte_or_refused(tmp_path, at, cap
     b = write_run(tmp_path / "b", [6, 4], other, dataset="bpe")
     text = compared(at, capsys, a, b)
     assert "compared by bits per byte, since the losses are of different tokens" in text
+    assert "the runs were evaluated on different windows of the text" in text
     bits = (3 / 2 - 4 / 4) / math.log(2)
     assert f"dataset=bpe has fewer bits per byte than dataset=tiny, by {bits:.4f}" in text
     b = write_run(tmp_path / "b", [6, 2], other | {"val_text": "another"}, dataset="bpe")

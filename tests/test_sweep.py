@@ -113,7 +113,7 @@ def test_runs_at_the_same_time_have_separate_cores_and_gpus():
     "args, messages",
     [
         ([], ["no setting has several values: type a list such as --seed=1,2,3"]),
-        (["--seed=1,x,y"], ["--seed: x, y is not a whole number"]),
+        (["--seed=1,x,y"], ["--seed: 'x', 'y' is not a whole number"]),
         (
             ["--seed=1,2,1", "--learning_rate=0.1,1e-1"],
             ["1 occurs more than once", "0.1 occurs more than once"],
@@ -133,6 +133,7 @@ def test_runs_at_the_same_time_have_separate_cores_and_gpus():
         (["--seed=1,2", "--sead=3"], ["--sead: no such setting; did you mean --seed?"]),
         (["--seed=1,2", "--jobs=9999"], ["jobs is 9999, but there are"]),
         (["--seed=1,2", "--out_dir=run"], ["out_dir run contains a run"]),
+        (["--seed=1,2", "--out_dir=later.py"], ["out_dir later.py is a file"]),
     ],
 )
 def test_mistakes_are_reported_before_anything_starts(at, capsys, args, messages):
@@ -175,6 +176,18 @@ def test_a_dry_run_lists_states_and_times_and_writes_nothing(at, capsys):
     assert lines[2] == "out/seed=3: new, 30 steps in about 1:00"
     assert lines[3] == "3 runs, 1 at the same time: about 1:40"
     assert sorted(at.path.rglob("*")) == before
+
+
+def test_a_budget_says_when_a_run_is_complete(at, capsys):
+    tiny_data(at.path)
+    prepare_run(at.path / "out" / "max_tokens=2560.0", 10, of=10)
+    prepare_run(at.path / "out" / "max_tokens=7680.0", 10, of=30)
+    with pytest.raises(SystemExit):
+        args = ["--max_tokens=2560,7680", "--batch_size=4", "--gradient_accumulation_steps=2"]
+        script(at, "sweep.py", [*TINY, *args, "--max_iters=999", "--out_dir=out", "--dry_run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "out/max_tokens=2560.0: complete, val loss 1.5000"
+    assert lines[1] == "out/max_tokens=7680.0: resumes at step 10, 20 steps in about 0:40"
 
 
 def test_a_run_with_other_settings_is_not_continued(at, capsys):

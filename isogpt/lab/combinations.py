@@ -54,12 +54,8 @@ def points_of(swept: Mapping[str, list[str]], each: bool) -> list[Point]:
     base = {name: values[0] for name, values in swept.items()}
     variants = [base]
     variants += [base | {name: value} for name in swept if name != SEED for value in swept[name][1:]]
-    return [variant | seed for variant in variants for seed in points_of_seed(swept)]
-
-
-def points_of_seed(swept: Mapping[str, list[str]]) -> list[Point]:
-    """The swept seeds as points; one empty point if the seed is not swept."""
-    return [{SEED: value} for value in swept[SEED]] if SEED in swept else [{}]
+    seeds = [{SEED: value} for value in swept[SEED]] if SEED in swept else [{}]
+    return [variant | seed for variant in variants for seed in seeds]
 
 
 def words_of(words: Iterable[str], point: Point, known: Mapping[str, Setting]) -> list[str]:
@@ -91,7 +87,7 @@ def problems_of_lists(swept: Mapping[str, list[str]], known: Mapping[str, Settin
     for name, values in swept.items():
         wrong = [value for value in values if not is_value(value, known[name])]
         if wrong:
-            problems.append(f"--{name}: {shortened(wrong)} is not {WANTED[known[name].kind]}")
+            problems.append(f"--{name}: {shortened([*map(repr, wrong)])} is not {WANTED[known[name].kind]}")
             continue
         counts = Counter(str(known[name].parse(value)) for value in values)
         if repeated := [value for value, count in counts.items() if count > 1]:

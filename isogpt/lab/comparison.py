@@ -40,7 +40,7 @@ NOT_COMPARED = {
 NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
 OTHERS = f"{LOSS}/"  # how the loss of a further validation set begins
-CODE = "code"  # the name of the commit among the settings
+CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Row:
     settings: dict
     place: str  # the run's folder, or what the user typed for several runs
     runs: list[RunRow]
+    commits: list[str]  # of the code; commits that change other files only may differ in a group
     step: int | None = None  # the last step at which all of the group's runs that count were evaluated
     tokens: int | None = None  # up to this step
     flops: float | None = None
@@ -124,9 +125,6 @@ def compare(runs: list[Run], defaults: dict, target: float = 0.0) -> Comparison:
     Args:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
         target: a validation loss to reach; 0: none.
-
-    Raises:
-        ValueError: scipy is missing.
     """
     groups = group_runs(runs, defaults)
     by, reason = what_to_compare_by(runs)
@@ -150,6 +148,11 @@ def add_differences(comparison: Comparison) -> None:
     if len(complete) < 2 or groups[0] not in complete:
         complete = groups
         comparison.step = last_common_step([run for group in groups for run in counted(group.runs)])
+        if not comparison.step:  # nothing, or only the initial weights
+            comparison.notes.append(
+                "not compared: there is no step after the start at which all runs were evaluated"
+            )
+            return
     for group in groups:
         if group not in complete:
             comparison.notes.append(f"{group.name} is not complete, and not compared")
@@ -165,25 +168,40 @@ def add_differences(comparison: Comparison) -> None:
 def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
     The groups of runs that differ only in the seed, in the order of their first runs. Runs of one seed that
-    differ in nothing that is recorded, since the code was changed without a commit, are told apart by the
-    argument that names them, or else by their folders.
+    differ in nothing that is recorded are told apart by the argument that names them, or by their folders.
     """
-    described = [(run, description(run, defaults)) for run in runs]
-    names = list(dict.fromkeys(name for _, one in described for name in one))
-    differing = [name for name in names if len({typed(one.get(name)) for _, one in described}) > 1]
-    keys = [tuple(typed(one.get(name)) for name in differing) for _, one in described]
-    by_settings = grouped([*zip(keys, runs, strict=True)])
-    settings = {id(run): {name: one.get(name) for name in differing} for run, one in described}
-    groups = []
-    for alike in by_settings:
-        parts = told_apart(alike)
-        for part in parts:
-            ours = settings[id(part[0])]
-            label = [f"{name}={typed(value)}" for name, value in ours.items()]
-            if len(parts) > 1 or not label:
-                label.append(place_of(part))
-            groups.append(Group(" ".join(label), part, ours))
+    described = [description(run, defaults) for run in runs]
+    names = dict.fromkeys(name for one in described for name in one)
+    differing = [name for name in names if len({typed(one.get(name)) for one in described}) > 1]
+    settings = [{name: one.get(name) for name in differing} for one in described]
+    keys = [tuple(map(typed, one.values())) for one in settings]
+    by_key = dict(zip(keys, settings, strict=True))
+    groups = [
+        Group("", part, by_key[key])
+        for key, alike in grouped([*zip(keys, runs, strict=True)]).items()
+        for part in told_apart(alike)
+    ]
+    for group, name in zip(groups, names_of(groups), strict=True):
+        group.name = name
     return groups
+
+
+def names_of(groups: list[Group]) -> list[str]:
+    """
+    The names of groups: the settings that differ, and if they do not tell the groups apart, also what the
+    user typed, and the code.
+    """
+    settings = [
+        " ".join(f"{name}={typed(value)}" for name, value in group.settings.items() if name != CODE)
+        for group in groups
+    ]
+    places = [place_of(group.runs) for group in groups]
+    codes = [f"code={group.settings.get(CODE)}" for group in groups]
+    for columns in ([settings], [settings, places], [settings, places, codes]):
+        names = [" ".join(filter(None, parts)) for parts in zip(*columns, strict=True)]
+        if all(names) and len(set(names)) == len(groups):
+            break
+    return names
 
 
 def typed(value: object) -> str:
@@ -196,23 +214,27 @@ def description(run: Run, defaults: dict) -> dict:
     settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
     init_from = str(settings.get("init_from", ""))
     settings["init_from"] = init_from.removeprefix("auto:") if init_from != "auto" else "scratch"
-    commit = run.facts.get("commit", "")
-    return settings | {CODE: f"{commit[:8]}{'-changed' if run.facts.get('changed') else ''}"}
+    return settings | {CODE: run.facts.get(CODE, "")}
 
 
-def grouped(keyed: list[tuple[object, Run]]) -> list[list[Run]]:
-    """Runs with equal keys, in the order of the first ones."""
+def commit_of(run: Run) -> str:
+    """The commit of a run's code, and whether files differed from it."""
+    return run.facts.get("commit", "")[:8] + ("-changed" if run.facts.get("changed") else "")
+
+
+def grouped(keyed: list[tuple[object, Run]]) -> dict[object, list[Run]]:
+    """{key: its runs}, in the order of the first ones."""
     groups = {}
     for key, run in keyed:
         groups.setdefault(key, []).append(run)
-    return list(groups.values())
+    return groups
 
 
 def told_apart(runs: list[Run]) -> list[list[Run]]:
     """Divide runs among which a seed occurs twice: by the argument that names them, or else by folder."""
     if are_seeds(runs):
         return [runs]
-    by_argument = grouped([(run.argument, run) for run in runs])
+    by_argument = list(grouped([(run.argument, run) for run in runs]).values())
     return by_argument if all(map(are_seeds, by_argument)) else [[run] for run in runs]
 
 
@@ -222,8 +244,10 @@ def are_seeds(runs: list[Run]) -> bool:
 
 
 def place_of(runs: list[Run]) -> str:
-    """Where runs are: the folder of one, or what the user typed for several."""
-    return str(runs[0].folder) if len(runs) == 1 else runs[0].argument
+    """Where runs are: the folder of one; of several, what the user typed, or their parent folder."""
+    if len(runs) == 1:
+        return str(runs[0].folder)
+    return runs[0].argument if len({run.argument for run in runs}) == 1 else str(runs[0].folder.parent)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -265,15 +289,14 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
 def notes_about(groups: list[Group], by: str) -> list[str]:
     """What a reader of the table should know."""
     runs, notes = [run for group in groups for run in group.runs], []
-    changed = [run for run in runs if run.facts.get("changed")]
-    if len(changed) > 1 and len(groups) > 1:
-        notes.append(
-            "-changed means that the code differed from the commit, perhaps not in the same way in all runs: "
-            "commit each version, and the table tells them apart"
-        )
     is_whole = all(run.settings.get("eval_iters") == 0 for run in runs)
     seeds = {frozenset(group.seeds) for group in groups}
-    if by and len(groups) > 1 and not is_whole and len(seeds) > 1:
+    if by == BITS and not is_whole:
+        notes.append(
+            "the runs were evaluated on different windows of the text, which adds noise: train with "
+            "--eval_iters=0, which reads the whole validation text"
+        )
+    elif by and len(groups) > 1 and not is_whole and len(seeds) > 1:
         notes.append(
             "the seed also chooses the validation windows, and the groups have different seeds, which adds "
             "noise: train with the same seeds, or with --eval_iters=0, which reads the whole validation text"
@@ -341,7 +364,8 @@ def row_of(group: Group) -> Row:
     runs = counted(group.runs)
     step = last_common_step(runs)
     runs_of_group = [row_of_run(run) for run in group.runs]
-    row = Row(group.name, group.settings, place_of(group.runs), runs_of_group, step)
+    commits = sorted({commit_of(run) for run in group.runs})
+    row = Row(group.name, group.settings, place_of(group.runs), runs_of_group, commits, step)
     row.parameters = group.runs[0].facts.get("parameters")
     row.is_complete = any(run.is_finished for run in group.runs)
     row.state = state_of(group.runs)

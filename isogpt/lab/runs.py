@@ -1,6 +1,7 @@
 """A run as its folder tells: the records of metrics.jsonl."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from isogpt.monitor.curves import STEP, Curve
 from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
 
+STATISTICS = re.compile(rb'\{"iter": (\d{1,18}), "statistics"')
 LONGEST = 2**24  # bytes of a line; what is longer is not a record
 MOST_STATISTICS = 200  # records of layer statistics, each of which contains hundreds of numbers
 ENDINGS = (*CLOSING, "failed")
@@ -30,6 +32,7 @@ FACTS = {
     "val_text": str,
     "val_bytes": int,
     "val_tokens": int,
+    "code": str,
     "commit": str,
     "changed": bool,
 }
@@ -169,16 +172,18 @@ class Reading:
     def add(self, line: bytes) -> None:
         """Read a line. Of steps, only those that are kept are parsed."""
         match = STEP.match(line)
-        if not match:
-            if line.startswith(b'{"event"') and (record := as_record(line)):
+        if line.startswith(b'{"event"'):
+            if record := as_record(line):
                 self.add_event(record)
+        elif of_layers := STATISTICS.match(line):
+            if self.statistics.has_room(int(of_layers[1])) and (record := as_record(line)):
+                self.statistics.add(record["iter"], record)
+        elif not match:
+            return
         elif b'"val_loss"' in line:
             self.add_waiting()
             if record := as_record(line):
                 self.add_evaluation(record)
-        elif b'"statistics"' in line:
-            if self.statistics.has_room(int(match[1])) and (record := as_record(line)):
-                self.statistics.add(record["iter"], record)
         else:
             self.waiting = line
             if self.steps.has_room(int(match[1])):

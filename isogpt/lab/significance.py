@@ -1,8 +1,9 @@
 """Is a difference between two groups of runs larger than chance? t-tests over the seeds."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from isogpt.common.console import shortened
 from isogpt.common.packages import needed_by
@@ -46,9 +47,6 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
 
     Args:
         a, b: {seed: value}.
-
-    Raises:
-        ValueError: scipy is missing.
     """
     left_out = [
         f"{seeds_text(seeds)} of the {which} group, not finite"
@@ -83,7 +81,7 @@ def differences(groups: dict[str, dict[int, float]], baseline: str) -> dict[str,
         groups: {name: {seed: value}}.
 
     Raises:
-        ValueError: `baseline` is not the name of a group, or scipy is missing.
+        ValueError: `baseline` is not the name of a group.
 
     Source: S. Holm, A simple sequentially rejective multiple test procedure, 1979.
     """
@@ -111,15 +109,10 @@ def differences(groups: dict[str, dict[int, float]], baseline: str) -> dict[str,
 def holm(p_values: dict[str, float]) -> dict[str, float]:
     """Return the p-values corrected for their number, by Holm's method."""
     corrected, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=value_of)):
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=itemgetter(1))):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[name] = largest
     return corrected
-
-
-def value_of(item: tuple[str, float]) -> float:
-    """The value of an item of a dict."""
-    return item[1]
 
 
 def has_scipy() -> bool:
@@ -146,9 +139,8 @@ def paired(a: list[float], b: list[float]) -> Difference:
     variance = variance_of(by_seed)
     if is_rounding(variance, a + b):
         return Difference(mean, None, None, None, True, counts, None, without_spread(by_seed))
-    low, high, p = t_test(mean, math.sqrt(variance / n), n - 1)
-    needed = seeds_needed(mean, variance)
-    return Difference(mean, low, high, p, True, counts, needed, f"paired t-test over {n} seeds")
+    result = Difference(mean, None, None, None, True, counts, None, f"paired t-test over {n} seeds")
+    return tested(result, math.sqrt(variance / n), n - 1, [variance])
 
 
 def unpaired(a: list[float], b: list[float]) -> Difference:
@@ -169,9 +161,24 @@ def unpaired(a: list[float], b: list[float]) -> Difference:
         return Difference(mean, None, None, None, False, counts, None, without_spread([mean]))
     squares = variances[0] / len(a), variances[1] / len(b)  # of the standard errors
     degrees = sum(squares) ** 2 / (squares[0] ** 2 / (len(a) - 1) + squares[1] ** 2 / (len(b) - 1))
-    low, high, p = t_test(mean, math.sqrt(sum(squares)), degrees)
     method = f"Welch's t-test of {len(a)} and {len(b)} runs (fewer than two seeds are in both groups)"
-    return Difference(mean, low, high, p, False, counts, seeds_needed(mean, *variances), method)
+    result = Difference(mean, None, None, None, False, counts, None, method)
+    return tested(result, math.sqrt(sum(squares)), degrees, variances)
+
+
+def tested(result: Difference, error: float, degrees: float, variances: Sequence[float]) -> Difference:
+    """
+    Return a result with the interval, p and the seeds needed; without scipy, with the reason for their lack.
+
+    Args:
+        error, degrees: see `t_test`.
+        variances: see `seeds_needed`.
+    """
+    try:
+        low, high, p = t_test(result.mean, error, degrees)
+    except ValueError as e:
+        return replace(result, method=f"no test: {e}")
+    return replace(result, low=low, high=high, p=p, seeds_needed=seeds_needed(result.mean, *variances))
 
 
 def without_spread(differences: list[float]) -> str:

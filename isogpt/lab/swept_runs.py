@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,9 +21,10 @@ from isogpt.common.files import (
     write_whole,
 )
 from isogpt.data.dataset import open_dataset
+from isogpt.monitor.sink_metrics import METRICS
+from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
-METRICS = "metrics.jsonl"
 SETTINGS = "sweep.json"  # the settings with which the sweep has started a run
 LOG = "train.log"  # what the run printed; the file is locked while the run is trained
 # settings that may differ when a run continues: they change neither the weights nor the figures
@@ -67,18 +67,23 @@ def resumable(init_from: str) -> str:
 
 
 def problems_of_settings(config: dict) -> list[str]:
-    """Return a sentence for each reason why train.py cannot train a run with these settings."""
+    """
+    Return a sentence for each reason why train.py cannot train a run with these settings. If there is none,
+    `config` receives the steps that a budget of tokens or epochs sets, as in train.py.
+    """
     problems = []
     if config["eval_only"] or config["dry_run_ranks"]:
         problems.append("eval_only and dry_run_ranks train nothing: omit them, or use train.py")
-    for check in (
-        partial(open_dataset, config["dataset"], config["block_size"], config["vocab_size"]),
-        partial(check_training, config),
-    ):
-        try:
-            check()
-        except ValueError as e:
-            problems += str(e).splitlines()
+    try:
+        check_training(config)
+    except ValueError as e:
+        problems += str(e).splitlines()
+    try:
+        data = open_dataset(config["dataset"], config["block_size"], config["vocab_size"])
+    except ValueError as e:
+        return problems + str(e).splitlines()
+    if not problems:
+        config |= limits_of(config, len(data.train)).settings()
     return problems
 
 
@@ -94,11 +99,8 @@ class State:
     @property
     def loss_text(self) -> str:
         """The validation loss, for a line."""
-        return (
-            f"val loss {self.val_loss:.4f}"
-            if isinstance(self.val_loss, float)
-            else f"val loss {self.val_loss}"
-        )
+        loss = self.val_loss
+        return f"val loss {loss:.4f}" if isinstance(loss, float) else f"val loss {loss}"
 
     @property
     def text(self) -> str:

@@ -4,10 +4,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from isogpt.common.console import duration, visible
-from isogpt.lab.comparison import BITS, LOSS, Comparison, Mean, Row
-from isogpt.lab.significance import Difference
+from isogpt.lab.comparison import BITS, CODE, LOSS, Comparison, Mean, Row
+from isogpt.lab.significance import LEVEL, Difference
 from isogpt.monitor.records import as_json
 
 TEXTS = ("runs", "state", "group", "method")  # columns
@@ -15,7 +16,6 @@ WIDEST = 32  # characters of a cell; a longer text is cut
 NAMES = {LOSS: "validation loss", BITS: "bits per byte"}
 BETTER = {LOSS: "a lower validation loss", BITS: "fewer bits per byte"}
 WORSE = {LOSS: "a higher validation loss", BITS: "more bits per byte"}
-LEVEL = 0.05  # a difference with a larger p is not told from chance
 
 
 def report(comparison: Comparison, more_seeds: Sequence[str]) -> list[str]:
@@ -79,34 +79,26 @@ def table(comparison: Comparison) -> list[str]:
 
 def ranked(comparison: Comparison) -> list[Row]:
     """The rows, the best first; in the order in which they were given if they cannot be compared."""
-    if not comparison.by:
-        return comparison.rows
-    return sorted(comparison.rows, key=loss_of_row if comparison.by == LOSS else bits_of_row)
+    return (
+        sorted(comparison.rows, key=partial(order_of, by=comparison.by)) if comparison.by else comparison.rows
+    )
 
 
-def loss_of_row(row: Row) -> tuple[bool, float]:
-    """The loss by which rows are sorted; unknown ones and those of runs that are not complete are last."""
-    return order_of(row, row.val_loss)
-
-
-def bits_of_row(row: Row) -> tuple[bool, float]:
-    """The bits per byte by which rows are sorted, likewise."""
-    return order_of(row, row.bits_per_byte)
-
-
-def order_of(row: Row, value: Mean | None) -> tuple[bool, float]:
-    """The place of a row in the table."""
+def order_of(row: Row, by: str) -> tuple[bool, float]:
+    """The place of a row in the table: unknown values and runs that are not complete are last."""
+    value = row.val_loss if by == LOSS else row.bits_per_byte
     return not row.is_complete, value.mean if value and math.isfinite(value.mean) else math.inf
 
 
 def columns_of(rows: list[Row]) -> dict[str, list[str]]:
     """The cells of each column, by its heading."""
-    settings = list(rows[0].settings)
+    settings = [name for name in rows[0].settings if name != CODE]
     columns = {name: [setting_text(row.settings.get(name)) for row in rows] for name in settings}
     # what the settings do not distinguish is named by its folder or argument
     if not settings or len({tuple(cells) for cells in zip(*columns.values(), strict=True)}) < len(rows):
         columns = {"runs": [row.place for row in rows]} | columns
     columns |= {
+        "code": [row.settings.get(CODE, "") for row in rows],
         "seeds": [seeds_text(row) for row in rows],
         "steps": [text_of(row.step, "{:,}".format) for row in rows],
         "tokens": [text_of(row.tokens, count) for row in rows],
@@ -121,6 +113,7 @@ def columns_of(rows: list[Row]) -> dict[str, list[str]]:
     return columns | {
         "tokens/s": [text_of(row.tokens_per_s and row.tokens_per_s.mean, count) for row in rows],
         "GB": [text_of(row.memory_gb, "{:.2f}".format) for row in rows],
+        "commit": [", ".join(row.commits) for row in rows],
         "state": [row.state for row in rows],
     }
 
@@ -277,7 +270,7 @@ def verdict(result: Difference) -> str:
     needed = f"to detect a difference of this size takes {needed} seeds each"
     if result.p >= LEVEL:
         return f"This cannot be told from chance; {needed}"
-    return f"This is more than chance; {needed}"
+    return f"Chance alone rarely causes such a difference; {needed}"
 
 
 def needs_seeds(comparison: Comparison) -> bool:

@@ -14,10 +14,14 @@ from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
 
+# scripts that train nothing, and the room that only they use
+OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py")
 
-def check_start(ranks: Ranks, config: dict) -> None:
+
+def check_start(ranks: Ranks, config: dict) -> str:
     """
     Exit with a message if the ranks were started differently or an all-reduce gives a wrong sum (all ranks).
+    Returns the digest of the code.
     """
     facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
@@ -28,21 +32,24 @@ def check_start(ranks: Ranks, config: dict) -> None:
                 "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
                 "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2"
             )
+    code = facts[0]["the code's digest"]
     if n == 1 or is_pretended():
-        return
+        return code
     total = torch.full((), ranks.rank + 1.0, device=ranks.device)
     dist.all_reduce(total)
     with exit_together():
         if total.item() != n * (n + 1) / 2:
             raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")
+    return code
 
 
 def start_facts(config: dict) -> dict:
     """Return what should be the same on all ranks: settings, code, torch."""
-    sources = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")])
+    sources = {*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")}
+    sources = sorted(sources - {path for pattern in OTHERS for path in REPOSITORY.glob(pattern)})
     file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
     sources += [Path(file).expanduser()] if file else []
-    code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
+    code = f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
     facts = config | {"torch": torch.__version__, "the code's digest": code}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
     if (weights / "config.json").is_file():  # not a run: search.check_same compares runs
