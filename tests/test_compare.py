@@ -258,7 +258,7 @@ def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(tmp_path, at, 
     write_run(tmp_path / "b", [4, 2.9], weight_decay=0.2, n_layer=3)
     text = compared(at, capsys, tmp_path / "a", tmp_path / "b")
     assert "one run each cannot tell a change from chance" in text
-    assert "their training losses part at step 10" not in text  # they are equal in the whole of these runs
+    assert "training losses differ is 10" not in text  # they are equal in the whole of these runs
     command = next(line for line in text.splitlines() if "sweep.py" in line)
     words = shlex.split(command)
     assert words[:2] == ["python", "sweep.py"]
@@ -267,7 +267,7 @@ def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(tmp_path, at, 
     assert accepted("train.py", *options)["batch_size"] == 4
     write_run(tmp_path / "b", [3.5, 2.9], weight_decay=0.2, n_layer=4)
     text = compared(at, capsys, tmp_path / "a", tmp_path / "b")
-    assert "their training losses part at step 0" in text
+    assert "training losses differ is 0" in text
     assert text.count("python sweep.py") == 2 and "python compare.py" in text
 
 
@@ -304,7 +304,7 @@ def test_edited_code_without_a_commit_is_told_apart_by_what_was_typed(tmp_path, 
     assert "after/1 has a lower validation loss than before/1" in text
     write_run(tmp_path / "copy", [4, 3.1], unknown, seed=1)
     text = compared(at, capsys, "before/1", "copy")
-    assert "have the same validation loss, to the last digit: what differs has no effect" in text
+    assert "have the same validation loss, to the last digit: what differs has had no effect" in text
 
 
 def test_commits_that_leave_the_code_alone_do_not_divide_a_group(tmp_path, at, capsys):

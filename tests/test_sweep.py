@@ -174,7 +174,10 @@ def test_a_dry_run_lists_states_and_times_and_writes_nothing(at, capsys):
     assert lines[0] == "out/seed=1: complete, val loss 1.5000"
     assert lines[1] == "out/seed=2: resumes at step 10, 20 steps in about 0:40"
     assert lines[2] == "out/seed=3: new, 30 steps in about 1:00"
-    assert lines[3] == "3 runs, 1 at the same time: about 1:40"
+    assert (
+        lines[3]
+        == "3 runs, 1 at the same time: about 1:40, and what starts, evaluations and checkpoints take"
+    )
     assert sorted(at.path.rglob("*")) == before
 
 

@@ -74,6 +74,7 @@ def predicted_s(
         wanted = workload.plan(n, "this")
         machine = (settings["device"], wanted.dtype, n)
         if machine not in hardware:
+            console.print_to_stderr("no such run has been trained yet: measuring a few steps")
             hardware[machine] = predictor.measured_machine(wanted, n)
         prediction = predict(wanted, hardware[machine], n)
     except ValueError:
@@ -104,7 +105,8 @@ def print_forecast(
             text += f", {steps:,} steps in about {time_text(left_s[-1])}"
         console.print_result(f"{run.folder}: {text}")
     total = None if None in left_s else sum(left_s) / min(at_once, len(runs))
-    console.print_result(f"{len(runs)} runs, {at_once} at the same time: about {time_text(total)}")
+    text = f"{len(runs)} runs, {at_once} at the same time: about {time_text(total)}"
+    console.print_result(f"{text}, and what starts, evaluations and checkpoints take")
 
 
 def time_text(seconds: float | None) -> str:

@@ -34,9 +34,10 @@ def report(comparison: Comparison, more_seeds: Sequence[str]) -> list[str]:
     else:
         lines += [about_difference(name, comparison) for name in comparison.differences]
     if comparison.parting is not None:
-        lines.append(f"their training losses part at step {comparison.parting:,}")
+        lines.append(f"the first logged step at which their training losses differ is {comparison.parting:,}")
     if needs_seeds(comparison) and more_seeds:
-        own = ", each with its own version of the code" if len(more_seeds) > 1 else ""
+        is_edited = any(CODE in group.settings for group in comparison.groups)
+        own = ", each with its own version of the code" if is_edited else ""
         lines.append(f"To know, train with several seeds{own}:")
         lines += [f"    {command}" for command in more_seeds]
     lines += [f"note: {note}" for note in comparison.notes]
@@ -220,7 +221,9 @@ def about_difference(name: str, comparison: Comparison) -> str:
     if result.mean is None or not math.isfinite(result.mean):
         return f"{name} and {base}: {result.method}"
     if result.mean == 0 and result.p is None:
-        return f"{name} and {base} have the same {NAMES[by]}, to the last digit: what differs has no effect"
+        return (
+            f"{name} and {base} have the same {NAMES[by]}, to the last digit: what differs has had no effect"
+        )
     better = BETTER[by] if result.mean < 0 else WORSE[by]
     sentence = f"{name} has {better} than {base}, by {abs(result.mean):.4f}"
     if result.p is None:
