@@ -159,8 +159,10 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, args, message):
 def test_a_kill_leaves_the_table_and_no_process(tmp_path, signal_name):
     (tmp_path / "train.py").write_text(HANGS)
     process = start(tmp_path, "--device=cpu", "cold", "nanogpt", f"--nanogpt={tmp_path}")
-    # gpu_check.py, the zygote, nanoGPT and what it has started
-    wait_for(lambda: len(tree(process.pid)) == 4 or process.poll() is not None)
+    # gpu_check.py, the zygote, nanoGPT and what it has started; train.py, before it, has started git
+    wait_for(
+        lambda: (len(table(tmp_path)) == 3 and len(tree(process.pid)) == 4) or process.poll() is not None
+    )
     pids = tree(process.pid)
     process.send_signal(signal.Signals[signal_name])
     output, errors = process.communicate(timeout=60)
