@@ -66,8 +66,8 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median over the steps, which leaves out the slow first ones."""
-        speeds = [step["tokens_per_s"] for step in self.steps if is_finite(step.get("tokens_per_s"))]
+        """The median over the logged steps but the first, which is slow; None: there are no others."""
+        speeds = [step["tokens_per_s"] for step in self.steps[1:] if is_finite(step.get("tokens_per_s"))]
         return statistics.median(speeds) if speeds else None
 
     @property

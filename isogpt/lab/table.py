@@ -8,6 +8,7 @@ from functools import partial
 
 from isogpt.common.console import duration, visible
 from isogpt.lab.comparison import BITS, CODE, LOSS, Comparison, Mean, Row
+from isogpt.lab.runs import Run
 from isogpt.lab.significance import LEVEL, Difference
 from isogpt.monitor.records import as_json
 
@@ -34,7 +35,7 @@ def report(comparison: Comparison, more_seeds: Sequence[str]) -> list[str]:
     else:
         lines += [about_difference(name, comparison) for name in comparison.differences]
     if comparison.parting is not None:
-        lines.append(f"the first logged step at which their training losses differ is {comparison.parting:,}")
+        lines.append(about_parting(comparison.parting, comparison.groups[0].runs[0]))
     if needs_seeds(comparison) and more_seeds:
         is_edited = any(CODE in group.settings for group in comparison.groups)
         own = ", each with its own version of the code" if is_edited else ""
@@ -213,6 +214,13 @@ def about_comparison(comparison: Comparison) -> list[str]:
     if len(comparison.differences) > 1:
         lines.append(f"each compared with {comparison.base}, the first that was given:")
     return lines
+
+
+def about_parting(step: int, run: Run) -> str:
+    """A sentence about the first logged step at which the training losses of two runs differ."""
+    interval = run.settings.get("log_interval", 1)
+    logged = "" if interval == 1 else f", of one in {interval:,} (--log_interval=1 logs all)"
+    return f"the first logged step at which their training losses differ is {step:,}{logged}"
 
 
 def about_difference(name: str, comparison: Comparison) -> str:
