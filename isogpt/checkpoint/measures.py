@@ -2,6 +2,8 @@
 
 import math
 
+from isogpt.data import dataset
+
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 # fields of `what_is_measured`, as a user knows them
 LABELS = {
@@ -47,7 +49,7 @@ def bits_per_byte(val_loss: float | None, measures: dict) -> float | None:
     bytes_per_token = measures.get("bytes_per_token")
     if val_loss is None or not isinstance(bytes_per_token, float) or not bytes_per_token > 0:
         return None
-    return val_loss / math.log(2) / bytes_per_token
+    return dataset.bits_per_byte(val_loss, 1, bytes_per_token)
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:

@@ -38,7 +38,7 @@ class EvalDataset:
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """See Dataset.bits_per_byte."""
-        return bits_per_byte(val_loss, self.val, self.val_bytes)
+        return bits_per_byte(val_loss, len(self.val), self.val_bytes)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Dataset:
         Convert a loss in nats per token of val.bin to bits per byte of its text, which does not depend on the
         tokenizer; None: the metadata does not say how long the text is.
         """
-        return bits_per_byte(val_loss, self.val, self.val_bytes)
+        return bits_per_byte(val_loss, len(self.val), self.val_bytes)
 
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""
@@ -89,12 +89,12 @@ class Dataset:
         return facts
 
 
-def bits_per_byte(loss: float, tokens: TokenFile, text_bytes: int) -> float | None:
+def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
     """
-    Convert a loss in nats per token to bits per byte of the text that `tokens` contain. None if its length,
-    text_bytes, is not known (0).
+    Convert a loss in nats per token to bits per byte of the text, which consists of so many tokens and bytes.
+    None if its length in bytes is not known (0).
     """
-    return loss / math.log(2) * len(tokens) / text_bytes if text_bytes else None
+    return loss / math.log(2) * tokens / text_bytes if text_bytes else None
 
 
 def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets: str = "") -> Dataset:

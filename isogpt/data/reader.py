@@ -116,7 +116,7 @@ class Reader:
         n_tokens = len(self.data.splits[split])
         if not sequences and split != "train":
             return whole_windows(n_tokens, self.block_size)
-        n = sequences or len(whole_windows(len(self.data.val), self.block_size))
+        n = self.eval_sequences(sequences)
         stream = EVAL_TRAIN if split == "train" else EVAL_VAL
         return random_windows(n_tokens, self.block_size, self.seed, stream, 0, n)
 
@@ -124,7 +124,11 @@ class Reader:
         """How many tokens an evaluation predicts, over all ranks."""
         if not sequences and split != "train":
             return len(self.data.splits[split]) - 1
-        return len(self.eval_windows(split, sequences)) * self.block_size
+        return self.eval_sequences(sequences) * self.block_size
+
+    def eval_sequences(self, sequences: int) -> int:
+        """How many sequences an evaluation reads at random positions; 0: as many as the whole of val has."""
+        return sequences or len(whole_windows(len(self.data.val), self.block_size))
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """

@@ -14,6 +14,7 @@ from typing import Any
 from isogpt.checkpoint.manifest import is_run
 from isogpt.common.console import shortened
 from isogpt.common.files import as_record, regular_file
+from isogpt.data.dataset import bits_per_byte
 from isogpt.monitor.curves import STEP, Curve
 from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
@@ -305,7 +306,7 @@ def complete(run: Run) -> None:
         if per_step:
             evaluation["flops"] = evaluation["iter"] * per_step
         if tokens > 0 and size > 0:
-            evaluation.setdefault("val_bpb", evaluation["val_loss"] / math.log(2) * tokens / size)
+            evaluation.setdefault("val_bpb", bits_per_byte(evaluation["val_loss"], tokens, size))
     for step in run.steps if per_step else ():
         step["flops"] = (step["iter"] + 1) * per_step
 
