@@ -29,7 +29,7 @@ from isogpt.data import dataset
 from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.token_files import DataError, TokenFile
-from isogpt.data.windows import permuted, random_windows, shuffled_windows
+from isogpt.data.windows import EvenWindows, permuted, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of
 
@@ -47,6 +47,11 @@ def plan_for(sequences, micro_batch, vocab_size=65):
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
 
 
+def shuffled(n_tokens, block_size, seed, step, n):
+    """The windows of a step of n sequences, in shuffled order."""
+    return shuffled_windows(EvenWindows(n_tokens, block_size), seed, step * n + np.arange(n))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # which sequences
 
@@ -57,7 +62,7 @@ def test_windows_depend_on_their_arguments_only():
     def drawn(step, seed=1337):
         return [
             random_windows(N, BLOCK, seed, TRAIN, step, 6).tolist(),
-            shuffled_windows(N, BLOCK, seed, step, 6).tolist(),
+            shuffled(N, BLOCK, seed, step, 6).tolist(),
         ]
 
     steps = [0, 1, 2, 20, 21, 500]
@@ -82,7 +87,7 @@ def test_windows_have_not_changed():
         (1337, 5000): [709376, 173888, 933952, 940800],
         (7, 0): [256, 205312, 736768, 300736],
     }.items():
-        assert shuffled_windows(1000003, 64, seed, step, 4).tolist() == golden
+        assert shuffled(1000003, 64, seed, step, 4).tolist() == golden
 
 
 def test_seeds_streams_and_steps_draw_differently():
@@ -99,9 +104,9 @@ def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path, n_tokens):
     assert drawn.dtype == np.int64
     assert drawn.tolist() == list(range(n_tokens - BLOCK))  # the last one ends with the text
     windows = (n_tokens - 1) // BLOCK
-    shuffled = np.unique(shuffled_windows(n_tokens, BLOCK, 1, 0, windows))
-    assert shuffled.tolist() == [BLOCK * w for w in range(windows)]
-    for starts in drawn, shuffled:
+    each_once = np.unique(shuffled(n_tokens, BLOCK, 1, 0, windows))
+    assert each_once.tolist() == [BLOCK * w for w in range(windows)]
+    for starts in drawn, each_once:
         x, y = read_rows(tokens, starts, BLOCK)
         assert y.max() == (n_tokens - 1 if starts is drawn else windows * BLOCK)
 
@@ -116,7 +121,7 @@ def test_random_windows_are_uniform():
 @pytest.mark.parametrize("n", [1, 6, 25, 124, 125, 126, 300])  # sequences per step; an epoch has 125 windows
 def test_each_window_appears_once_per_epoch(n):
     steps = -(-375 // n)
-    stream = np.concatenate([shuffled_windows(N, BLOCK, 1, step, n) for step in range(steps)])
+    stream = np.concatenate([shuffled(N, BLOCK, 1, step, n) for step in range(steps)])
     assert stream.dtype == np.int64 and len(stream) == steps * n
     epochs = stream[:375].reshape(3, 125)
     for epoch in epochs:
@@ -154,7 +159,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
     No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
     were.
     """
-    data = SimpleNamespace(train=np.zeros(N, np.uint16))
+    data = SimpleNamespace(sources=[SimpleNamespace(windows=EvenWindows(N, BLOCK))])
 
     def reader_of_steps(n, progress):
         reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
@@ -178,7 +183,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
                 progress.advance()
         assert reader_of_steps(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
     assert progress.position == len(read) * BLOCK == progress.tokens + (6 + 4 + 9) * BLOCK
-    one_by_one = [shuffled_windows(N, BLOCK, 1, step, 1) for step in range(len(read))]
+    one_by_one = [shuffled(N, BLOCK, 1, step, 1) for step in range(len(read))]
     assert read == np.concatenate(one_by_one).tolist()
 
 

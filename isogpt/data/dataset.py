@@ -12,8 +12,10 @@ import numpy as np
 
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_utf8
+from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import DataError, TokenFile, declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
+from isogpt.data.windows import EvenWindows
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
@@ -26,7 +28,7 @@ class EvalDataset:
     """A further validation set, see `open_eval_datasets`: the val.bin of `folder`. It is named like this."""
 
     folder: Path
-    val: TokenFile
+    val: Tokens
     highest: int  # see Dataset, as the other fields
     vocabulary: Vocabulary | None = None
     val_bytes: int = 0
@@ -42,14 +44,26 @@ class EvalDataset:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A folder of token files: the whole data set, or one part of a mixture."""
+
+    folder: Path
+    train: Tokens
+    val: Tokens
+    windows: EvenWindows  # those of which every order but random reads each once per epoch
+
+
+@dataclass(frozen=True)
 class Dataset:
     """
-    The two token files of `folder`, and the vocabulary size, from the metadata or GPT-2's.
+    The tokens of a run, and the vocabulary size, from the metadata or GPT-2's. With one source, the tokens
+    and the folder are those of the source.
     """
 
     folder: Path
-    train: TokenFile
-    val: TokenFile
+    sources: tuple[Source, ...]
+    train: Tokens
+    val: Tokens
     vocab_size: int
     highest: int  # the highest id found when the files were checked
     digest: str  # digest of lengths and samples of the files, to compare machines
@@ -59,7 +73,7 @@ class Dataset:
     further: tuple[EvalDataset, ...] = ()  # validation sets that are evaluated too
 
     @property
-    def splits(self) -> dict[str, TokenFile]:
+    def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val, and val/NAME for each further validation set."""
         further = {f"val/{one.name}": one.val for one in self.further}
         return {"train": self.train, "val": self.val, **further}
@@ -122,8 +136,10 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets:
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
     splits = {split: open_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
     highest = max(highest_id(tokens, vocab_size) for tokens in splits.values())
+    source = Source(folder, **splits, windows=EvenWindows(len(splits["train"]), block_size))
     return Dataset(
         folder,
+        sources=(source,),
         **splits,
         vocab_size=vocab_size,
         highest=highest,
@@ -247,7 +263,7 @@ def read_dict(path: Path) -> dict:
     return content
 
 
-def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> TokenFile:
+def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> Tokens:
     """
     Open train.bin or val.bin.
 
@@ -302,7 +318,7 @@ def open_tokens(path: Path, dtype: str | None, vocab_size: int) -> TokenFile:
     return TokenFile(path, dtype, offset)
 
 
-def highest_id(tokens: TokenFile, vocab_size: int) -> int:
+def highest_id(tokens: Tokens, vocab_size: int) -> int:
     """
     Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
     when it is read). Raises DataError if an id is outside the vocabulary.
@@ -336,7 +352,7 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
 
 
-def digest_of(splits: dict[str, TokenFile]) -> str:
+def digest_of(splits: dict[str, Tokens]) -> str:
     """A digest of the lengths and of samples of the files, with which machines and runs are compared."""
     digest = hashlib.sha256()
     for tokens in splits.values():
@@ -345,13 +361,13 @@ def digest_of(splits: dict[str, TokenFile]) -> str:
     return digest.hexdigest()[:12]
 
 
-def samples(tokens: TokenFile, n: int) -> np.ndarray:
+def samples(tokens: Tokens, n: int) -> np.ndarray:
     """n evenly spaced samples of a file: 4096 tokens each, or all of a shorter file."""
     starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
     return tokens.read(starts, min(4096, len(tokens)))
 
 
-def parts_of(tokens: TokenFile, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
+def parts_of(tokens: Tokens, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
     """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most 2**18."""
     end = len(tokens) if end is None else end
     for start in range(begin, end, 2**18):

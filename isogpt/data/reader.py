@@ -13,7 +13,8 @@ from torch import Tensor
 
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
 from isogpt.data.dataset import Dataset, check_ids
-from isogpt.data.token_files import DataError, TokenFile
+from isogpt.data.token_array import Tokens
+from isogpt.data.token_files import DataError
 from isogpt.data.windows import random_windows, shuffled_windows, whole_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -23,7 +24,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 
 
 def read_rows(
-    tokens: TokenFile, starts: np.ndarray, block_size: int, positions: Tensor | None = None
+    tokens: Tokens, starts: np.ndarray, block_size: int, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
@@ -55,7 +56,8 @@ class Reader:
     device: torch.device
     # of the data ranks, whose shares are in proportion; (): equal; None: as the plan's shares say
     speeds: tuple[float, ...] | None = None
-    shift: int = 0  # see shuffled_windows
+    # how many sequences more than the steps say the run has read before, since the batch size was different
+    shift: int = 0
     problem: DataError | None = None  # why this rank cannot read the rest of the training data
 
     def __post_init__(self) -> None:
@@ -78,10 +80,10 @@ class Reader:
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
-        n_tokens, n = len(self.data.train), self.plan.sequences
-        if self.order == "shuffle":
-            return shuffled_windows(n_tokens, self.block_size, self.seed, step, n, self.shift)
-        return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, n)
+        (source,), n = self.data.sources, self.plan.sequences
+        if self.order == "random":
+            return random_windows(len(source.train), self.block_size, self.seed, TRAIN, step, n)
+        return shuffled_windows(source.windows, self.seed, self.shift + step * n + np.arange(n))
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
@@ -162,7 +164,7 @@ class Reader:
             raise
 
     def read(
-        self, tokens: TokenFile, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
+        self, tokens: Tokens, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
     ) -> Batches:
         """
         Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of the given steps in

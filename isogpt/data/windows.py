@@ -1,6 +1,7 @@
 """The sequences that a step reads: a pure function of the seed, the data set and the step."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,18 +25,33 @@ def whole_windows(n_tokens: int, block_size: int) -> np.ndarray:
     return np.arange(0, n_tokens - 1, block_size)
 
 
-def shuffled_windows(
-    n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0
-) -> np.ndarray:
+@dataclass(frozen=True)
+class EvenWindows:
+    """Windows that lie side by side, so that each token but the first one is predicted once."""
+
+    n_tokens: int
+    block_size: int
+
+    def __len__(self) -> int:
+        """The number of windows. The last one is whole."""
+        return (self.n_tokens - 1) // self.block_size
+
+    def starts(self, places: np.ndarray) -> np.ndarray:
+        """Where the windows with these numbers begin."""
+        return places * self.block_size
+
+
+def shuffled_windows(windows: EvenWindows, seed: int, numbers: np.ndarray) -> np.ndarray:
     """
-    Return the starts (n,) of the step's windows if every window is read once per epoch, in a new order each
-    time. `shift` is how many windows more than step * n the run has read before, because the batch size was
-    different.
+    Return the starts of the sequences `numbers` of a run in which every window is read once per epoch, in a
+    new order each time. Sequences are counted from the beginning of the run.
     """
-    windows = (n_tokens - 1) // block_size
-    epochs, places = np.divmod(shift + step * n + np.arange(n), windows)
-    orders = [permuted(places[epochs == e], windows, seed, int(e)) for e in np.unique(epochs)]
-    return np.concatenate(orders) * block_size
+    epochs, places = np.divmod(numbers, len(windows))
+    shuffled = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        rows = epochs == epoch
+        shuffled[rows] = permuted(places[rows], len(windows), seed, epoch)
+    return windows.starts(shuffled)
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
