@@ -159,7 +159,8 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
     No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
     were.
     """
-    data = SimpleNamespace(sources=[SimpleNamespace(windows=EvenWindows(N, BLOCK))])
+    source = SimpleNamespace(windows=EvenWindows(N, BLOCK))
+    data = SimpleNamespace(train=np.zeros(N, np.uint16), sources=[source])
 
     def reader_of_steps(n, progress):
         reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
