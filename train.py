@@ -135,7 +135,7 @@ stats_interval = 0  # steps between statistics of each layer: norms, activations
 tensorboard_log = False  # log to <out_dir>/tensorboard too
 print_result = False  # the last line of stdout is <out_dir>/result.json, how the run has ended, in one line
 # -- data ----------------------------------------------------------------------------------------------------
-data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
+data_order = "random"  # windows anywhere, each once per epoch, or at documents [random | shuffle | documents]
 vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
 # -- distribution and memory ---------------------------------------------------------------------------------
 fsdp = False  # short for zero=3
@@ -198,7 +198,7 @@ except ValueError as e:
 # 2. data, what the run starts from, and the resolved settings: the plan
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
 # do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
-data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_datasets)
+data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_datasets, data_order)
 limits = budget.limits_of(config, len(data.train))  # max_iters and lr_decay_iters, as set or from a budget
 config.update(limits.settings())
 schedule = make_schedule(config)

@@ -27,7 +27,7 @@ def count_bytes(folder: Path) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
     """
-    meta, path = read_meta(folder), folder / "meta.json"
+    meta = read_meta(folder)
     size = meta.get("vocab_size", 0)
     vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
     table, end = bytes_by_id(vocabulary), None
@@ -40,10 +40,15 @@ def count_bytes(folder: Path) -> None:
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
         text.add(b"".join(pieces), documents=int((part == end).sum()))
-    recorded = read_dict(path) if path.exists() else {}
-    recorded |= {"val_tokens": len(tokens)} | text.facts("val")
-    write_whole(path, json.dumps(recorded, indent=2) + "\n")
+    record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
     print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+
+
+def record(folder: Path, facts: dict) -> None:
+    """Add `facts` to the meta.json in `folder`, which is created if there is none."""
+    path = folder / "meta.json"
+    recorded = read_dict(path) if path.exists() else {}
+    write_whole(path, json.dumps(recorded | facts, indent=2) + "\n")
 
 
 def main(argv: list[str]) -> None:

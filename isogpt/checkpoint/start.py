@@ -187,7 +187,7 @@ def changes_of_curve(config: dict, run: dict) -> list[str]:
     """
     before = run["config"]
     names = ["dataset", "seed", "data_order", *OF_UPDATES]
-    if "shuffle" in (config["data_order"], before.get("data_order")):  # windows are cut anew
+    if {config["data_order"], before.get("data_order")} & {"shuffle", "documents"}:  # windows are cut anew
         names.append("block_size")
     changed = [name for name in names if name in before and before[name] != config[name]]
     pairs = [f"{name} {config[name]} (was {before[name]})" for name in changed]

@@ -24,6 +24,12 @@ BLOCK = 2**16  # bytes that are read at once from the end of a file
 LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
+
+def path_of_script(name: str) -> str:
+    """A script of data/, as it is typed in the working folder."""
+    return os.path.relpath(REPOSITORY / "data" / name)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # writing
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from isogpt.common.console import visible
-from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_utf8
+from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
+from isogpt.data.documents import DocumentWindows, windows_of
 from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import DataError, TokenFile, declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
-from isogpt.data.windows import EvenWindows
+from isogpt.data.windows import Windows
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
@@ -50,7 +50,7 @@ class Source:
     folder: Path
     train: Tokens
     val: Tokens
-    windows: EvenWindows  # those of which every order but random reads each once per epoch
+    windows: Windows  # those of which every order but random reads each once per epoch
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,12 @@ class Dataset:
         """
         return bits_per_byte(val_loss, len(self.val), self.val_bytes)
 
+    @property
+    def documents(self) -> dict[str, DocumentWindows]:
+        """The windows that begin with a document, by folder; {} with another order of the data."""
+        of_folders = {str(source.folder): source.windows for source in self.sources}
+        return {name: one for name, one in of_folders.items() if isinstance(one, DocumentWindows)}
+
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""
         return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
@@ -100,6 +106,9 @@ class Dataset:
         if self.further:
             digests = {one.name: digest_of({"val": one.val}) for one in self.further}
             facts["the digest of eval_datasets"] = digests
+        if self.documents:
+            digests = {name: digest_of({"train": windows.index}) for name, windows in self.documents.items()}
+            facts["the digest of documents.bin"] = digests
         return facts
 
 
@@ -111,7 +120,9 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
     return loss / math.log(2) * tokens / text_bytes if text_bytes else None
 
 
-def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets: str = "") -> Dataset:
+def open_dataset(
+    name: str, block_size: int, vocab_size: int = 0, eval_datasets: str = "", data_order: str = "random"
+) -> Dataset:
     """
     Open the files of a data set and check them.
 
@@ -119,6 +130,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets:
         block_size: each split must contain at least block_size + 1 tokens.
         vocab_size: ids must be below this number; 0: the size in the metadata.
         eval_datasets: names of further validation sets, see `open_eval_datasets`.
+        data_order: train.py's setting, see documents.windows_of.
 
     Raises:
         ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
@@ -136,7 +148,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0, eval_datasets:
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
     splits = {split: open_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
     highest = max(highest_id(tokens, vocab_size) for tokens in splits.values())
-    source = Source(folder, **splits, windows=EvenWindows(len(splits["train"]), block_size))
+    windows = windows_of(folder, splits["train"], meta, data_order, block_size)
+    source = Source(folder, **splits, windows=windows)
     return Dataset(
         folder,
         sources=(source,),
@@ -215,11 +228,6 @@ def how_to_prepare(folder: Path) -> str:
     """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
     script = folder / "prepare.py"
     return f"run: python {script}" if script.exists() else ""
-
-
-def path_of_script(name: str) -> str:
-    """A script of data/, as it is typed in the working folder."""
-    return os.path.relpath(REPOSITORY / "data" / name)
 
 
 def prepared_datasets(file: str = "train.bin") -> list[str]:

@@ -49,7 +49,7 @@ class Reader:
     """Reads this rank's share of the training steps and of the evaluations."""
 
     data: Dataset
-    order: str  # random or shuffle
+    order: str  # random, shuffle or documents
     seed: int
     plan: Plan
     mesh: Mesh

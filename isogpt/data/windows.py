@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,16 @@ def whole_windows(n_tokens: int, block_size: int) -> np.ndarray:
     return np.arange(0, n_tokens - 1, block_size)
 
 
+class Windows(Protocol):
+    """Windows of a data set, which an order permutes: EvenWindows or documents.DocumentWindows."""
+
+    def __len__(self) -> int:
+        """The number of windows."""
+
+    def starts(self, places: np.ndarray) -> np.ndarray:
+        """Where the windows with these numbers begin. Raises DataError."""
+
+
 @dataclass(frozen=True)
 class EvenWindows:
     """Windows that lie side by side, so that each token but the first one is predicted once."""
@@ -41,7 +52,7 @@ class EvenWindows:
         return places * self.block_size
 
 
-def shuffled_windows(windows: EvenWindows, seed: int, numbers: np.ndarray) -> np.ndarray:
+def shuffled_windows(windows: Windows, seed: int, numbers: np.ndarray) -> np.ndarray:
     """
     Return the starts of the sequences `numbers` of a run in which every window is read once per epoch, in a
     new order each time. Sequences are counted from the beginning of the run.

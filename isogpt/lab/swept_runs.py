@@ -79,7 +79,9 @@ def problems_of_settings(config: dict) -> list[str]:
     except ValueError as e:
         problems += str(e).splitlines()
     try:
-        data = open_dataset(config["dataset"], config["block_size"], config["vocab_size"])
+        data = open_dataset(
+            config["dataset"], config["block_size"], config["vocab_size"], data_order=config["data_order"]
+        )
     except ValueError as e:
         return problems + str(e).splitlines()
     if not problems:

@@ -24,6 +24,7 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
     return [
         f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
+        *(f"windows: {windows.about()}" for windows in data.documents.values()),
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]
 
