@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,8 @@ from urllib.request import urlopen
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
+
+from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
 
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, parse_json, sync_folder
@@ -47,6 +50,10 @@ TOKENIZER_HELP = (
     "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
     "Hugging Face, or the folder of a training run, whose vocabulary is used"
 )
+SEPARATOR_HELP = (
+    "what stands between the documents of a .txt file in UTF-8, such as <|endoftext|>; without it, the file "
+    "is one document"
+)
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 )
@@ -61,12 +68,16 @@ PANDAS = {
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 CHECKED = 100_000  # characters with which a tokenizer is checked
 BATCH_ROWS = 1000
+BLOCK = 1 << 20  # characters of a .txt file that are read at once
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
 
-def make_parser(description: str, val_fraction: float, tokenizer: str) -> argparse.ArgumentParser:
-    """The options that all prepare.py scripts share."""
+def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> argparse.ArgumentParser:
+    """
+    The options that all prepare.py scripts share. `tokenizer` is the default of --tokenizer, or if it is a
+    number, that of --train_tokenizer; the parsed `tokenizer` is what one of the two says.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
@@ -80,7 +91,19 @@ def make_parser(description: str, val_fraction: float, tokenizer: str) -> argpar
         "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
     )
     add_val_fraction(parser, val_fraction)
-    parser.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
+    either = parser.add_mutually_exclusive_group()
+    is_trained = isinstance(tokenizer, int)
+    either.add_argument(
+        "--tokenizer", default=argparse.SUPPRESS if is_trained else tokenizer, help=TOKENIZER_HELP
+    )
+    either.add_argument(
+        "--train_tokenizer",
+        dest="tokenizer",
+        metavar="N",
+        type=number_of_ids,
+        default=tokenizer if is_trained else argparse.SUPPRESS,
+        help=TRAIN_HELP,
+    )
     parser.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
 
@@ -161,6 +184,8 @@ def prepare_text(
     source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
     if args.tokenizer == "char":
         vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
+    elif isinstance(args.tokenizer, int):
+        vocabulary = train_tokenizer([text], args.tokenizer)
     else:
         vocabulary = vocabulary_named(args.tokenizer)
     loaded = load(vocabulary, args.special_tokens == "True")
@@ -182,6 +207,7 @@ def prepare_documents(
     dataset: str,
     selection: dict,
     rows: int = 0,
+    tokenizer: str | int = "gpt2",
     **options: Any,
 ) -> None:
     """
@@ -191,28 +217,35 @@ def prepare_documents(
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
         rows: expected number of documents; 0 if unknown.
+        tokenizer: the default of --tokenizer, or the number of ids that --train_tokenizer trains by default.
         options: other arguments of datasets.load_dataset.
 
     Raises:
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
-    parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    parser = make_parser(description, val_fraction=0.0005, tokenizer=tokenizer)
     threads = os.cpu_count() or 1
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
     parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    parser.add_argument("--document_separator", default="", help=SEPARATOR_HELP)
     args = parser.parse_args(argv)
-    vocabulary = vocabulary_named(args.tokenizer)
+
+    def open_documents() -> tuple[Iterator[str], int | None]:
+        if args.data_files is None:
+            return open_hub(dataset, selection, options, args.text_key, rows)
+        return read_documents(args.data_files, args.text_key, args.document_separator), None
+
+    if isinstance(args.tokenizer, int):
+        vocabulary = train_tokenizer(open_documents()[0], args.tokenizer)
+    else:
+        vocabulary = vocabulary_named(args.tokenizer)
     tokenizer = load(vocabulary, args.special_tokens == "True")
     if tokenizer.end_of_text is None:
         problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
         advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
         raise ValueError(f"{problem}: {advice}")
-    if args.data_files is None:
-        documents, total = open_hub(dataset, selection, options, args.text_key, rows)
-        source = {"dataset": dataset, **selection}
-    else:
-        documents, total = read_documents(args.data_files, args.text_key), None
-        source = {"data_files": args.data_files}
+    documents, total = open_documents()
+    source = {"data_files": args.data_files} if args.data_files else {"dataset": dataset, **selection}
     first = list(islice(documents, 100))
     note_on_loss(list(filter(None, first)), tokenizer)
     documents = chain(first, documents)
@@ -332,13 +365,16 @@ def folder_to_write(script: str, out: Path | None) -> Path:
 # reading text
 
 
-def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
+def read_documents(data_files: str, text_key: str = "text", separator: str = "") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
-    document, a .jsonl file contains one per line, a .parquet file one per row. The last two are streamed.
-    Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
+    document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per row.
+    All but the first are streamed.
+
+    Raises:
+        ValueError: a file does not exist, has a different extension or cannot be parsed.
     """
-    readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
+    readers = {".txt": partial(read_txt, separator=separator), ".jsonl": read_jsonl, ".parquet": read_parquet}
     names: dict[str, str] = {}  # by the file that they lead to
     # a file's name may contain a comma; a shell replaces ~ only at the start of a word
     patterns = [data_files] if os.path.exists(data_files) else map(str.strip, data_files.split(","))
@@ -391,9 +427,28 @@ def how_to_convert(path: Path) -> str:
     return "if it contains plain text, rename it to .txt"
 
 
-def read_txt(path: Path, text_key: str) -> Iterator[str]:
-    """Yield the text of the file; `text_key` is unused."""
-    yield read_text(path)
+def read_txt(path: Path, text_key: str, separator: str = "") -> Iterator[str]:
+    """
+    Yield the text of the file. With a separator, yield the texts between them, without white space at both
+    ends, while the file is read. `text_key` is unused.
+    """
+    if not separator:
+        yield read_text(path)
+        return
+    document, seen = [], ""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            while block := file.read(BLOCK):
+                *ends, rest = (seen + block).split(separator)
+                for end in ends:
+                    yield "".join([*document, end]).strip()
+                    document = []
+                begun = max(0, len(rest) - len(separator) + 1)  # from here on, a separator may have begun
+                document.append(rest[:begun])
+                seen = rest[begun:]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from error
+    yield "".join([*document, seen]).strip()
 
 
 def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
