@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 
 from read_files import open_hub, read_documents
 from summary import report
+from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
 from write_files import END_OF_DOCUMENT, SplitText, atomic_files, names_of, pack_ids, write_meta
 
 from isogpt.common.console import visible
@@ -32,6 +33,10 @@ TOKENIZER_HELP = (
     "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
     "Hugging Face, or the folder of a training run, whose vocabulary is used"
 )
+SEPARATOR_HELP = (
+    "what stands between the documents of a .txt file in UTF-8, such as <|endoftext|>; without it, the file "
+    "is one document"
+)
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 )
@@ -39,8 +44,11 @@ CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 CHECKED = 100_000  # characters with which a tokenizer is checked
 
 
-def make_parser(description: str, val_fraction: float, tokenizer: str) -> argparse.ArgumentParser:
-    """The options that all prepare.py scripts share."""
+def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> argparse.ArgumentParser:
+    """
+    The options that all prepare.py scripts share. `tokenizer` is the default of --tokenizer, or if it is a
+    number, that of --train_tokenizer; the parsed `tokenizer` is what one of the two says.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
@@ -54,7 +62,19 @@ def make_parser(description: str, val_fraction: float, tokenizer: str) -> argpar
         "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
     )
     add_val_fraction(parser, val_fraction)
-    parser.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
+    either = parser.add_mutually_exclusive_group()
+    is_trained = isinstance(tokenizer, int)
+    either.add_argument(
+        "--tokenizer", default=argparse.SUPPRESS if is_trained else tokenizer, help=TOKENIZER_HELP
+    )
+    either.add_argument(
+        "--train_tokenizer",
+        dest="tokenizer",
+        metavar="N",
+        type=number_of_ids,
+        default=tokenizer if is_trained else argparse.SUPPRESS,
+        help=TRAIN_HELP,
+    )
     parser.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
 
@@ -135,6 +155,8 @@ def prepare_text(
     source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
     if args.tokenizer == "char":
         vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
+    elif isinstance(args.tokenizer, int):
+        vocabulary = train_tokenizer([text], args.tokenizer)
     else:
         vocabulary = vocabulary_named(args.tokenizer)
     loaded = load(vocabulary, args.special_tokens == "True")
@@ -156,6 +178,7 @@ def prepare_documents(
     dataset: str,
     selection: dict,
     rows: int = 0,
+    tokenizer: str | int = "gpt2",
     **options: Any,
 ) -> None:
     """
@@ -165,28 +188,35 @@ def prepare_documents(
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
         rows: expected number of documents; 0 if unknown.
+        tokenizer: the default of --tokenizer, or the number of ids that --train_tokenizer trains by default.
         options: other arguments of datasets.load_dataset.
 
     Raises:
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
-    parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    parser = make_parser(description, val_fraction=0.0005, tokenizer=tokenizer)
     threads = os.cpu_count() or 1
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
     parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    parser.add_argument("--document_separator", default="", help=SEPARATOR_HELP)
     args = parser.parse_args(argv)
-    vocabulary = vocabulary_named(args.tokenizer)
+
+    def open_documents() -> tuple[Iterator[str], int | None]:
+        if args.data_files is None:
+            return open_hub(dataset, selection, options, args.text_key, rows)
+        return read_documents(args.data_files, args.text_key, args.document_separator), None
+
+    if isinstance(args.tokenizer, int):
+        vocabulary = train_tokenizer(open_documents()[0], args.tokenizer)
+    else:
+        vocabulary = vocabulary_named(args.tokenizer)
     tokenizer = load(vocabulary, args.special_tokens == "True")
     if tokenizer.end_of_text is None:
         problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
         advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
         raise ValueError(f"{problem}: {advice}")
-    if args.data_files is None:
-        documents, total = open_hub(dataset, selection, options, args.text_key, rows)
-        source = {"dataset": dataset, **selection}
-    else:
-        documents, total = read_documents(args.data_files, args.text_key), None
-        source = {"data_files": args.data_files}
+    documents, total = open_documents()
+    source = {"data_files": args.data_files} if args.data_files else {"dataset": dataset, **selection}
     first = list(islice(documents, 100))
     note_on_loss(list(filter(None, first)), tokenizer)
     documents = chain(first, documents)

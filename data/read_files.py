@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -33,15 +34,19 @@ PANDAS = {
     ".feather": "read_feather({})",
 }
 BATCH_ROWS = 1000
+BLOCK = 1 << 20  # characters of a .txt file that are read at once
 
 
-def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
+def read_documents(data_files: str, text_key: str = "text", separator: str = "") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
-    document, a .jsonl file contains one per line, a .parquet file one per row. The last two are streamed.
-    Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
+    document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per row.
+    All but the first are streamed.
+
+    Raises:
+        ValueError: a file does not exist, has a different extension or cannot be parsed.
     """
-    readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
+    readers = {".txt": partial(read_txt, separator=separator), ".jsonl": read_jsonl, ".parquet": read_parquet}
     names: dict[str, str] = {}  # by the file that they lead to
     # a file's name may contain a comma; a shell replaces ~ only at the start of a word
     patterns = [data_files] if os.path.exists(data_files) else map(str.strip, data_files.split(","))
@@ -94,9 +99,28 @@ def how_to_convert(path: Path) -> str:
     return "if it contains plain text, rename it to .txt"
 
 
-def read_txt(path: Path, text_key: str) -> Iterator[str]:
-    """Yield the text of the file; `text_key` is unused."""
-    yield read_text(path)
+def read_txt(path: Path, text_key: str, separator: str = "") -> Iterator[str]:
+    """
+    Yield the text of the file. With a separator, yield the texts between them, without white space at both
+    ends, while the file is read. `text_key` is unused.
+    """
+    if not separator:
+        yield read_text(path)
+        return
+    document, seen = [], ""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            while block := file.read(BLOCK):
+                *ends, rest = (seen + block).split(separator)
+                for end in ends:
+                    yield "".join([*document, end]).strip()
+                    document = []
+                begun = max(0, len(rest) - len(separator) + 1)  # from here on, a separator may have begun
+                document.append(rest[:begun])
+                seen = rest[begun:]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from error
+    yield "".join([*document, seen]).strip()
 
 
 def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
