@@ -10,7 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bins import END_OF_DOCUMENT, SplitText, run
+from bins import run
+from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
 from isogpt.data.dataset import GPT2_VOCAB, open_tokens, parts_of, read_dict, read_meta

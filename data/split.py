@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bins import add_val_fraction, atomic_files, cut_for, run
+from bins import add_val_fraction, cut_for, run
 from count_bytes import count_bytes
+from write_files import atomic_files
 
 from isogpt.data.dataset import open_tokens, parts_of, read_meta
 from isogpt.data.token_files import declared_dtype

@@ -35,6 +35,9 @@ needs_gpt2 = pytest.mark.skipif(
 
 sys.path.insert(0, str(REPO / "data"))
 import bins
+import read_files
+import summary
+import write_files
 
 
 @pytest.fixture(autouse=True)
@@ -185,11 +188,11 @@ def test_download_is_verified_and_complete(data, tmp_path, monkeypatch, capsys):
     served = tmp_path / "served.txt"
     served.write_text("To be, or not to be")
     module, folder = load_prepare(data, "shakespeare_char"), data / "shakespeare_char"
-    monkeypatch.setitem(bins.SHAKESPEARE, "url", served.as_uri())
+    monkeypatch.setitem(read_files.SHAKESPEARE, "url", served.as_uri())
     with pytest.raises(ValueError, match="19 bytes that are not the expected text"):
         module.main([])
     assert set(contents(folder)) == {"prepare.py"}
-    monkeypatch.setitem(bins.SHAKESPEARE, "sha256", hashlib.sha256(served.read_bytes()).hexdigest())
+    monkeypatch.setitem(read_files.SHAKESPEARE, "sha256", hashlib.sha256(served.read_bytes()).hexdigest())
     module.main([])
     assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
 
@@ -249,11 +252,11 @@ def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, m
 
 
 def test_ids_are_never_wrapped(tmp_path):
-    assert bins.pack_ids([0, 65535], 65536).dtype == np.uint16
-    assert bins.pack_ids([65536], 65537).tolist() == [65536]
+    assert write_files.pack_ids([0, 65535], 65536).dtype == np.uint16
+    assert write_files.pack_ids([65536], 65537).tolist() == [65536]
     for ids, size in (([50257], 50257), ([65536], 65536), ([-1], 65536), ([2**32], 2**32)):
         with pytest.raises(ValueError, match="do not fit"):
-            bins.pack_ids(ids, size)
+            write_files.pack_ids(ids, size)
     text = "".join(chr(code) for code in range(70_000) if not 0xD800 <= code < 0xE000)
     text += "".join(chr(code) for code in range(100_000, 105_000)) + "\0"
     write_text(tmp_path, text)
@@ -400,7 +403,7 @@ def test_the_home_folder_and_names_with_commas(data, tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"some text of {name}")
     load_prepare(data, "shakespeare_char").main(["--data_files=~/a.txt, ~/b.txt", "--out=~/d"])
     assert decode_characters(tmp_path / "d")[1] == "some text of a.txt\nsome text of b.txt"
-    assert list(bins.read_documents(str(tmp_path / "c, d.txt"))) == ["some text of c, d.txt"]
+    assert list(read_files.read_documents(str(tmp_path / "c, d.txt"))) == ["some text of c, d.txt"]
     with pytest.raises(ValueError, match=f"^--tokenizer={tmp_path}/d contains neither"):
         bins.vocabulary_named("~/d")
 
@@ -442,7 +445,7 @@ def test_the_next_command_suits_the_device(name, tokens, tokenizer, small, large
     """Nothing needs a login. The commands are accepted when typed."""
     meta = {"train_tokens": tokens, "tokenizer": tokenizer, "val_tokens": 9, "dtype": "uint16"}
     meta |= {"tokenizer_size": 65, "vocab_size": 50304 if tokenizer == "gpt2" else 96}
-    bins.report(REPO / "data" / name, meta)
+    summary.report(REPO / "data" / name, meta)
     *_, before, last = capsys.readouterr().out.splitlines()
     assert last.startswith(f"next: python train.py config/{small}")
     assert small == large or before.startswith(f"on a GPU: python train.py config/{large}")
@@ -484,7 +487,7 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
 
     before = contents(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(bins, "sync_folder", killed)
+        patch.setattr(write_files, "sync_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             divide("--val_fraction=0.3")
     assert contents(folder) == before
@@ -506,7 +509,7 @@ def test_files_that_cannot_be_moved_leave_the_earlier_ones(tmp_path, monkeypatch
         assert not present or len({path.read_bytes() for path in tmp_path.glob("*.*n")}) == 1
 
     def write(content):
-        with bins.atomic_files(tmp_path, *names) as files:
+        with write_files.atomic_files(tmp_path, *names) as files:
             for file in files.values():
                 file.write(content)
 
@@ -536,12 +539,13 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(os, "fsync", refuse)
     for content in (b"one", b"two"):
-        with bins.atomic_files(tmp_path, "val.bin", "train.bin") as files:
+        with write_files.atomic_files(tmp_path, "val.bin", "train.bin") as files:
             for file in files.values():
                 file.write(content)
     assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
     number = "EIO"
-    with pytest.raises(OSError, match="Input/output error.*"), bins.atomic_files(tmp_path, "train.bin"):
+    refused = pytest.raises(OSError, match="Input/output error.*")
+    with refused, write_files.atomic_files(tmp_path, "train.bin"):
         pass
     assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
 
@@ -550,7 +554,7 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path, capsys):
     """JSON can hold them, but neither UTF-8 nor a tokenizer.json; whole pairs are characters."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
-    assert list(bins.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
+    assert list(read_files.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
     note = f"note: {path}, document 2: halves of surrogate pairs are replaced by U+FFFD\n"
     assert capsys.readouterr().out == note
 
@@ -605,7 +609,7 @@ def inputs(tmp_path, monkeypatch):
     import pyarrow.parquet
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(bins.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
+    monkeypatch.setitem(read_files.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
     for folder in ("folder", "spm", "bpe"):
         Path(folder).mkdir()
     Path("lost.txt").symlink_to("gone.txt")

@@ -227,7 +227,8 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     shutil.copytree(
         REPO / "data/shakespeare_char", tmp_path / "data/mine", ignore=shutil.ignore_patterns("*.bin")
     )
-    shutil.copy(REPO / "data/bins.py", tmp_path / "data")
+    for module in (REPO / "data").glob("*.py"):
+        shutil.copy(module, tmp_path / "data")
     (tmp_path / "isogpt").symlink_to(REPO / "isogpt")
     (tmp_path / "own.txt").write_text("lower hold\n" * 300)
     prepare = [sys.executable, "data/mine/prepare.py", "--data_files=own.txt", "--tokenizer=out"]

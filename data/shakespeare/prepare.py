@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
-from bins import prepare_text, read_shakespeare, run
+from bins import prepare_text, run
+from read_files import read_shakespeare
 
 
 def main(argv: list[str]) -> None:
