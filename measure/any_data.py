@@ -1,6 +1,6 @@
 """
-What a data set of 1 TB in 10,000 shards costs beside an ordinary one: time of a start, memory, open files. The
-shards are sparse files, each with llm.c's header and some tokens, so that they need 80 MB of the disk.
+What a data set of 1 TB in 10,000 shards costs beside an ordinary one: time of a start, memory, open files.
+The shards are sparse files, each with llm.c's header and some tokens, so that they need 80 MB of the disk.
 
     python measure/any_data.py             all
     python measure/any_data.py --pairs     print commands that compare the time of a step on an idle machine
