@@ -1,6 +1,6 @@
 """
-Count the bytes of the text in val.bin and record them in meta.json, so that train.py reports bits per byte:
-for a data set without them, such as one of nanoGPT.
+Count the bytes of the text in val.bin, or its shards, and record them in meta.json, so that train.py reports
+bits per byte: for a data set without them, such as one of nanoGPT.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
 from isogpt.data.dataset import GPT2_VOCAB, open_tokens, parts_of, read_dict, read_meta
-from isogpt.data.token_files import declared_dtype
 from isogpt.data.tokenizer import bytes_by_id
 from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
 
@@ -34,7 +33,7 @@ def count_bytes(folder: Path) -> None:
     table, end = bytes_by_id(vocabulary), None
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = {token: i for i, token in table.items()}.get(vocabulary.end_of_text.encode())
-    tokens, text = open_tokens(folder / "val.bin", declared_dtype(meta, folder), size), SplitText()
+    tokens, text = open_tokens(folder, "val", meta, size), SplitText()
     for part in parts_of(tokens):
         try:
             pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]

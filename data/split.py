@@ -1,11 +1,14 @@
 """
 Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin,
-from which the command can be repeated with a different --val_fraction.
+from which the command can be repeated with a different --val_fraction. A data set of several files needs no
+such command: its last file can be renamed.
 """
 
 import argparse
+import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -14,42 +17,47 @@ from bins import add_val_fraction, cut_for, run
 from count_bytes import count_bytes
 from write_files import atomic_files
 
-from isogpt.data.dataset import open_tokens, parts_of, read_meta
+from isogpt.common.files import write_whole
+from isogpt.data.dataset import how_to_split, parts_of, read_dict, read_meta
+from isogpt.data.shards import files_of, open_files
 from isogpt.data.token_files import declared_dtype
 from isogpt.data.vocabulary import vocabulary_of_data
 
 
 def split(folder: Path, val_fraction: float) -> None:
     """
-    Write val.bin and train.bin in `folder` from all.bin, or from train.bin, which becomes all.bin. train.bin
-    is written last: after a kill, train.bin is missing, and the command can be repeated.
+    Write val.bin and train.bin in `folder` from all.bin, or from the only file of train, which becomes
+    all.bin. train.bin is written last: after a kill, train.bin is missing, and the command can be repeated.
 
     Raises:
-        ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would be
-            empty.
+        ValueError: there is nothing to divide, there is a val.bin of different origin, a split would be
+            empty, or there are several files.
     """
-    whole, train, val = (folder / f"{name}.bin" for name in ("all", "train", "val"))
-    source = whole if whole.exists() else train
-    if not source.exists():
+    whole = folder / "all.bin"
+    files = [whole] if whole.exists() else files_of(folder, "train")
+    if not files:
         raise ValueError(f"no train.bin in {folder}: give the folder that contains it")
-    if source == train and val.exists():
-        raise ValueError(f"{val} exists already: delete it if it is to come from the end of train.bin")
+    source = files[0]
+    if source != whole and (val := files_of(folder, "val")):
+        raise ValueError(f"{val[0]} exists already: delete it if it is to come from the end of {source.name}")
+    if len(files) > 1:
+        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
     meta = read_meta(folder)
     if "train_tokens" in meta:
         raise ValueError(
             f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction="
         )
-    tokens = open_tokens(source, declared_dtype(meta, folder), meta.get("vocab_size", 0))
-    if tokens.offset:
-        raise ValueError(
-            f"{source} begins with llm.c's header: rename a different file of this data set to val.bin"
-        )
+    tokens = open_files(files, declared_dtype(meta, folder), meta.get("vocab_size", 0))
     cut = cut_for(len(tokens), val_fraction, "tokens")
-    if source == train:
-        try:  # a second name: train.bin stays until the new files are complete
-            os.link(train, whole)
-        except OSError:  # the file system lacks links
-            os.replace(train, whole)
+    if tokens.offset:  # the new files have no header that says the dtype
+        path = folder / "meta.json"
+        recorded = (read_dict(path) if path.exists() else {}) | {"dtype": tokens.dtype.name}
+        write_whole(path, json.dumps(recorded, indent=2) + "\n")
+    if source.name == "train.bin":
+        with suppress(OSError):  # a second name: train.bin stays until the new files are complete
+            os.link(source, whole)
+    if not whole.exists():  # a different name, or the file system lacks links
+        os.replace(source, whole)
     parts = {"val.bin": parts_of(tokens, cut), "train.bin": parts_of(tokens, 0, cut)}
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():

@@ -621,7 +621,6 @@ TEXT = "First Citizen: Before we proceed \u2014 any further, hear me speak.\n".e
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (in_archive(np.save, WORDS), "is a .npy file, .*: write the ids with numpy's tofile"),
         (in_archive(np.savez, WORDS), "is a zip archive, such as a .npz or a file of torch.save: write"),
         (gzip.compress(bytes(9999), mtime=0), "is compressed by gzip: type: gzip -d < train.bin"),
         (lzma.compress(bytes(9999)), "is compressed by xz: type: xz -d < train.bin"),

@@ -12,8 +12,9 @@ import numpy as np
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
 from isogpt.data.documents import DocumentWindows, windows_of
+from isogpt.data.shards import advice_about_names, files_of, how_to_prepare, open_files
 from isogpt.data.token_array import Tokens
-from isogpt.data.token_files import DataError, TokenFile, declared_dtype, format_of
+from isogpt.data.token_files import DataError, declared_dtype
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 from isogpt.data.windows import Windows
 
@@ -179,8 +180,8 @@ def text_facts(meta: dict, folder: Path) -> dict:
 
 def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[EvalDataset, ...]:
     """
-    Open further validation sets: a val.bin suffices. Whether their ids mean what the model's ids mean is
-    checked later, see run_vocabulary.vocabulary_for_run.
+    Open further validation sets: the files of val suffice. Whether their ids mean what the model's ids mean
+    is checked later, see run_vocabulary.vocabulary_for_run.
 
     Args:
         names: separated by commas, each as in find_dataset.
@@ -192,7 +193,7 @@ def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[Ev
     """
     further = {}
     for name in filter(None, map(str.strip, names.split(","))):
-        folder = find_dataset(name, "val.bin")
+        folder = find_dataset(name, "val")
         meta = read_meta(folder)
         val = open_split(folder, "val", meta, vocab_size, block_size)
         highest, vocabulary = highest_id(val, MOST_IDS), vocabulary_of_data(meta, folder)
@@ -206,39 +207,29 @@ def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[Ev
     return tuple(further.values())
 
 
-def find_dataset(name: str, file: str = "train.bin") -> Path:
+def find_dataset(name: str, split: str = "train") -> Path:
     """
     Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
     the folder.
 
     Raises:
-        ValueError: none of these folders contains `file`.
+        ValueError: none of these folders contains files of the split, see shards.files_of.
     """
     path = Path(name).expanduser()
     places = list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
     for place in places:
-        if (place / file).exists():
+        if files_of(place, split):
             return place
-    prepared = f"prepared data sets: {', '.join(prepared_datasets(file)) or 'none'}"
-    advice = next(filter(None, map(how_to_prepare, places)), prepared)
-    raise ValueError(f"no {file} in {' or '.join(map(str, places[:2]))}; {advice}")
+    prepared = f"prepared data sets: {', '.join(prepared_datasets(split)) or 'none'}"
+    advice = [*map(how_to_prepare, places), *(advice_about_names(place, split) for place in places), prepared]
+    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {next(filter(None, advice))}")
 
 
-def how_to_prepare(folder: Path) -> str:
-    """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
-    script = folder / "prepare.py"
-    return f"run: python {script}" if script.exists() else ""
-
-
-def prepared_datasets(file: str = "train.bin") -> list[str]:
-    """Names of the data sets that contain `file`."""
-    return sorted(
-        {
-            visible(p.parent.name)
-            for root in (Path("data"), REPOSITORY / "data")
-            for p in root.glob(f"*/{file}")
-        }
-    )
+def prepared_datasets(split: str = "train") -> list[str]:
+    """Names of the data sets that contain files of a split."""
+    roots = (Path("data"), REPOSITORY / "data")
+    folders = (folder for root in roots for folder in root.glob("*/") if files_of(folder, split))
+    return sorted({visible(folder.name) for folder in folders})
 
 
 def read_meta(folder: Path) -> dict:
@@ -273,24 +264,19 @@ def read_dict(path: Path) -> dict:
 
 def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> Tokens:
     """
-    Open train.bin or val.bin.
+    Open the files of train or val.
 
     Args:
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file is missing, too short, of an unknown format or not as long as prepare.py has
+        ValueError: the files are missing, too short, of an unknown format or not as long as prepare.py has
             recorded.
     """
-    path = folder / f"{split}.bin"
-    if not path.exists():
-        split_command = f"python {path_of_script('split.py')} {folder}"
-        advice = how_to_prepare(folder) or f"take it from the end of train.bin: {split_command}"
-        raise ValueError(f"{path} does not exist; {advice}")
-    tokens = open_tokens(path, declared_dtype(meta, folder), vocab_size)
+    tokens = open_tokens(folder, split, meta, vocab_size)
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately
-        problem = f"{path} contains {len(tokens)} tokens, but meta.json says {recorded}"
+        problem = f"{tokens.path} contains {len(tokens)} tokens, but meta.json says {recorded}"
         raise ValueError(f"{problem}: they come from different prepare.py runs; prepare the data set again")
     if len(tokens) < block_size + 1:
         need = f"block_size {block_size} needs {block_size + 1} or more"
@@ -298,32 +284,33 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
         more = (
             "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
         )
-        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
+        raise ValueError(f"{tokens.path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
     return tokens
 
 
-def open_tokens(path: Path, dtype: str | None, vocab_size: int) -> TokenFile:
+def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens:
     """
-    Open a file of token ids.
+    Open the files of a split, whatever their length.
 
     Args:
-        dtype: the dtype that the metadata declares; None: not declared.
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file is empty, truncated or of an unknown format.
+        ValueError: the files are missing, see `how_to_split`, or cannot be opened, see shards.open_files.
     """
-    dtype, offset = format_of(path, dtype, vocab_size)
-    size, item = path.stat().st_size - offset, np.dtype(dtype).itemsize
-    if size == 0 or size % item:
-        problem = (
-            f"{path} contains {size} bytes, not a multiple of {item} ({dtype})"
-            if size
-            else f"{path} is empty"
-        )
-        advice = how_to_prepare(path.parent) or f"write train.bin and val.bin in {path.parent} again"
-        raise ValueError(f"{problem}: it is truncated, or of a different dtype; {advice}")
-    return TokenFile(path, dtype, offset)
+    files = files_of(folder, split)
+    if not files:
+        advice = how_to_prepare(folder) or advice_about_names(folder, split) or how_to_split(folder)
+        raise ValueError(f"{folder / split}.bin does not exist; {advice}")
+    return open_files(files, declared_dtype(meta, folder), vocab_size)
+
+
+def how_to_split(folder: Path) -> str:
+    """What gives a data set without validation files a validation set."""
+    train = files_of(folder, "train")
+    if len(train) == 1:
+        return f"take it from the end of {train[0].name}: python {path_of_script('split.py')} {folder}"
+    return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
 
 
 def highest_id(tokens: Tokens, vocab_size: int) -> int:

@@ -11,6 +11,7 @@ class Tokens(Protocol):
     """Token ids on the disk, from which windows are read: a TokenFile, or several."""
 
     path: Path  # for messages
+    dtype: np.dtype  # of the windows
 
     def __len__(self) -> int:
         """The number of ids."""
@@ -29,35 +30,38 @@ class TokenArray:
 
     def __init__(self, path: Path, parts: Sequence[Tokens]) -> None:
         self.path, self.parts = path, parts
-        self.ends = np.cumsum([len(part) for part in parts])
+        dtypes = {part.dtype for part in parts}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
+        lengths = np.array([len(part) for part in parts])
+        self.ends = np.cumsum(lengths)
+        self.begins = self.ends - lengths
 
     def __len__(self) -> int:
         """The number of ids."""
         return int(self.ends[-1])
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Read windows (len(starts), length) in int64. Raises DataError, see TokenFile.read."""
-        windows = np.empty((len(starts), length), np.int64)
-        first = np.searchsorted(self.ends, starts, side="right")
-        last = np.searchsorted(self.ends, starts + length - 1, side="right")
-        for number in np.unique(first[first == last]).tolist():
-            rows = np.flatnonzero((first == number) & (last == number))
-            windows[rows] = self.parts[number].read(starts[rows] - self.begin(number), length)
-        for row in np.flatnonzero(first < last).tolist():
-            windows[row] = self.read_across(int(starts[row]), length)
+        """
+        Read windows (len(starts), length), in the dtype of the parts, or in int64 if they have several.
+        Raises DataError, see TokenFile.read.
+        """
+        windows = np.empty((len(starts), length), self.dtype)
+        numbers = np.searchsorted(self.ends, starts, side="right")
+        is_crossing = starts + length > self.ends[numbers]
+        rows_of = {}  # the rows of windows by the part that contains them
+        for row in np.flatnonzero(~is_crossing).tolist():
+            rows_of.setdefault(int(numbers[row]), []).append(row)
+        for number, rows in rows_of.items():
+            windows[rows] = self.parts[number].read(starts[rows] - self.begins[number], length)
+        for row in np.flatnonzero(is_crossing).tolist():
+            self.read_across(int(starts[row]), windows[row])
         return windows
 
-    def read_across(self, start: int, length: int) -> np.ndarray:
-        """Read one window (length,) that several parts contain."""
-        pieces, end = [], start + length
-        while start < end:
-            number = int(np.searchsorted(self.ends, start, side="right"))
-            count = min(end, int(self.ends[number])) - start
-            local = np.array([start - self.begin(number)])
-            pieces.append(self.parts[number].read(local, count)[0].astype(np.int64))
-            start += count
-        return np.concatenate(pieces)
-
-    def begin(self, number: int) -> int:
-        """The number of ids before a part."""
-        return int(self.ends[number - 1]) if number else 0
+    def read_across(self, start: int, window: np.ndarray) -> None:
+        """Fill a window that several parts contain."""
+        number, filled = int(np.searchsorted(self.ends, start, side="right")), 0
+        while filled < len(window):
+            local = start + filled - self.begins[number]
+            count = min(len(window) - filled, len(self.parts[number]) - int(local))
+            window[filled : filled + count] = self.parts[number].read(np.array([local]), count)[0]
+            number, filled = number + 1, filled + count

@@ -1,17 +1,22 @@
 """
-Files of token ids: how they are read, and their format: as llm.c's header or the metadata declares, else
-uint16, as in nanoGPT.
+Files of token ids: how they are read, and their format: as llm.c's or numpy's header or the metadata
+declares, else uint16, as in nanoGPT.
 
 Files that are probably something else are refused, since they would give wrong tokens.
 """
 
 import codecs
+import io
 import math
 import os
+import struct
 import threading
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy
 
 from isogpt.common.files import regular_file
 
@@ -20,10 +25,12 @@ DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # number of tokens
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # number: (version, dtype of the tokens)
 HEADER_BYTES = 1024
+NPY = "a .npy header"
+NO_HEADER = "no header"
+HEADER_READ = 4096  # bytes of each file that are read at the start: a header, or some ids
 TOFILE = "write the ids with numpy's tofile, ids.astype(numpy.uint16).tofile('train.bin')"
 # how files without bare ids begin, and what to do about them
 OTHER_FILES = {
-    b"\x93NUMPY": f"a .npy file, whose header would be read as tokens: {TOFILE}",
     b"PK\x03\x04": f"a zip archive, such as a .npz or a file of torch.save: {TOFILE}",
     b"\x80\x04\x95": f"a pickle: {TOFILE}",
     b"\x80\x02\x8a\nl\xfc\x9c": f"a file of torch.save: {TOFILE}",
@@ -115,58 +122,113 @@ def declared_dtype(meta: dict, folder: Path) -> str | None:
     return meta["dtype"]
 
 
-def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, int]:
+class Format(NamedTuple):
+    """How a file contains ids."""
+
+    header: str  # NPY, NO_HEADER, or llm.c's
+    dtype: str  # one of DTYPES
+    offset: int  # bytes before the first id
+
+
+def format_of(path: Path, start: bytes, size: int, declared: str | None) -> Format:
     """
-    Return the dtype of a token file's ids, and the number of bytes before the first id.
+    Find how a file contains ids, without a look at their values: see `check_undeclared`.
 
     Args:
+        start: the first HEADER_READ bytes of the file, or all of a shorter one.
+        size: the file's size in bytes.
         declared: the dtype in the metadata; None: not declared. A header takes precedence.
-        vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file cannot be read, does not contain token ids, begins with an unknown header, or
-            probably contains ids of a dtype that has to be declared.
+        ValueError: the file does not contain token ids, begins with an unknown header, or has another size
+            than its header announces.
     """
-    with open(path, "rb", opener=regular_file) as f:
-        try:
-            start = f.read(START)
-        except OSError as e:  # its text does not name the file
-            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
-    magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), np.int32).tolist()
+    magic, version, tokens = struct.unpack("=3i", start[:12].ljust(12, b"\0"))
     if magic in HEADERS:
-        return check_header(path, magic, version, tokens), HEADER_BYTES
-    check_kind(path, start[: 2**16], may_be_text=declared == "uint8")
-    if not declared:
-        check_width(path, np.frombuffer(start[: len(start) // 2 * 2], np.uint16), vocab_size)
-        check_values(path, start)
-    return declared or "uint16", 0
+        found = llm_c_format(path, magic, version)
+    elif start.startswith(npy.MAGIC_PREFIX):
+        found, tokens = npy_format(path, start)
+    else:
+        check_kind(path, start, may_be_text=declared == "uint8")
+        return Format(NO_HEADER, declared or "uint16", 0)
+    expected = found.offset + tokens * np.dtype(found.dtype).itemsize
+    if size != expected:
+        raise ValueError(
+            f"{path} contains {size} bytes, but the header announces {tokens} tokens, that is {expected} "
+            "bytes: the file is truncated or damaged; copy or prepare the file again"
+        )
+    return found
 
 
-def check_header(path: Path, magic: int, version: int, tokens: int) -> str:
-    """
-    Return the dtype of the ids after llm.c's header. Raises ValueError if the version is unknown or tokens
-    are missing.
-    """
+def llm_c_format(path: Path, magic: int, version: int) -> Format:
+    """The format that llm.c's header announces. Raises ValueError if its version is unknown."""
     known, dtype = HEADERS[magic]
     if version != known:
         raise ValueError(
             f"{path} begins with llm.c's header {magic} of version {version}, but only version {known} is "
             "known: write the file again, without a header"
         )
-    size, expected = path.stat().st_size, HEADER_BYTES + tokens * np.dtype(dtype).itemsize
-    if size != expected:
+    return Format(f"llm.c's header {magic}", dtype, HEADER_BYTES)
+
+
+def npy_format(path: Path, start: bytes) -> tuple[Format, int]:
+    """
+    The format that a .npy header announces, and the number of ids. Raises ValueError if the header cannot be
+    read, or announces other things than a row of ids.
+    """
+    try:
+        shape, dtype, offset = npy_header(start[: start.index(b"\n") + 1])
+    except Exception as e:  # a damaged header raises nearly anything
+        raise ValueError(f"{path} begins with a .npy header that cannot be read: {e}") from e
+    if len(shape) != 1 or dtype.name not in DTYPES or not dtype.isnative:
         raise ValueError(
-            f"{path} contains {size} bytes, but the header announces {tokens} tokens, that is {expected} "
-            "bytes: the file is truncated or damaged; copy or prepare the file again"
+            f"{path} is a .npy array of shape {shape} and dtype {dtype.str}, not one row of ids: write it "
+            f"with numpy.save('{path.name}', ids.reshape(-1).astype('uint16')), or uint32 for ids above 65535"
         )
-    return dtype
+    return Format(NPY, dtype.name, offset), shape[0]
+
+
+@lru_cache(maxsize=64)  # numpy takes 40 us, and most shards of a data set have the same header
+def npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
+    """The shape and the dtype that a .npy header announces, and its length in bytes. Raises any exception."""
+    file = io.BytesIO(header)
+    read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype, file.tell()
+
+
+def check_undeclared(path: Path, vocab_size: int) -> None:
+    """
+    Check a file without a header whose dtype nobody has declared.
+
+    Args:
+        vocab_size: the size in the metadata or the settings; 0: unknown.
+
+    Raises:
+        ValueError: the file cannot be read, or probably contains something else than ids of 16 bits.
+    """
+    start = read_start(path, START)[0]
+    check_kind(path, start[: 2**16], may_be_text=False)
+    check_width(path, np.frombuffer(start[: len(start) // 2 * 2], np.uint16), vocab_size)
+    check_values(path, start)
+
+
+def read_start(path: Path, length: int) -> tuple[bytes, os.stat_result]:
+    """The first bytes of a file, and its properties. Raises ValueError if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0, opener=regular_file) as f:
+            return f.read(length), os.fstat(f.fileno())
+    except OSError as e:  # its text does not always name the file
+        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
 
 
 def check_kind(path: Path, start: bytes, may_be_text: bool) -> None:
     """Raise ValueError if a file does not contain bare token ids. The bytes of a text can be ids."""
     for beginning, kind in OTHER_FILES.items():
         if start.startswith(beginning):
-            raise ValueError(f"{path} is {kind}")
+            raise ValueError(f"{path} is {kind.replace('train.bin', path.name)}")
+    if path.suffix == ".npy":
+        raise ValueError(f"{path} does not begin with a .npy header: write the file again, with numpy.save")
     if is_text(start) and not may_be_text:
         text = path.with_suffix(".jsonl" if start.startswith(b"{") else ".txt")
         raise ValueError(
