@@ -211,7 +211,8 @@ def open_files(paths: Sequence[Path], declared: str | None, vocab_size: int) -> 
 
 def find_shards(paths: Sequence[Path], declared: str | None) -> list[Shard]:
     """
-    Read the beginnings of files, on a slow file system several at a time. Raises ValueError, see `find_shard`.
+    Read the beginnings of files, several at a time if the file system is slow. Raises ValueError, see
+    `find_shard`.
     """
     find, begin = partial(find_shard, declared=declared), time.perf_counter()
     shards = [find(path) for path in paths[:MEASURED]]

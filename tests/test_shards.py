@@ -1,0 +1,410 @@
+"""
+A split of many files: which files are read in which order, that they read like one file, and files that are
+missing, damaged, of other programs, or change during the run.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import REPO, TINY, column, default_plan
+
+from isogpt.data import dataset, shards
+from isogpt.data.dataset import digest_of, find_dataset, highest_id, open_dataset, parts_of, prepared_datasets
+from isogpt.data.reader import Reader
+from isogpt.data.shards import MOST_OPEN, files_of, notes_about_files, opened
+from isogpt.data.token_array import TokenArray
+from isogpt.data.token_files import DataError, TokenFile
+from isogpt.parallel.mesh import Mesh
+
+sys.path.insert(0, str(REPO / "data"))
+import count_bytes
+import split
+
+BLOCK = 16
+IDS = np.random.default_rng(0).zipf(1.3, 5000) % 50257
+CUTS = [2500, 2501, 2503, 2510, 3700, 3705, 3709, 4990]  # shards of 1 to 2,500 ids; a window crosses up to five
+    1,
+    3,
+    10,
+    11,
+    700,
+    705,
+    709,
+    2000,
+    4990,
+]  # shards of 1 to 2,990 ids; a window crosses up to four of them
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty data/text in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path / "repository")
+    Path("data/text").mkdir(parents=True)
+    return Path("data/text")
+
+
+def content(ids, form):
+    """A file of ids: bare, with llm.c's header, or .npy."""
+    if form == "npy":
+        file = io.BytesIO()
+        np.save(file, ids)
+        return file.getvalue()
+    header = np.zeros(256, np.int32)
+    header[:3] = (20240520, 1, len(ids)) if ids.dtype == np.uint16 else (20240801, 7, len(ids))
+    return (header.tobytes() if form == "llm.c" else b"") + ids.tobytes()
+
+
+def write(folder, ids=IDS, form="bare", cuts=CUTS, dtype=np.uint16, name="train_{:06d}", val=IDS[:100]):
+    """Write shards, and a val.bin if there is none."""
+    suffix = ".npy" if form == "npy" else ".bin"
+    paths = [folder / (name.format(i) + suffix) for i in range(len(cuts) + 1)]
+    for path, part in zip(paths, np.split(ids.astype(dtype), cuts), strict=True):
+        path.write_bytes(content(part, form))
+    if not files_of(folder, "val"):
+        (folder / "val.bin").write_bytes(content(val.astype(dtype), form))
+    return paths
+
+
+def refused(message, **options):
+    with pytest.raises(ValueError, match=message) as error:
+        open_dataset("text", BLOCK, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def typed(command):
+    """Run a command of a message."""
+    subprocess.run(command, shell=True, check=True)
+
+
+def batches(data, order):
+    """Micro-batches of training and of an evaluation."""
+    plan = default_plan(
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        micro_batch=4,
+        model_args={"block_size": BLOCK, "vocab_size": 50304},
+    )
+    reader = Reader(data, order, 1, plan, Mesh(), torch.device("cpu"))
+    training = reader.train(0, 0)
+    yield from (next(training) for _ in range(100))
+    yield from reader.evaluation("train", 64)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# shards read like one file
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "name"),
+    [
+        ("bare", np.uint16, "train_{:06d}"),
+        ("llm.c", np.uint16, "fineweb_train_{:06d}"),  # kjj0/fineweb10B-gpt2, modded-nanogpt
+        ("llm.c", np.uint32, "fineweb_train_{:06d}"),
+        ("npy", np.uint16, "edufineweb_train_{:06d}"),  # build-nanogpt
+        ("npy", np.int64, "train-{:06d}"),
+    ],
+)
+def test_shards_read_like_one_file(folder, form, dtype, name):
+    write(folder, form=form, dtype=dtype, name=name)
+    one = folder.parent / "one"
+    one.mkdir()
+    write(one, cuts=[], dtype=dtype, name="train")
+    (one / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+    array, whole = open_dataset("text", BLOCK), open_dataset("one", BLOCK)
+    assert isinstance(array.train, TokenArray) and isinstance(whole.train, TokenFile)
+    assert (len(array.train), array.train.dtype, array.highest) == (5000, dtype, IDS.max())
+    assert array.digest == whole.digest and digest_of({"": array.train}) == digest_of({"": whole.train})
+    for length in 1, BLOCK + 1, 1000, 5000:
+        starts = np.arange(5000 - length + 1)[::-1]
+        windows = array.train.read(starts, length)
+        assert windows.dtype == dtype and np.array_equal(windows, whole.train.read(starts, length))
+    assert (
+        np.concatenate([part[0] for part in parts_of(array.train, 2, 4999)]).tolist() == IDS[2:4999].tolist()
+    )
+    for order in "random", "shuffle":
+        for ours, theirs in zip(batches(array, order), batches(whole, order), strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_training_on_shards_and_the_note_about_files_that_are_not_read(work, zygote):
+    tiny = work / "data/tiny"
+    ids = np.fromfile(tiny / "train.bin", np.uint16)
+    write(tiny, ids, cuts=[7, 9, 11_000], val=ids)
+    short = [*TINY, "--max_iters=6", "--data_order=shuffle"]
+    both = zygote.start([*short, "--out_dir=one"], work).wait()
+    (tiny / "train.bin").unlink()
+    alone = zygote.start([*short, "--out_dir=shards"], work).wait()
+    note = "note:    data/tiny/train.bin is read, but not 4 files such as train_000000.bin: to read these"
+    assert note in both.text() and "is read, but not" not in alone.text()
+    assert column(work / "one", "loss") == column(work / "shards", "loss")
+
+
+def test_few_shards_are_open_while_threads_read_many(folder):
+    """Also a file that was closed for a different one while a thread reads it."""
+    n = MOST_OPEN + 60
+    write(folder, np.arange(n * 30) % 50000, cuts=range(30, n * 30, 30))
+    train = open_dataset("text", BLOCK).train
+
+    def read(seed):
+        starts = np.random.default_rng(seed).integers(0, n * 30 - 17, 600)
+        for part in np.split(starts, 20):
+            assert np.array_equal(train.read(part, 17), (part[:, None] + np.arange(17)) % 50000)
+        return len(
+            [shard for shard in Path("/proc/self/fd").glob("*") if "train_" in os.path.realpath(shard)]
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        assert max(threads.map(read, range(4))) <= MOST_OPEN + 2
+    assert opened.cache_info().maxsize == MOST_OPEN
+
+
+def test_the_start_reads_samples(folder, monkeypatch):
+    """Ten thousand shards are too many for a test; files of zeros take no room on the disk."""
+    monkeypatch.setattr(
+        dataset, "samples", lambda tokens, n, samples=dataset.samples: samples(tokens, n // 20)
+    )
+    paths = write(folder, cuts=range(16, 5000, 16))
+    for path in paths:
+        os.truncate(path, 2**19)
+    opened.cache_clear()
+    data = open_dataset("text", BLOCK)
+    assert len(data.train) > 2**26 and opened.cache_info().misses <= 1000 // 20 + 64 // 20 + 2
+    os.truncate(paths[200], 2**19 - 2)
+    with pytest.raises(DataError, match="train_000200.bin has been replaced or changed since the start"):
+        highest_id(TokenArray(paths[0], data.train.parts[200:201]), 50304)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# which files
+
+
+def names_of(folder, *names, split="train"):
+    for path in folder.iterdir():
+        path.unlink()
+    for name in names:
+        (folder / name).touch()
+    return [path.name for path in files_of(folder, split)]
+
+
+def test_which_files_are_read_in_which_order(folder):
+    """By name; a prefix of zeros makes this the order of the numbers."""
+    assert names_of(folder, "train_10.bin", "train_9.bin", "val_0.bin") == ["train_10.bin", "train_9.bin"]
+    assert names_of(folder, "train_2.bin", "train.bin", "train_1.bin") == ["train.bin"]
+    assert notes_about_files(folder)[0].startswith(
+        "data/text/train.bin is read, but not 2 files such as train_1.bin: to read these instead, move"
+    )
+    assert names_of(folder, "train.npy", "val.bin", "train_1.bin.0123.tmp", ".train_1.bin") == ["train.npy"]
+    assert names_of(folder, "a_train_1.bin", "train_1.bin") == ["train_1.bin"]
+    assert names_of(folder, "a_train_2.bin", "a_train_1.npy", "._a_train_3.bin", "train.txt") == [
+        "a_train_1.npy",
+        "a_train_2.bin",
+    ]
+    assert names_of(folder, "a_val_000000.bin", "a_train_1.bin", split="val") == ["a_val_000000.bin"]
+    assert not notes_about_files(folder) and not files_of(folder / "none", "train")
+    assert find_dataset("text", "val") == folder and prepared_datasets() == ["text"]
+
+
+def test_what_to_type_for_other_names(folder):
+    """The commands of the messages are run."""
+    (folder / "x.bin").write_bytes(content(IDS.astype(np.uint16), "bare"))
+    message = refused("no train.bin in .*; if data/text/x.bin contains the token ids, type: mv .*train.bin$")
+    typed(message.partition("type: ")[2])
+    message = refused(
+        "val.bin does not exist; take it from the end of train.bin: python .*split.py data.text$"
+    )
+    split.split(folder, 0.1)
+    assert len(open_dataset("text", BLOCK).val) == 500
+    for path in folder.iterdir():
+        path.unlink()
+    for name in "tiny_shakespeare_train", "tiny_shakespeare_val":  # llm.c's script
+        (folder / f"{name}.bin").write_bytes(content(IDS.astype(np.uint16), "llm.c"))
+        message = refused(f"type: mv data/text/{name}.bin ") if name.endswith("train") else message
+    typed(message.partition("type: ")[2])
+    typed(refused("mv .*shakespeare_val.bin data/text/val.bin$").partition("type: ")[2])
+    assert open_dataset("text", BLOCK).train.offset == 1024
+    assert names_of(folder, "a.npy", "b.npy", "c.npy") == []
+    refused(
+        "a.npy and 2 other files are not called train.bin, .* as in mv .* data/text/train_000000.npy$"
+    )
+
+
+def test_shards_without_a_validation_set(folder):
+    *_, last = write(folder, form="npy", name="edufineweb_train_{:06d}")
+    (folder / "val.bin").unlink()
+    message = refused(
+        "does not exist; to take the last shard, type: mv .*_train_000008.npy data/text/val.npy$"
+    )
+    with pytest.raises(
+        ValueError, match="contains 9 files of training tokens: to take the last shard, type"
+    ):
+        split.split(folder, 0.1)
+    os.truncate(last, last.stat().st_size)
+    last.write_bytes(content(np.resize(IDS, 50).astype(np.uint16), "npy"))
+    typed(message.partition("type: ")[2])
+    data = open_dataset("text", BLOCK)
+    assert (len(data.train), len(data.val)) == (4990, 50)
+    assert isinstance(data.val, TokenFile)
+
+
+@pytest.mark.parametrize("form", ["llm.c", "npy"])
+def test_one_file_with_a_header_is_divided(folder, form):
+    """Whatever it is called."""
+    (path,) = write(folder, form=form, cuts=[], dtype=np.uint32)
+    (folder / "val.bin").unlink()
+    before = path.read_bytes()
+    for fraction in 0.1, 0.2:  # the second time from all.bin
+        split.split(folder, fraction)
+        data = open_dataset("text", BLOCK)
+        ids = [tokens.read(np.array([0]), len(tokens))[0] for tokens in (data.train, data.val)]
+        assert np.concatenate(ids).tolist() == IDS.tolist() and len(ids[1]) == fraction * 5000
+        assert (folder / "all.bin").read_bytes() == before and not path.exists()
+
+
+def test_metadata_holds_for_the_sum(folder):
+    write(folder, dtype=np.uint32)
+    refused("declare the|declare {")  # of the first shard with enough ids
+    meta = {"dtype": "uint32", "train_tokens": 5000, "tokenizer": "char", "vocab_size": 50257}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert open_dataset("text", BLOCK).train.dtype == np.uint32
+    (folder / "meta.json").write_text(json.dumps(meta | {"train_tokens": 5001}))
+    refused(r"data/text/train_00000\*.bin contains 5000 tokens, but meta.json says 5001")
+
+
+def test_bytes_of_validation_shards(folder):
+    write(folder, val=IDS)
+    (folder / "val.bin").unlink()
+    ids = np.frombuffer(b"one text in shards", np.uint8).astype(np.uint16)
+    write(folder, ids, cuts=[3, 5], name="val_{:02d}")
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": {chr(i): i for i in range(128)}, "merges": []}})
+    )
+    meta = {"tokenizer": "char", "vocab_size": 50257, "stoi": {chr(i): i for i in range(128)}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    count_bytes.count_bytes(folder)
+    recorded = json.loads((folder / "meta.json").read_text())
+    assert (recorded["val_bytes"], recorded["val_tokens"]) == (18, 18)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# files that are refused
+
+
+def test_shards_that_do_not_belong_together(folder):
+    paths = write(folder)
+    third = np.arange(700, 707).astype(np.uint16)
+    for form, dtype in ("llm.c", np.uint16), ("npy", np.int64):
+        paths[3].write_bytes(content(third.astype(dtype), form))
+        refused("^data/text/train_000000.bin contains uint16 and no header, but data/text/train_000003.bin ")
+    for damaged, message in (
+        (b"", "is empty"),
+        (content(third, "llm.c")[:1024], "contains 1024 bytes, but the header announces 7 tokens"),
+        (
+            content(third, "npy")[:-1],
+            "contains 141 bytes, but the header announces 7 tokens, that is 142 bytes",
+        ),
+        (b"123", "contains 3 bytes, not a multiple of 2"),
+        (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS"),
+        (b"\x1f\x8b\x08" + bytes(9), "is compressed by gzip: type: gzip -d < train_000003.bin"),
+        (b"\x93NUMPY\x01\x00\x40", "begins with a .npy header that cannot be read"),
+    ):
+        paths[3].write_bytes(damaged)
+        refused(f"^data/text/train_000003.bin {message}")
+    paths[3].unlink()
+    paths[3].mkdir()
+    refused("^data/text/train_000003.bin cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("array", "form"),
+    [
+        (IDS.reshape(2, -1), r"shape \(2, 2500\)"),
+        (IDS.astype(np.float32), "dtype <f4"),
+        (IDS.astype(">u2"), "dtype >u2"),
+        (np.array(7), r"shape \(\)"),
+        (np.array(["a"]), "dtype <U1"),
+    ],
+)
+def test_npy_arrays_that_are_no_row_of_ids(folder, array, form):
+    write(folder, form="npy", cuts=[], name="train")
+    np.save(folder / "train.npy", array)
+    refused(
+        f"^data/text/train.npy is a .npy array of .*{form}.*, not one row of ids: write it with numpy.save"
+    )
+    np.save(folder / "train.npy", IDS)
+    assert open_dataset("text", BLOCK).train.dtype == np.int64
+    (folder / "train.npy").write_bytes(content(IDS.astype(np.uint16), "bare"))
+    refused("train.npy does not begin with a .npy header")
+
+
+def test_shards_that_change_during_the_run(folder):
+    paths = write(folder, cuts=range(500, 5000, 500))
+
+    def opened_again():
+        """Nothing is open. The highest id reads all files."""
+        train = open_dataset("text", BLOCK).train
+        opened.cache_clear()
+        return train
+
+    original, later = paths[3].read_bytes(), paths[3].stat().st_mtime_ns + 10**9
+    message = r"data/text/train_000003\.bin "
+    changes = {
+        "has been replaced or changed since the start of the run": lambda: os.utime(
+            paths[3], ns=(later, later)
+        ),
+        "has been replaced or changed": lambda: os.truncate(paths[3], 998),
+        "can no longer be read: No such file": paths[3].unlink,
+    }
+    for reason, change in changes.items():
+        paths[3].write_bytes(original)
+        train = opened_again()
+        change()
+        train.read(np.array([0, 2000]), 400)
+        with pytest.raises(DataError, match=message + reason):
+            train.read(np.array([0, 1490]), 17)
+    paths[3].write_bytes(original)
+    train = opened_again()
+    train.read(np.array([1500]), 17)  # stays open: a new file of this name is not read
+    paths[3].rename("moved")
+    paths[3].write_bytes(b"")
+    assert train.read(np.array([1500]), 17)[0].tolist() == IDS[1500:1517].tolist()
+    os.truncate("moved", 998)
+    with pytest.raises(DataError, match=message + "has been truncated since the start of the run"):
+        train.read(np.array([1490]), 17)
+
+
+@pytest.mark.parametrize("name", ["my_text_document", "train_text_document", "train"])
+@pytest.mark.parametrize(("number", "dtype"), [(4, np.int32), (8, np.uint16)])
+def test_what_to_type_for_files_of_megatron(folder, name, number, dtype):
+    write(folder, cuts=[], dtype=dtype, name=name)
+    (folder / "val.bin").write_bytes(IDS[:100].astype(dtype).tobytes())
+    (folder / f"{name}.idx").write_bytes(
+        b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([number]) + bytes(16)
+    )
+    message = refused(
+        rf"data/text/{name}\.bin has an index of Megatron, {name}\.idx, which is not read: type: "
+    )
+    typed(message.partition("type: ")[2])
+    train = open_dataset("text", BLOCK).train
+    assert train.read(np.array([0]), 5000)[0].tolist() == IDS.tolist() and train.dtype == dtype
+    (folder / f"{name}.idx").write_bytes(b"MMIDIDX\0\0")
+    if train.path.stem == name:
+        refused("their dtype is unknown: write them with numpy.save")
+
+
+def test_a_slow_file_system_is_read_by_threads(folder, monkeypatch):
+    paths = write(folder, cuts=range(10, 3000, 10))
+    expected = [(shard.path, len(shard)) for shard in shards.find_shards(paths, None)]
+    monkeypatch.setattr(shards, "SLOW_S", 0)
+    assert [(shard.path, len(shard)) for shard in shards.find_shards(paths, None)] == expected
+    paths[250].write_bytes(b"")
+    refused("train_000250.bin is empty")
