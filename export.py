@@ -229,6 +229,8 @@ def model_card(source: OpenCheckpoint, model: GPT) -> str:
     loss, bits = stored.val_loss, stored.bits_per_byte
     measures = stored.manifest.get("measures") or measures_of(source.run)
     dataset, digest = Path(str(measures.get("dataset") or "")).name, measures.get("digest")
+    if sources := source.run["isogpt"].get("sources"):
+        dataset = ",".join(f"{name}:{one['of_1000']}" for name, one in sources.items())
     sequences = measures.get("sequences")
     measured_on = (
         "all of val.bin" if sequences == WHOLE else sequences and f"{sequences} sequences of val.bin"

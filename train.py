@@ -80,7 +80,7 @@ wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
 # -- data ----------------------------------------------------------------------------------------------------
-dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
+dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, a path, or a mixture: a:0.7,b:0.3
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, divided over all processes [>= 1]
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps times as many [>= 1]
 block_size = 1024  # tokens per sequence [>= 1]
@@ -219,7 +219,9 @@ del recorded["alert_command"]  # often contains a token, and checkpoints and log
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
 # sentences for the user, as the next functions do
-not_continued = progress.begin(config, data.digest, start.resumed, kinds[0], data.bytes_per_token)
+not_continued = progress.begin(
+    config, data.digest, start.resumed, kinds[0], data.bytes_per_token, data.describe_sources()
+)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
 logger.notes += precision.differences_of_devices(kinds) + not_continued + differences

@@ -160,7 +160,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
     were.
     """
     source = SimpleNamespace(windows=EvenWindows(N, BLOCK))
-    data = SimpleNamespace(train=np.zeros(N, np.uint16), sources=[source])
+    data = SimpleNamespace(train=range(N), sources=[source], quotas=[1000], begins=np.zeros(1, np.int64))
 
     def reader_of_steps(n, progress):
         reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)

@@ -150,7 +150,9 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     """The run keeps its vocabulary; a note says that ids are unknown, too few for GPT-2's."""
     whole, part = Vocabulary("table", ABC), Vocabulary("table", {"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
-    data = SimpleNamespace(further=(), vocabulary=part, folder="data/part", highest=1, digest="")
+    data = SimpleNamespace(
+        further=(), vocabulary=part, folder="data/part", highest=1, digest="", is_mixture=False
+    )
     source = SimpleNamespace(run=run)
     for is_resume in (True, False):
         assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])

@@ -5,7 +5,7 @@ from pathlib import Path
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.dataset import Dataset, EvalDataset, find_dataset, read_meta
+from isogpt.data.dataset import Dataset, EvalDataset, common_vocabulary, find_sources, read_metadata
 from isogpt.data.vocabulary import (
     Vocabulary,
     check_size,
@@ -13,7 +13,6 @@ from isogpt.data.vocabulary import (
     recorded,
     tokenizer_in,
     unread_tokenizer,
-    vocabulary_of_data,
 )
 from isogpt.nn.huggingface import GPT2
 
@@ -43,11 +42,11 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
 
 def vocabulary_of_dataset(dataset: str, vocab_size: int) -> Vocabulary:
     """
-    Find the vocabulary of the data set that a user names, or GPT-2's, for a model with vocab_size ids. Raises
-    ValueError if the data set does not exist or uses more ids than the model.
+    Find the vocabulary of the data set or mixture that a user names, or GPT-2's, for a model with vocab_size
+    ids. Raises ValueError if the data set does not exist or uses more ids than the model.
     """
-    folder = find_dataset(dataset)
-    vocabulary = vocabulary_of_data(read_meta(folder), folder) or gpt2_or_unknown(vocab_size, str(folder))
+    metas = [read_metadata(folder) for folder in find_sources(dataset)]
+    vocabulary = common_vocabulary(metas) or gpt2_or_unknown(vocab_size, str(metas[0].folder))
     check_size(vocabulary.size, vocab_size)
     return vocabulary
 
@@ -61,14 +60,15 @@ def vocabulary_of_training_data(run: dict) -> Vocabulary:
     if not name:
         return gpt2_or_unknown(vocab_size, "the checkpoint")
     try:
-        folder = find_dataset(name)
+        folders = find_sources(name)
     except ValueError:
         return gpt2_or_unknown(vocab_size, f"the checkpoint, whose data set {name} is not here,")
-    meta = read_meta(folder)
-    vocabulary = vocabulary_of_data(meta, folder)
+    metas = [read_metadata(folder) for folder in folders]
+    vocabulary = common_vocabulary(metas)
     if not vocabulary:
-        return gpt2_or_unknown(vocab_size, str(folder))
-    if vocabulary.kind == "table" and vocab_size not in (vocabulary.size, meta.get("vocab_size")):
+        return gpt2_or_unknown(vocab_size, " and ".join(map(str, folders)))
+    sizes = [vocabulary.size, *(meta.vocab_size for meta in metas)]
+    if vocabulary.kind == "table" and vocab_size not in sizes:
         problem = f"data set {name} uses {vocabulary.size} ids, but the run's model {vocab_size}"
         return Vocabulary("unknown", f"{problem}: the data set was prepared again since")
     return vocabulary
@@ -127,7 +127,9 @@ def vocabulary_for_run(
             f"highest id is {data.highest}. If they are different, copy the meta.pkl of prepare.py there, or "
             f"set --vocab_size={data.highest + 1}"
         )
-    if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
+    of_mixture = data.is_mixture or (source and "sources" in source.run["isogpt"])
+    # what changed in a mixture, or from or to one, see start.change_of_sources
+    if is_resume and not of_mixture and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     for one in data.further:
         check_eval_dataset(one, now, vocab_size)

@@ -40,6 +40,7 @@ OF_ISOGPT = {
     "scaler": dict,
     "shares": list,
     "shuffle_version": int,
+    "sources": dict,
     "tokens": int,
     "vocabulary": dict | None,
     "wandb_id": str | None,
@@ -152,10 +153,20 @@ def problem_of_run(run: dict) -> str:
         return "shares in isogpt does not contain numbers"
     if "recent_steps" in run["isogpt"] and not is_description(run["isogpt"]["recent_steps"]):
         return "recent_steps in isogpt does not contain the losses and gradient norms of steps"
+    if not all(map(is_source, run["isogpt"].get("sources", {}).items())):
+        return "sources in isogpt does not contain digests and quotas of data sets"
     step, loss = run.get("iter_num"), run.get("best_val_loss")
     if not (isinstance(step, int) and 0 <= step < LARGEST_STEP and isinstance(loss, Real)):
         return f"iter_num is {step!r:.60}, and best_val_loss {loss!r:.60}"
     return ""
+
+
+def is_source(item: tuple) -> bool:
+    """Whether a name and a value are what a run records of a source of its mixture."""
+    name, value = item
+    if not (isinstance(name, str) and isinstance(value, dict)):
+        return False
+    return isinstance(value.get("digest"), str) and isinstance(value.get("of_1000"), int)
 
 
 def problem_of_sizes(checkpoint: "OpenCheckpoint") -> str:

@@ -15,6 +15,7 @@ from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpo
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.checkpoint.verify import verify_together
 from isogpt.common import console
+from isogpt.common.console import visible
 from isogpt.data.dataset import Dataset
 from isogpt.data.shards import notes_about_files
 from isogpt.data.vocabulary import Vocabulary
@@ -79,7 +80,8 @@ class Start:
             )
             args = self.model_args(config, data.vocab_size)
             files = [note for source in data.sources for note in notes_about_files(source.folder)]
-            return vocabulary, differences(config, args, self.checkpoint, self.is_resume) + notes + files
+            changes = differences(config, args, self.checkpoint, self.is_resume, data.describe_sources())
+            return vocabulary, changes + notes + files
 
     def check(self, model: nn.Module) -> None:
         """Exit if a checkpoint's weights do not fit the model, which is not divided yet (all ranks)."""
@@ -157,7 +159,11 @@ def check_views(out_dir: str, newest_steps: list[int], names: list[str]) -> None
 
 
 def differences(
-    config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False
+    config: dict,
+    model_args: dict,
+    source: OpenCheckpoint | None,
+    is_resume: bool = False,
+    sources: dict[str, dict] | None = None,
 ) -> list[str]:
     """
     Describe settings that differ from the model's or the checkpoint's, a sentence for each.
@@ -165,6 +171,7 @@ def differences(
     Args:
         model_args: the fields of GPTConfig of the model that the run starts with.
         source: the checkpoint that contains the model, if there is one.
+        sources: of a mixture, see Dataset.describe_sources.
     """
     model, sentences = settings_of_model(model_args, config), []
     names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
@@ -180,20 +187,23 @@ def differences(
         sentences.append(
             f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
         )
-    return sentences + (changes_of_curve(config, source.run) if is_resume else [])
+    return sentences + (changes_of_curve(config, source.run, sources or {}) if is_resume else [])
 
 
-def changes_of_curve(config: dict, run: dict) -> list[str]:
+def changes_of_curve(config: dict, run: dict, sources: dict[str, dict]) -> list[str]:
     """
     Describe in what a resumed run differs from the run before, whose checkpoint contains `run`, in what it
-    reads or how it updates the weights, all in one sentence.
+    reads or how it updates the weights, all in one sentence. For `sources`, see `differences`.
     """
-    before = run["config"]
-    names = ["dataset", "seed", "data_order", *OF_UPDATES]
+    before, sources_before = run["config"], run.get("isogpt", {}).get("sources", {})
+    is_mixture = bool(sources or sources_before)
+    names = [*["dataset"] * (not is_mixture), "seed", "data_order", *OF_UPDATES]
     if {config["data_order"], before.get("data_order")} & {"shuffle", "documents"}:  # windows are cut anew
         names.append("block_size")
     changed = [name for name in names if name in before and before[name] != config[name]]
     pairs = [f"{name} {config[name]} (was {before[name]})" for name in changed]
+    if sources != sources_before:
+        pairs.insert(0, change_of_sources(config, before, sources, sources_before))
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
     if was != now:
         pairs.insert(0, f"{now} sequences per step (was {was})")
@@ -204,3 +214,24 @@ def changes_of_curve(config: dict, run: dict) -> list[str]:
             "repeats some windows and leaves out others"
         )
     return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []
+
+
+def change_of_sources(config: dict, before: dict, sources: dict, sources_before: dict) -> str:
+    """
+    Describe what differs between two mixtures, or between a mixture and a single data set, whose settings are
+    `config` now, and `before`.
+    """
+    now, was = spelled(sources, config), spelled(sources_before, before)
+    text = f"dataset {now} (was {was})"
+    if now == was:
+        changed = [name for name in sources if sources[name] != sources_before[name]]
+        text = f"other tokens in {', '.join(changed)} of dataset {now}"
+    if config["data_order"] != "random":
+        text += f", in which an epoch of data_order {config['data_order']} may repeat or leave out windows"
+    return text
+
+
+def spelled(sources: dict[str, dict], config: dict) -> str:
+    """The sources of a mixture as --dataset contains them, or the name of a single data set."""
+    parts = [f"{visible(name)}:{source['of_1000']}" for name, source in sources.items()]
+    return ",".join(parts) or visible(str(config.get("dataset")))

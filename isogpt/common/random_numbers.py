@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # a separate stream of random numbers for each use, so that no use depends on how many numbers others draw
-TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING = range(5)
+TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING, MIXTURE = range(6)
 AT_ONCE = 2**16  # normal numbers that are computed at once, so that they stay in a core's cache
 
 

@@ -1,19 +1,23 @@
 """A data set on disk: find, open and check the files of token ids, and read the metadata."""
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
+from isogpt.data import tokenizer
 from isogpt.data.documents import DocumentWindows, windows_of
+from isogpt.data.mixture import PER, parse_mixture, quotas_of
 from isogpt.data.shards import advice_about_names, files_of, how_to_prepare, open_files
-from isogpt.data.token_array import Tokens
+from isogpt.data.token_array import TokenArray, Tokens
 from isogpt.data.token_files import DataError, declared_dtype
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 from isogpt.data.windows import Windows
@@ -26,7 +30,10 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class EvalDataset:
-    """A further validation set, see `open_eval_datasets`: the val.bin of `folder`. It is named like this."""
+    """
+    A validation set besides that of a run's only data set: a further one, see `open_eval_datasets`, or a
+    source's. It is named like its folder.
+    """
 
     folder: Path
     val: Tokens
@@ -46,22 +53,39 @@ class EvalDataset:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of token files: the whole data set, or one part of a mixture."""
+    """A folder of token files: the whole data set, or one part of a mixture. It is named like the folder."""
 
     folder: Path
     train: Tokens
     val: Tokens
     windows: Windows  # those of which every order but random reads each once per epoch
+    highest: int  # see Dataset, as the other fields
+    digest: str
+    vocabulary: Vocabulary | None = None
+    val_bytes: int = 0
+    val_text: str = ""
+    quota: int = PER  # how many of each PER sequences are of this source
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.validation.name
+
+    @property
+    def validation(self) -> EvalDataset:
+        """The source's val.bin as a validation set of its own."""
+        return EvalDataset(self.folder, self.val, self.highest, self.vocabulary, self.val_bytes)
 
 
 @dataclass(frozen=True)
 class Dataset:
     """
     The tokens of a run, and the vocabulary size, from the metadata or GPT-2's. With one source, the tokens
-    and the folder are those of the source.
+    and the folder are those of the source. Those of a mixture are the tokens of the sources one after the
+    other, sorted by name.
     """
 
-    folder: Path
+    folder: Path  # for messages: of a mixture, the sources' folders
     sources: tuple[Source, ...]
     train: Tokens
     val: Tokens
@@ -70,25 +94,65 @@ class Dataset:
     digest: str  # digest of lengths and samples of the files, to compare machines
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
     val_bytes: int = 0  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
-    val_text: str = ""  # SHA-256 of this text; "": the metadata does not say
+    val_text: str = ""  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
     further: tuple[EvalDataset, ...] = ()  # validation sets that are evaluated too
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether there are several sources."""
+        return len(self.sources) > 1
+
+    @property
+    def quotas(self) -> list[int]:
+        """How many of each PER sequences are of each source."""
+        return [source.quota for source in self.sources]
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The position in `train` at which each source begins."""
+        lengths = np.array([len(source.train) for source in self.sources])
+        return np.cumsum(lengths) - lengths
+
+    @property
+    def named(self) -> tuple[EvalDataset, ...]:
+        """The validation sets whose losses are reported by name: of a mixture's sources, and further ones."""
+        of_sources = tuple(source.validation for source in self.sources) if self.is_mixture else ()
+        return of_sources + self.further
+
+    @property
     def splits(self) -> dict[str, Tokens]:
-        """What an evaluation reads: train, val, and val/NAME for each further validation set."""
-        further = {f"val/{one.name}": one.val for one in self.further}
-        return {"train": self.train, "val": self.val, **further}
+        """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
+        val = {} if self.is_mixture else {"val": self.val}
+        return {"train": self.train, **val, **{f"val/{one.name}": one.val for one in self.named}}
 
     @property
     def bytes_per_token(self) -> float | None:
-        """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
-        return self.val_bytes / len(self.val) if self.val_bytes else None
+        """
+        The mean number of bytes of a token of val.bin; None: the metadata does not say. Of a mixture, the
+        mean over the sources, weighted by their quotas.
+        """
+        if not self.val_bytes:
+            return None
+        if not self.is_mixture:
+            return self.val_bytes / len(self.val)
+        return sum(one.quota * one.val_bytes / len(one.val) for one in self.sources) / PER
+
+    def val_loss(self, losses: dict[str, float]) -> float:
+        """
+        The validation loss, from the losses of `splits`. Of a mixture, the mean over the sources, weighted by
+        their quotas.
+        """
+        if not self.is_mixture:
+            return losses["val"]
+        return sum(one.quota * losses[f"val/{one.name}"] for one in self.sources) / PER
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
         Convert a loss in nats per token of val.bin to bits per byte of its text, which does not depend on the
         tokenizer; None: the metadata does not say how long the text is.
         """
+        if self.is_mixture:
+            return bits_per_byte(val_loss, 1, self.bytes_per_token or 0)
         return bits_per_byte(val_loss, len(self.val), self.val_bytes)
 
     @property
@@ -101,9 +165,16 @@ class Dataset:
         """What metrics.jsonl records of the validation text."""
         return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
 
+    def describe_sources(self) -> dict[str, dict]:
+        """What a checkpoint records of a mixture, by name; {} for a single source."""
+        described = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
+        return described if self.is_mixture else {}
+
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
         facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
+        if self.is_mixture:
+            facts["the data's sources"] = self.describe_sources()
         if self.further:
             digests = {one.name: digest_of({"val": one.val}) for one in self.further}
             facts["the digest of eval_datasets"] = digests
@@ -121,47 +192,200 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
     return loss / math.log(2) * tokens / text_bytes if text_bytes else None
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """What the files next to the token files of a folder say."""
+
+    folder: Path
+    content: dict  # see read_meta
+    vocabulary: Vocabulary | None  # None: they do not say what the ids mean
+    vocab_size: int  # 0: they do not say
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read what a folder says of its token ids. Raises ValueError if a file cannot be read."""
+    meta = read_meta(folder)
+    vocabulary = vocabulary_of_data(meta, folder)
+    vocab_size = meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)
+    if not isinstance(vocab_size, int):
+        raise ValueError(f"the metadata in {folder}: vocab_size is {vocab_size!r}, not an integer")
+    return Metadata(folder, meta, vocabulary, vocab_size)
+
+
 def open_dataset(
     name: str, block_size: int, vocab_size: int = 0, eval_datasets: str = "", data_order: str = "random"
 ) -> Dataset:
     """
-    Open the files of a data set and check them.
+    Open the files of a data set or of a mixture, and check them.
 
     Args:
+        name: see find_sources.
         block_size: each split must contain at least block_size + 1 tokens.
-        vocab_size: ids must be below this number; 0: the size in the metadata.
+        vocab_size: ids must be below this number; 0: the size in the metadata, the largest of a mixture's.
         eval_datasets: names of further validation sets, see `open_eval_datasets`.
         data_order: train.py's setting, see documents.windows_of.
 
     Raises:
-        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
-            metadata cannot be read.
+        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, the
+            metadata cannot be read, or the data sets of a mixture do not belong together.
     """
-    folder = find_dataset(name)
-    meta = read_meta(folder)
-    vocabulary = vocabulary_of_data(meta, folder)
-    known_size = vocab_size or meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)
-    if not isinstance(known_size, int):
-        raise ValueError(f"the metadata in {folder}: vocab_size is {known_size!r}, not an integer")
-    vocab_size = known_size or GPT2_VOCAB
+    weights = find_sources(name)
+    metas = [read_metadata(folder) for folder in weights]
+    vocabulary = common_vocabulary(metas)
+    known_sizes = [vocab_size or meta.vocab_size for meta in metas]
+    vocab_size = max(known_sizes) or GPT2_VOCAB
+    sources = tuple(
+        open_source(meta, known_size, vocab_size, block_size, data_order)
+        for meta, known_size in zip(metas, known_sizes, strict=True)
+    )
+    further = open_eval_datasets(eval_datasets, block_size, vocab_size)
+    if len(sources) > 1:
+        return mix(sources, [*weights.values()], vocab_size, vocabulary, further)
+    (source,) = sources
+    return Dataset(
+        source.folder,
+        sources,
+        source.train,
+        source.val,
+        vocab_size,
+        source.highest,
+        source.digest,
+        source.vocabulary,
+        source.val_bytes,
+        source.val_text,
+        further,
+    )
+
+
+def open_source(
+    meta: Metadata, known_size: int, vocab_size: int, block_size: int, data_order: str
+) -> Source:
+    """
+    Open the token files of one folder and check them, see open_dataset.
+
+    Args:
+        known_size: the number of ids by the metadata or the setting, from which an undeclared dtype is
+            judged; 0: not known.
+        vocab_size: of the run.
+    """
+    folder, vocabulary = meta.folder, meta.vocabulary
     if vocabulary and vocabulary.size and vocabulary.size > vocab_size:
         problem = f"{folder} describes {vocabulary.size} token ids, but the vocabulary size is {vocab_size}"
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
-    splits = {split: open_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
-    highest = max(highest_id(tokens, vocab_size) for tokens in splits.values())
-    windows = windows_of(folder, splits["train"], meta, data_order, block_size)
-    source = Source(folder, **splits, windows=windows)
-    return Dataset(
+    splits = {
+        split: open_split(folder, split, meta.content, known_size, block_size) for split in ("train", "val")
+    }
+    return Source(
         folder,
-        sources=(source,),
         **splits,
-        vocab_size=vocab_size,
-        highest=highest,
+        windows=windows_of(folder, splits["train"], meta.content, data_order, block_size),
+        highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
         digest=digest_of(splits),
         vocabulary=vocabulary,
-        **text_facts(meta, folder),
-        further=open_eval_datasets(eval_datasets, block_size, vocab_size),
+        **text_facts(meta.content, folder),
     )
+
+
+def mix(
+    sources: tuple[Source, ...],
+    weights: list[Fraction | None],
+    vocab_size: int,
+    vocabulary: Vocabulary | None,
+    further: tuple[EvalDataset, ...],
+) -> Dataset:
+    """
+    Return the mixture of several sources. Raises ValueError if a source would get no sequences, or has the
+    name of a further validation set.
+    """
+    if twice := sorted({one.name for one in sources} & {one.name for one in further}):
+        raise ValueError(
+            f"eval_datasets contains {twice[0]}, but losses are reported by the folder's name, and dataset "
+            f"contains {twice[0]} too: leave it out of --eval_datasets=, or rename one of the folders"
+        )
+    named = {
+        one.name: len(one.train) if weight is None else weight
+        for one, weight in zip(sources, weights, strict=True)
+    }
+    quotas = quotas_of(named)
+    sources = tuple(replace(one, quota=quota) for one, quota in zip(sources, quotas, strict=True))
+    folder = Path(" and ".join(str(one.folder) for one in sources))
+    texts = [one.val_text for one in sources]
+    return Dataset(
+        folder,
+        sources,
+        TokenArray(folder, [one.train for one in sources]),
+        TokenArray(folder, [one.val for one in sources]),
+        vocab_size,
+        max(one.highest for one in sources),
+        digest_of_parts([one.digest for one in sources], quotas)[:12],
+        vocabulary,
+        sum(one.val_bytes for one in sources) if all(one.val_bytes for one in sources) else 0,
+        digest_of_parts(texts, quotas) if all(texts) else "",
+        further,
+    )
+
+
+def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
+    """The SHA-256 of the digests of a mixture's sources and their quotas."""
+    return hashlib.sha256(json.dumps([digests, quotas]).encode()).hexdigest()
+
+
+def find_sources(name: str) -> dict[Path, Fraction | None]:
+    """
+    Find the folders of a data set or mixture; returns {folder: weight}, sorted by the folder's name, so that
+    their order in `name` does not matter. Weights are None where none are given.
+
+    Args:
+        name: as in find_dataset, or several names with weights or without, see mixture.parse_mixture.
+
+    Raises:
+        ValueError: a folder is missing, is named twice, or is called like another one; or see parse_mixture.
+    """
+    found = {}
+    for part, weight in parse_mixture(name, is_folder):
+        folder = find_dataset(part)
+        for other in found:
+            if folder.resolve() == other.resolve():
+                raise ValueError(
+                    f"--dataset={name} contains {folder} twice: name it once, with the sum of the weights"
+                )
+            if folder.resolve().name == other.resolve().name:
+                raise ValueError(
+                    f"--dataset={name} contains {other} and {folder}, but losses are reported by the "
+                    f"folder's name, {folder.resolve().name!r}: rename one of the folders"
+                )
+        found[folder] = weight
+    return dict(sorted(found.items(), key=lambda item: item[0].resolve().name))
+
+
+def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
+    """
+    The vocabulary of the data sets of a mixture, the one with the most ids; None if none of them says what
+    its ids mean. Raises ValueError if an id is known to mean different things.
+    """
+    known = [meta for meta in metas if meta.vocabulary]
+    if not known:
+        return None
+    most = max(known, key=lambda meta: (meta.vocabulary.kind != "unknown", meta.vocabulary.size or 0))
+    for meta in known:
+        if problem := tokenizer.difference(most.vocabulary, meta.vocabulary):
+            raise ValueError(
+                f"the token ids of {meta.folder} are not those of {most.folder}, with which they are to be "
+                f"mixed: {problem}. {how_to_mix(most, meta)}"
+            )
+    return most.vocabulary
+
+
+def how_to_mix(one: Metadata, other: Metadata) -> str:
+    """What to do about two data sets whose tokenizers differ."""
+    options = {"tiktoken": one.vocabulary.name, "tokenizer.json": str(one.folder)}
+    if option := options.get(one.vocabulary.kind):
+        return (
+            f"Run the prepare.py of {other.folder} with the tokenizer of {one.folder}: --tokenizer={option}"
+        )
+    if other.vocabulary.kind in options:
+        return how_to_mix(other, one)
+    return "Run the prepare.py of both with the same tokenizer, such as --tokenizer=gpt2"
 
 
 def text_facts(meta: dict, folder: Path) -> dict:
@@ -207,6 +431,17 @@ def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[Ev
     return tuple(further.values())
 
 
+def places_of(name: str) -> list[Path]:
+    """The folders that data set `name` may be in, the first choice first."""
+    path = Path(name).expanduser()
+    return list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
+
+
+def is_folder(name: str) -> bool:
+    """Whether a folder has this name, though its files may not be prepared."""
+    return any(place.is_dir() for place in places_of(name))
+
+
 def find_dataset(name: str, split: str = "train") -> Path:
     """
     Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
@@ -215,8 +450,7 @@ def find_dataset(name: str, split: str = "train") -> Path:
     Raises:
         ValueError: none of these folders contains files of the split, see shards.files_of.
     """
-    path = Path(name).expanduser()
-    places = list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
+    places = places_of(name)
     for place in places:
         if files_of(place, split):
             return place

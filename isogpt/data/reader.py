@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
+from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN, random_bits
 from isogpt.data.dataset import Dataset, check_ids
+from isogpt.data.mixture import drawn_sources, spread_sources
 from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import DataError
-from isogpt.data.windows import random_windows, shuffled_windows, whole_windows
+from isogpt.data.windows import random_windows, shuffled_windows, starts_of_bits, whole_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_plan, share_of_whole
@@ -79,11 +80,29 @@ class Reader:
         return share_of_plan(self.plan, replace(self.mesh, rank=rank), self.speeds)
 
     def starts(self, step: int) -> np.ndarray:
-        """The windows (sequences,) of a training step, for the global batch."""
-        (source,), n = self.data.sources, self.plan.sequences
+        """The windows (sequences,) of a training step, for the global batch: positions in Dataset.train."""
+        n = self.plan.sequences
+        numbers = self.shift + step * n + np.arange(n)
+        of_sources, numbers = drawn_sources(self.data.quotas, self.seed, numbers)
         if self.order == "random":
-            return random_windows(len(source.train), self.block_size, self.seed, TRAIN, step, n)
-        return shuffled_windows(source.windows, self.seed, self.shift + step * n + np.arange(n))
+            return self.random_starts(of_sources, TRAIN, step)
+        starts = np.empty(n, np.int64)
+        for number, source in enumerate(self.data.sources):
+            rows = of_sources == number
+            starts[rows] = shuffled_windows(source.windows, self.seed, numbers[rows])
+        return starts + self.data.begins[of_sources]
+
+    def random_starts(self, of_sources: np.ndarray, stream: int, step: int) -> np.ndarray:
+        """
+        Starts (n,) of windows at any position of their sources, as positions in Dataset.train.
+
+        Args:
+            of_sources: the number (n,) of each window's source.
+            stream: of random numbers, with the step as in random_bits.
+        """
+        bits = random_bits(self.seed, stream, step, len(of_sources))
+        lengths = np.array([len(source.train) for source in self.data.sources])
+        return starts_of_bits(bits, lengths[of_sources], self.block_size) + self.data.begins[of_sources]
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
@@ -119,8 +138,9 @@ class Reader:
         if not sequences and split != "train":
             return whole_windows(n_tokens, self.block_size)
         n = self.eval_sequences(sequences)
-        stream = EVAL_TRAIN if split == "train" else EVAL_VAL
-        return random_windows(n_tokens, self.block_size, self.seed, stream, 0, n)
+        if split == "train":
+            return self.random_starts(spread_sources(self.data.quotas, n), EVAL_TRAIN, 0)
+        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, n)
 
     def eval_targets(self, split: str, sequences: int) -> int:
         """How many tokens an evaluation predicts, over all ranks."""

@@ -15,7 +15,12 @@ ROUNDS = 8  # pairs of rounds. With 4, the orders of fewer than 20 windows are v
 
 def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step: int, n: int) -> np.ndarray:
     """Starts (n,) of windows at any position, with replacement, as in nanoGPT."""
-    return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
+    return starts_of_bits(random_bits(seed, stream, step, n), n_tokens, block_size)
+
+
+def starts_of_bits(bits: np.ndarray, n_tokens: int | np.ndarray, block_size: int) -> np.ndarray:
+    """Starts (n,) of windows at any position, from random 64-bit numbers (n,), of one text or n texts."""
+    return (bits % np.uint64(n_tokens - block_size)).astype(np.int64)
 
 
 def whole_windows(n_tokens: int, block_size: int) -> np.ndarray:

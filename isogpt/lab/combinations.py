@@ -10,7 +10,7 @@ from isogpt.common.console import shortened
 from isogpt.options.values import WANTED, Setting
 
 # settings of text whose value may contain a comma: of these, only semicolons separate values
-WITH_COMMAS = ("shares", "eval_datasets")
+WITH_COMMAS = ("dataset", "shares", "eval_datasets")
 NEVER_LISTS = ("out_dir", "alert_command")  # a folder of the sweep; a shell command, perhaps with semicolons
 SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest

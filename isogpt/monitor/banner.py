@@ -5,6 +5,7 @@ from torch import nn
 
 from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.data.dataset import Dataset
+from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
 from isogpt.launch import torch_import
 from isogpt.launch.network import own_cores
@@ -22,8 +23,12 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
     if experts := plan.counts.experts:
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
+    folders = str(data.folder)
+    if data.is_mixture:
+        parts = [f"{one.folder} {one.quota}" for one in data.sources]
+        folders = f"of each {PER:,} sequences {', '.join(parts)}"
     return [
-        f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
+        f"data:    {folders}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
         *(f"windows: {windows.about()}" for windows in data.documents.values()),
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]

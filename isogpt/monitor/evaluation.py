@@ -51,7 +51,7 @@ class Evaluator:
         if self.stop.agreed:
             return
         losses = self.means(sums)
-        self.state.progress.evaluated(losses["val"])
+        self.state.progress.evaluated(self.reader.data.val_loss(losses))
         is_exact = self.reader.plan.exact
         digest = weights_digest(self.state.model, self.reader.mesh) if is_exact else ""
         self.report.evaluation(evaluation_values(losses, self.reader.data), digest)
@@ -107,9 +107,9 @@ def evaluation_values(losses: dict[str, float], data: Dataset) -> dict[str, floa
     Args:
         losses: for each of Dataset.splits.
     """
-    val_loss = losses["val"]
+    val_loss = data.val_loss(losses)
     values = {"train_loss": losses["train"], "val_loss": val_loss, "val_bpb": data.bits_per_byte(val_loss)}
-    for one in data.further:
+    for one in data.named:
         loss = losses[f"val/{one.name}"]
         values |= {f"val_loss/{one.name}": loss, f"val_bpb/{one.name}": one.bits_per_byte(loss)}
     return {name: value for name, value in values.items() if value is not None}

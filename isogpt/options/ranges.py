@@ -17,7 +17,8 @@ from isogpt.options.values import FRACTIONS, Setting, Value, problem_of_folder
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
-FOLDERS = ("out_dir", "dataset", "init_from")  # settings that can name a folder
+FOLDERS = ("out_dir", "init_from")  # settings that can name a folder
+SEVERAL = ("dataset", "eval_datasets")  # that can name several, separated by commas
 LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -39,7 +40,7 @@ def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> li
         problem_of_folder(name, values[name].removeprefix("auto:")) for name in FOLDERS if name in values
     ]
     sentences += [
-        problem_of_folder("eval_datasets", name) for name in values.get("eval_datasets", "").split(",")
+        problem_of_folder(name, part) for name in SEVERAL for part in values.get(name, "").split(",")
     ]
     for name, value in values.items():
         check = problem_of_choice if "|" in settings[name].range else problem_of_limits

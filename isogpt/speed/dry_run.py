@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
-from isogpt.data.dataset import GPT2_VOCAB, find_dataset
+from isogpt.data.dataset import GPT2_VOCAB, find_sources
 from isogpt.launch.launchers import stop_signals
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
 from isogpt.parallel.compression import POWERSGD_START
@@ -319,7 +319,7 @@ def exit_at_once(number: int, _: object) -> None:
 def is_prepared(config: dict) -> bool:
     """Whether the data set is there. Raises ValueError if not, and the vocabulary is not known either."""
     try:
-        find_dataset(config["dataset"])
+        find_sources(config["dataset"])
     except ValueError as e:
         if not config["vocab_size"]:
             raise ValueError(

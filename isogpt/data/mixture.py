@@ -1,0 +1,113 @@
+"""
+A mixture of data sets: which of them a sequence of the run comes from.
+
+Each 1,000 sequences contain the same number of every data set, its quota, in an order that is drawn again for
+each 1,000.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from isogpt.common.random_numbers import MIXTURE, random_bits
+
+PER = 1000  # quotas are of so many sequences
+
+
+def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str, Fraction | None]]:
+    """
+    Parse the names of data sets and their weights: a:0.7,b:0.3, or a,b, whose weights are None.
+
+    Args:
+        is_folder: whether a text is the name of a folder. Such a text is nothing else, though it may contain
+            commas and colons.
+
+    Raises:
+        ValueError: a weight is not a positive number, or only some data sets have one.
+    """
+    if is_folder(text):
+        return [(text, None)]
+    parts = [parse_part(part, is_folder) for part in map(str.strip, text.split(",")) if part]
+    without = [name for name, weight in parts if weight is None]
+    if 0 < len(without) < len(parts):
+        example = ",".join(f"{name}:1" for name, _ in parts)
+        raise ValueError(
+            f"--dataset={text} gives no weight to {', '.join(without)}: type a weight after each name, such "
+            f"as --dataset={example}, or after none, for as much of each as it has training tokens"
+        )
+    return parts or [(text, None)]
+
+
+def parse_part(part: str, is_folder: Callable[[str], bool]) -> tuple[str, Fraction | None]:
+    """Parse NAME or NAME:WEIGHT, see parse_mixture. Raises ValueError if a weight is not a positive number."""
+    name, colon, text = part.rpartition(":")
+    if not colon or is_folder(part):
+        return part, None
+    try:
+        # what is 0 or infinite as a float could have a billion digits as a fraction
+        weight = Fraction(text) if 0 < float(text) < math.inf else None
+    except ValueError:
+        weight = None
+    if weight is None:
+        raise ValueError(
+            f"--dataset contains {part}, but {text!r} is not a positive number, and there is no folder "
+            f"{part}: type NAME:WEIGHT, such as {name or 'fineweb'}:0.5"
+        )
+    return name, weight
+
+
+def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
+    """
+    Return how many of each PER sequences are of each data set, by the largest remainder.
+
+    Args:
+        weights: by name.
+
+    Raises:
+        ValueError: a data set gets none.
+    """
+    shares = [Fraction(weight) * PER / sum(weights.values()) for weight in weights.values()]
+    quotas = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i])
+    for i in by_remainder[: PER - sum(quotas)]:
+        quotas[i] += 1
+    if 0 in quotas:
+        i = quotas.index(0)
+        raise ValueError(
+            f"{[*weights][i]} is {float(shares[i]):.2g} of each {PER:,} sequences of the mixture, which is "
+            f"rounded to 0: give it a weight of 1/{PER} of the sum or more, or leave it out of --dataset="
+        )
+    return quotas
+
+
+def sources_at(quotas: Sequence[int], places: np.ndarray) -> np.ndarray:
+    """The number of the data set at these places of PER sequences, which are sorted by the data set."""
+    return np.searchsorted(np.cumsum(quotas), places, side="right")
+
+
+def drawn_sources(quotas: Sequence[int], seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Return the data sets of the sequences `numbers` of a run, and the sequences' numbers within their data
+    set, of which each occurs once, (n,) each.
+
+    Args:
+        quotas: of each PER sequences. All of them are of a single data set.
+    """
+    if len(quotas) == 1:
+        return np.zeros_like(numbers), numbers
+    blocks, places = np.divmod(numbers, PER)
+    for block in np.unique(blocks).tolist():
+        rows = blocks == block
+        order = np.argsort(random_bits(seed, MIXTURE, block, PER), kind="stable")
+        places[rows] = order[places[rows]]
+    sources = sources_at(quotas, places)
+    quota = np.asarray(quotas)
+    begins = np.cumsum(quota) - quota
+    return sources, blocks * quota[sources] + places - begins[sources]
+
+
+def spread_sources(quotas: Sequence[int], n: int) -> np.ndarray:
+    """The data sets (n,) of n sequences, in the proportions of the quotas up to one sequence."""
+    return sources_at(quotas, (2 * np.arange(n) + 1) * PER // (2 * n))
