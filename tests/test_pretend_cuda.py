@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pretend_cuda.cuda_guard import missing
 from runs import REPO, TINY, Zygote, column
+from test_any_data import write_mixture
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "not skipped")
 
@@ -18,7 +19,7 @@ STEP = "2"  # the step whose waits are counted: no evaluation, nothing saved unl
 SHORT = [*TINY, "--max_iters=3", "--eval_iters=1"]
 ON_GPU = ["--device=auto", "--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
 # settings that a curve depends on
-OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data_", "--max_")
+OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data", "--max_")
 T4, A100, H100 = "7.5", "8.0", "9.0"
 
 EXACT = 1e-4  # how far losses may be from the CPU's in float32
@@ -136,6 +137,7 @@ CASES = {
     "2 statistics pp fp16": Case("--stats_interval=1 --pp=2 --dtype=float16", 2, HALF, T4),
     "2 statistics tp muon": Case(f"{MUON} --stats_interval=1 --tp=2", 2),
     "2 shares": Case("--shares=auto", 2),
+    "2 mixture of shards": Case("--dataset=shards:0.7,file:0.3 --data_order=documents", 2),
 }
 
 
@@ -156,11 +158,18 @@ def curve(zygote, shared_work):
         flags = tuple(flag for flag in case.flags.split() if flag.startswith(OF_A_MODEL))
         if flags not in curves:
             out = f"cpu{len(curves)}"
+            prepare(case, shared_work)
             zygote.start([*SHORT, *flags, f"--out_dir={out}"], shared_work).wait()
             curves[flags] = column(shared_work / out, "loss")
         return curves[flags]
 
     return losses
+
+
+def prepare(case, folder):
+    """Write the data sets of a mixture, if the case reads one."""
+    if "--dataset" in case.flags and not (folder / "data/shards").exists():
+        write_mixture(folder)
 
 
 def run_pretended(pretended, work, script, args, case, **env):
@@ -176,6 +185,7 @@ def run_pretended(pretended, work, script, args, case, **env):
 
 def train(pretended, work, case, *more):
     """Run train.py as a case says."""
+    prepare(case, work)
     return run_pretended(
         pretended, work, "train.py", [*SHORT, *ON_GPU, *case.flags.split(), "--out_dir=out", *more], case
     )
