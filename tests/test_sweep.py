@@ -128,7 +128,7 @@ def test_runs_at_the_same_time_have_separate_cores_and_gpus():
         ),
         (["--seed=1,2", "later.py"], ["seed is 5 in a config after --seed: type --seed= after the config"]),
         (["--seed=1,2", "--arch=llama", "--bias=True"], ["error: arch 'llama' uses no biases"]),
-        (["--dataset=tiny,huge"], ["dataset=huge: no train.bin in data/huge"]),
+        (["--dataset=tiny;huge"], ["dataset=huge: no train.bin in data/huge"]),
         (["--seed=1,2", "--eval_only"], ["eval_only and dry_run_ranks train nothing"]),
         (["--seed=1,2", "--sead=3"], ["--sead: no such setting; did you mean --seed?"]),
         (["--seed=1,2", "--jobs=9999"], ["jobs is 9999, but there are"]),

@@ -41,7 +41,7 @@ def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str
 
 
 def parse_part(part: str, is_folder: Callable[[str], bool]) -> tuple[str, Fraction | None]:
-    """Parse NAME or NAME:WEIGHT, see parse_mixture. Raises ValueError if a weight is not a positive number."""
+    """Parse NAME or NAME:WEIGHT. Raises ValueError if the weight is not a positive number."""
     name, colon, text = part.rpartition(":")
     if not colon or is_folder(part):
         return part, None
