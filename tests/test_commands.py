@@ -3,10 +3,14 @@
 import math
 import re
 import shutil
+import sys
 
 import pytest
 from documented import arguments, commands, files
-from runs import column, script, tiny_data
+from runs import REPO, column, script, tiny_data
+
+sys.path.insert(0, str(REPO / "data"))
+import find_documents
 
 SMALL = [
     "--dataset=tiny",
@@ -61,7 +65,7 @@ def processes_of(command):
 def prepared(zygote, tmp_path_factory):
     """A folder with a data set, two runs of train.py, and a model in the format of transformers."""
     work = tmp_path_factory.mktemp("prepared")
-    tiny_data(work)
+    find_documents.main([str(tiny_data(work)), "--id=0"])  # a line is a document
     zygote.start(["config/train_stdlib_char.py", *SHORT, "--out_dir=out-stdlib-char"], work).wait()
     zygote.start([*SHORT, "--out_dir=out"], work).wait()
     zygote.start(["out", "--to=hf"], work, script="export.py").wait()
