@@ -213,7 +213,7 @@ class Unfinished:
         counts |= {"documents": self.documents}
         counts |= {"train_documents": self.positions.tell() // POSITION.itemsize}
         meta = write_meta(self.path, vocabulary, size, source, self.texts, **counts)
-        names = [name for name in os.listdir(self.path) if name != JOURNAL]
+        names = [name for name in os.listdir(self.path) if not name.startswith(JOURNAL)]  # nor a half one
         for name in names:
             with open(self.path / name, "rb") as file:
                 os.fsync(file.fileno())
