@@ -181,14 +181,16 @@ def prepare_text(
     note_on_loss([text], loaded)
     folder = folder_to_write(script, args)
     texts, counts = {"train": SplitText(), "val": SplitText()}, {}
-    with only_writer(folder), atomic_folder(folder) as temporary:
-        for split, part in (("train", text[:cut]), ("val", text[cut:])):
-            writer = SplitWriter(temporary, split, args.shard_tokens)
-            writer.write(pack_ids(loaded.encode(part), loaded.n_ids))
-            writer.close()
-            texts[split].add(part.encode())
-            counts[f"{split}_tokens"] = writer.tokens
-        meta = write_meta(temporary, vocabulary, loaded.n_ids, source, texts, **counts)
+    with only_writer(folder):
+        complete_moves(folder)
+        with atomic_folder(folder) as temporary:
+            for split, part in (("train", text[:cut]), ("val", text[cut:])):
+                writer = SplitWriter(temporary, split, args.shard_tokens)
+                writer.write(pack_ids(loaded.encode(part), loaded.n_ids))
+                writer.close()
+                texts[split].add(part.encode())
+                counts[f"{split}_tokens"] = writer.tokens
+            meta = write_meta(temporary, vocabulary, loaded.n_ids, source, texts, **counts)
     report(folder, meta)
 
 

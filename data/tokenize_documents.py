@@ -98,7 +98,7 @@ def tokenize(
     batches: Iterator[Batch], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
 ) -> Iterator[tuple[Batch, BatchIds]]:
     """
-    Yield each batch with its ids, in order. With num_proc=1, or a single batch, no process is started.
+    Yield each batch with its ids, in order. With one process, or a single batch, none is started.
 
     Raises:
         ValueError: a text cannot be encoded, or a process has ended.

@@ -162,7 +162,7 @@ def test_a_kill_at_any_moment_loses_nothing(source, tmp_path, monkeypatch, shard
     prepare(source, folder, "--shard_tokens=200", "--seed=3")
     earlier = contents(folder)
     assert len(earlier) > len(new)
-    for moment in itertools.count(1, step=3):
+    for moment in itertools.count(1, step=5):
         code = forked(killed_at, moment, prepare, source, folder, *args)
         if code == 0:
             break
