@@ -7,24 +7,28 @@ README.md in this folder describes the files that are read and written.
 
 import argparse
 import hashlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
-from read_files import open_hub, read_documents
+from read_files import KINDS, open_hub, read_documents
+from show_progress import Place, Progress
 from summary import report
+from tokenize_documents import batches_of, goes_to_val, tokenize
 from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
-from write_files import END_OF_DOCUMENT, SplitText, atomic_files, names_of, pack_ids, write_meta
+from unfinished import complete_moves, only_writer, unfinished_in
+from write_files import OF_DATA_SET, SplitText, SplitWriter, atomic_folder, dtype_for, pack_ids, write_meta
 
 from isogpt.common.console import visible
-from isogpt.common.packages import needed_by
+from isogpt.data.dataset import read_dict
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
 from isogpt.options.values import problem_of_folder
@@ -40,7 +44,9 @@ SEPARATOR_HELP = (
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 )
-CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
+SHARD_HELP = (
+    "tokens of each of train_000000.bin, train_000001.bin and so on, but the last; 0: all in train.bin"
+)
 CHECKED = 100_000  # characters with which a tokenizer is checked
 
 
@@ -53,7 +59,7 @@ def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> 
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs"
+        "--data_files", help=f"your own {' '.join(KINDS)} files: comma-separated paths, folders or globs"
     )
     parser.add_argument(
         "--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text"
@@ -62,6 +68,7 @@ def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> 
         "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
     )
     add_val_fraction(parser, val_fraction)
+    parser.add_argument("--shard_tokens", type=at_least(0), default=0, help=SHARD_HELP)
     either = parser.add_mutually_exclusive_group()
     is_trained = isinstance(tokenizer, int)
     either.add_argument(
@@ -92,6 +99,17 @@ def fraction(text: str) -> float:
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, e.g. 0.1")
     return number
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A parser of integers, in which 100_000 may be written for 100000, that are not smaller than `least`."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is smaller than {least}")
+        return int(text)
+
+    return integer
 
 
 def cut_for(n: int, val_fraction: float, unit: str) -> int:
@@ -161,13 +179,18 @@ def prepare_text(
         vocabulary = vocabulary_named(args.tokenizer)
     loaded = load(vocabulary, args.special_tokens == "True")
     note_on_loss([text], loaded)
-    folder = folder_to_write(script, args.out)
-    texts = {"train": SplitText(), "val": SplitText()}
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        for split, part in (("train", text[:cut]), ("val", text[cut:])):
-            files[f"{split}.bin"].write(pack_ids(loaded.encode(part), loaded.n_ids))
-            texts[split].add(part.encode())
-        meta = write_meta(files, vocabulary, loaded.n_ids, source, texts)
+    folder = folder_to_write(script, args)
+    texts, counts = {"train": SplitText(), "val": SplitText()}, {}
+    with only_writer(folder):
+        complete_moves(folder)
+        with atomic_folder(folder) as temporary:
+            for split, part in (("train", text[:cut]), ("val", text[cut:])):
+                writer = SplitWriter(temporary, split, args.shard_tokens)
+                writer.write(pack_ids(loaded.encode(part), loaded.n_ids))
+                writer.close()
+                texts[split].add(part.encode())
+                counts[f"{split}_tokens"] = writer.tokens
+            meta = write_meta(temporary, vocabulary, loaded.n_ids, source, texts, **counts)
     report(folder, meta)
 
 
@@ -195,80 +218,118 @@ def prepare_documents(
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
     parser = make_parser(description, val_fraction=0.0005, tokenizer=tokenizer)
-    threads = os.cpu_count() or 1
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    parser.add_argument(
+        "--num_proc", type=at_least(1), default=cores(), help="number of tokenizing processes"
+    )
     parser.add_argument("--document_separator", default="", help=SEPARATOR_HELP)
     args = parser.parse_args(argv)
+    place = Place()
 
     def open_documents() -> tuple[Iterator[str], int | None]:
         if args.data_files is None:
             return open_hub(dataset, selection, options, args.text_key, rows)
-        return read_documents(args.data_files, args.text_key, args.document_separator), None
+        return read_documents(args.data_files, args.text_key, args.document_separator, place), None
 
     if isinstance(args.tokenizer, int):
         vocabulary = train_tokenizer(open_documents()[0], args.tokenizer)
     else:
         vocabulary = vocabulary_named(args.tokenizer)
-    tokenizer = load(vocabulary, args.special_tokens == "True")
-    if tokenizer.end_of_text is None:
+    if load(vocabulary).end_of_text is None:
         problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
         advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
         raise ValueError(f"{problem}: {advice}")
-    documents, total = open_documents()
     source = {"data_files": args.data_files} if args.data_files else {"dataset": dataset, **selection}
-    first = list(islice(documents, 100))
-    note_on_loss(list(filter(None, first)), tokenizer)
-    documents = chain(first, documents)
-    with needed_by("the progress bar", "tqdm"):
-        from tqdm import tqdm
-    # disable=None: no progress bar if stderr is not a terminal
-    documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    folder, count = folder_to_write(script, args.out), 0
-    texts = {"train": SplitText(), "val": SplitText()}
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        for count, (document, ids) in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
-            split = "val" if goes_to_val(args.seed, count - 1, args.val_fraction) else "train"
-            files[f"{split}.bin"].write(ids)
-            texts[split].add(document.encode() + END_OF_DOCUMENT, documents=1)
-        if count < 2:
-            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
-            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
-        source |= {"val_fraction": args.val_fraction, "seed": args.seed}
-        meta = write_meta(files, vocabulary, tokenizer.n_ids, source, texts, documents=count)
+    folder = folder_to_write(script, args)
+    with only_writer(folder):
+        arguments = what_decides(args, source, vocabulary)
+        if complete_moves(folder) == arguments:
+            meta = read_dict(folder / "meta.json")
+        else:
+            source |= {"val_fraction": args.val_fraction, "seed": args.seed}
+            meta = write_documents(folder, args, arguments, vocabulary, source, open_documents, place)
     report(folder, meta)
 
 
-def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[tuple[str, bytes]]:
+def write_documents(
+    folder: Path,
+    args: argparse.Namespace,
+    arguments: dict,
+    vocabulary: Vocabulary,
+    source: dict,
+    open_documents: Callable[[], tuple[Iterator[str], int | None]],
+    place: Place,
+) -> dict:
     """
-    Yield each non-empty document, in order, with its ids and the end-of-text token as bytes of a .bin file.
+    Tokenize the documents and write them, or what an earlier start has left of them.
+
+    Args:
+        arguments: see Unfinished.
+        source: what meta.json records of the text's origin.
+        open_documents: returns the documents and their number, None if it is unknown.
+        place: follows the reading of files.
+
+    Returns:
+        the content of meta.json.
     """
-    documents = filter(None, documents)
-    end = tokenizer.end_of_text
-    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
-        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
-            for document, ids in zip(chunk, threads.map(tokenizer.encode, chunk), strict=True):
-                whole = ids if ids[-1:] == [end] else [*ids, end]
-                yield document, pack_ids(whole, tokenizer.n_ids).tobytes()
+    special_tokens = args.special_tokens == "True"
+    tokenizer = load(vocabulary, special_tokens)
+
+    def is_val(index: int) -> bool:
+        return goes_to_val(args.seed, index, args.val_fraction)
+
+    with unfinished_in(folder, arguments, args.shard_tokens, dtype_for(tokenizer.n_ids)) as unfinished:
+        documents, total = open_documents()
+        first = list(islice(documents, 100))
+        note_on_loss(list(filter(None, first)), tokenizer)
+        documents = filter(None, chain(first, documents))
+        if not unfinished.skip(documents, is_val):
+            documents = filter(None, open_documents()[0])
+        batches = batches_of(documents, is_val, unfinished.documents)
+        with (
+            closing(tokenize(batches, vocabulary, special_tokens, args.num_proc)) as tokenized,
+            closing(Progress(place, total, unfinished.documents, unfinished.tokens)) as progress,
+        ):
+            for batch, ids in tokenized:
+                unfinished.write(batch, ids)
+                progress.show(unfinished.documents, unfinished.tokens)
+        if (count := unfinished.documents) < 2:
+            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
+            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
+        return unfinished.finish(vocabulary, tokenizer.n_ids, source)
 
 
-def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
-    """
-    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
-    the first two documents goes to each file, so that neither is empty.
-    """
-    if index < 2:
-        return index == seed % 2
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < val_fraction * 2**64
+def what_decides(args: argparse.Namespace, source: dict, vocabulary: Vocabulary) -> dict:
+    """The arguments that decide on the files, by which an unfinished data set is recognized."""
+    names = ("text_key", "document_separator", "special_tokens", "seed", "val_fraction", "shard_tokens")
+    meaning = json.dumps(vocabulary.describe(), sort_keys=True).encode()
+    tokenizer = f"{vocabulary.name} {hashlib.sha256(meaning).hexdigest()}"
+    return {"source": source.copy(), "tokenizer": tokenizer} | {name: getattr(args, name) for name in names}
 
 
-def folder_to_write(script: str, out: Path | None) -> Path:
-    """The folder of `script`, or --out, which is created."""
-    if problem := problem_of_folder("--out", str(out or "")):
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def folder_to_write(script: str, args: argparse.Namespace) -> Path:
+    """
+    The folder of `script`, or --out, which is created. Raises ValueError if it contains files that would be
+    read as shards of the data set that is to be written.
+    """
+    if problem := problem_of_folder("--out", str(args.out or "")):
         raise ValueError(problem)
-    folder = out.expanduser() if out else Path(script).absolute().parent
+    folder = args.out.expanduser() if args.out else Path(script).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
+    files = [
+        path
+        for split in ("train", "val")
+        for end in ("bin", "npy")
+        for path in folder.glob(f"{split}*.{end}")
+    ]
+    foreign = sorted(path for path in files if not OF_DATA_SET.fullmatch(path.name))
+    if foreign and args.shard_tokens:
+        raise ValueError(f"{foreign[0]} would be read as a shard: move it away, or set a different --out=")
     return folder
 
 

@@ -1,20 +1,24 @@
 """Read the documents of --data_files, of the Hugging Face hub, and Tiny Shakespeare."""
 
 import glob
+import gzip
 import hashlib
 import json
 import os
 import re
 import shlex
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
+from show_progress import Place
 from write_files import atomic_files
 
 from isogpt.common.files import parse_json
@@ -33,44 +37,82 @@ PANDAS = {
     ".json": "read_json({})",
     ".feather": "read_feather({})",
 }
+KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 BATCH_ROWS = 1000
 BLOCK = 1 << 20  # characters of a .txt file that are read at once
 
 
-def read_documents(data_files: str, text_key: str = "text", separator: str = "") -> Iterator[str]:
+def read_documents(
+    data_files: str, text_key: str = "text", separator: str = "", place: Place | None = None
+) -> Iterator[str]:
     """
-    Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
-    document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per row.
-    All but the first are streamed.
+    Yield the documents of a comma-separated list of files, folders and globs, sorted by path. A .txt file is
+    one document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per
+    row. All but the first are streamed.
+
+    Args:
+        place: follows how much is read.
 
     Raises:
         ValueError: a file does not exist, has a different extension or cannot be parsed.
     """
+    place = place or Place()
+    paths = find_files(data_files)
+    sizes = [path.stat().st_size for path in paths]
+    place.total, place.before = sum(sizes), 0
     readers = {".txt": partial(read_txt, separator=separator), ".jsonl": read_jsonl, ".parquet": read_parquet}
+    readers[".jsonl.gz"] = read_gz
+    for path, size in zip(paths, sizes, strict=True):
+        with open(path, "rb") as place.file:
+            documents = readers[kind_of(path)](path, place.file, text_key)
+            yield from with_whole_characters(documents, path)
+        place.before += size
+
+
+def find_files(data_files: str) -> list[Path]:
+    """The files of --data_files, see `read_documents`, all of which are checked before the first is read."""
     names: dict[str, str] = {}  # by the file that they lead to
     # a file's name may contain a comma; a shell replaces ~ only at the start of a word
     patterns = [data_files] if os.path.exists(data_files) else map(str.strip, data_files.split(","))
     for pattern in map(os.path.expanduser, patterns):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
+        if os.path.isdir(pattern):
+            files = {name for name in files_in(pattern) if kind_of(Path(name))}
         if not files:
-            problem, example = f"no file matches '{pattern}'", "texts/*.txt,more.jsonl"
-            if os.path.isdir(pattern):
-                problem, example = f"'{pattern}' is a folder", os.path.join(pattern, "*.txt")
-            elif links := list(filter(os.path.islink, matches)):
-                problem = f"'{links[0]}' is a link to {os.readlink(links[0])}, which does not exist"
-            raise ValueError(f"--data_files: {problem}, e.g. --data_files='{example}'")
+            raise ValueError(f"--data_files: {about_no_files(pattern, matches)}")
         names |= {os.path.realpath(name): name for name in sorted(files)}
     paths = [Path(name) for name in sorted(names.values())]
-    for path in paths:  # check all files before reading the first file, which can take hours
-        if path.suffix.lower() not in readers:
-            problem = f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}"
+    for path in paths:
+        if not kind_of(path):
+            problem = f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(KINDS)}"
             raise ValueError(f"{problem}; {how_to_convert(path)}")
-    if any(path.suffix.lower() == ".parquet" for path in paths):
+    if any(kind_of(path) == ".parquet" for path in paths):
         with needed_by("a .parquet file", "pyarrow"):
             import pyarrow.parquet  # noqa: F401
-    for path in paths:
-        yield from with_whole_characters(readers[path.suffix.lower()](path, text_key), path)
+    return paths
+
+
+def about_no_files(pattern: str, matches: list[str]) -> str:
+    """What is wrong with a pattern that matches no file that can be read, and what to type."""
+    problem, example = f"no file matches '{pattern}'", "texts/*.txt,more.jsonl"
+    if os.path.isdir(pattern):
+        problem = f"the folder '{pattern}' contains no file with an extension of {' '.join(KINDS)}"
+        if others := sorted(files_in(pattern)):
+            return f"{problem}; {how_to_convert(Path(others[0]))}"
+    elif links := list(filter(os.path.islink, matches)):
+        problem = f"'{links[0]}' is a link to {os.readlink(links[0])}, which does not exist"
+    return f"{problem}, e.g. --data_files='{example}'"
+
+
+def files_in(folder: str) -> Iterator[str]:
+    """The files in a folder and in the folders within it; those whose names begin with a dot are left out."""
+    return filter(os.path.isfile, glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True))
+
+
+def kind_of(path: Path) -> str:
+    """The extension of a file that can be read; '' for other files."""
+    return next(filter(path.name.lower().endswith, KINDS), "")
 
 
 def with_whole_characters(documents: Iterable[str], path: Path) -> Iterator[str]:
@@ -80,9 +122,12 @@ def with_whole_characters(documents: Iterable[str], path: Path) -> Iterator[str]
     """
     is_reported = False
     for number, document in enumerate(documents, 1):
-        document, count = re.subn("[\ud800-\udfff]", "\ufffd", document)
-        if count and not is_reported:
-            print(f"note: {path}, document {number}: halves of surrogate pairs are replaced by U+FFFD")
+        try:
+            document.encode()
+        except UnicodeEncodeError:
+            document = re.sub("[\ud800-\udfff]", "\ufffd", document)
+            if not is_reported:
+                print(f"note: {path}, document {number}: halves of surrogate pairs are replaced by U+FFFD")
             is_reported = True
         yield document
 
@@ -99,7 +144,7 @@ def how_to_convert(path: Path) -> str:
     return "if it contains plain text, rename it to .txt"
 
 
-def read_txt(path: Path, text_key: str, separator: str = "") -> Iterator[str]:
+def read_txt(path: Path, file: BinaryIO, text_key: str, separator: str = "") -> Iterator[str]:
     """
     Yield the text of the file. With a separator, yield the texts between them, without white space at both
     ends, while the file is read. `text_key` is unused.
@@ -109,8 +154,8 @@ def read_txt(path: Path, text_key: str, separator: str = "") -> Iterator[str]:
         return
     document, seen = [], ""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            while block := file.read(BLOCK):
+        with TextIOWrapper(file, encoding="utf-8-sig") as text:
+            while block := text.read(BLOCK):
                 *ends, rest = (seen + block).split(separator)
                 for end in ends:
                     yield "".join([*document, end]).strip()
@@ -123,10 +168,18 @@ def read_txt(path: Path, text_key: str, separator: str = "") -> Iterator[str]:
     yield "".join([*document, seen]).strip()
 
 
-def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+def read_jsonl(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
     """Yield the string at `text_key` of each line; skip blank lines."""
-    with open(path, "rb") as file:
-        yield from texts_of(records_of(path, file), path, text_key)
+    yield from texts_of(records_of(path, file), path, text_key)
+
+
+def read_gz(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
+    """As read_jsonl, of a compressed file."""
+    try:
+        with gzip.open(file) as lines:
+            yield from read_jsonl(path, lines, text_key)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not readable as gzip ({error})") from error
 
 
 def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
@@ -139,15 +192,15 @@ def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path}:{number}: not JSON ({error})") from error
 
 
-def read_parquet(path: Path, text_key: str) -> Iterator[str]:
-    """Yield the column `text_key`."""
+def read_parquet(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
+    """Yield the column `text_key`; `file` is unused, since it is slower than the path."""
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path) as table:
             # None reads all columns, for the error message
-            columns = [text_key] if text_key in file.schema_arrow.names else None
-            batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+            columns = [text_key] if text_key in table.schema_arrow.names else None
+            batches = table.iter_batches(batch_size=BATCH_ROWS, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
             rows = ((f"{path}, row {number}", record) for number, record in enumerate(records, 1))
             yield from texts_of(rows, path, text_key)

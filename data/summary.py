@@ -16,7 +16,7 @@ LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a sm
 def report(folder: Path, meta: dict) -> None:
     """Print a summary of the data set in `folder`; `meta` is the content of its meta.json."""
     train, val, size = meta["train_tokens"], meta["val_tokens"], meta["tokenizer_size"]
-    print(f"{folder}: {train:,} tokens in train.bin, {val:,} in val.bin, {meta['dtype']}")
+    print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {meta['dtype']}")
     print(f"tokenizer {meta['tokenizer']}: {size:,} ids, vocab_size {meta['vocab_size']:,}")
     if note := note_on_length(train, val):
         print(f"note: {note}")

@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 from isogpt.common.files import sync_folder
 from isogpt.data.vocabulary import Vocabulary
 
+LAST_SHARD = 999_999  # names with more digits would not be in order
+# what a new data set replaces, whether the earlier one consists of shards or not
+OF_DATA_SET = re.compile(r"(train|val)(_\d{6})?\.bin|documents\.bin|meta\.(json|pkl)")
+LAST_MOVED = ("documents", "val", "train")  # after the others
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 
@@ -38,73 +43,157 @@ class SplitText:
         return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
 
 
-def names_of(vocabulary: Vocabulary) -> list[str]:
+class SplitWriter:
     """
-    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
-    for, is last.
+    Writes the ids of a split: to train.bin, or to train_000000.bin and so on.
+
+    Args:
+        split: train or val.
+        shard_tokens: ids of each file but the last; 0: all are in one file.
     """
-    kinds = {"table": ["meta.pkl"], "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"]}
-    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        self.folder, self.split, self.is_sharded = folder, split, shard_tokens > 0
+        self.shard_tokens = shard_tokens or sys.maxsize
+        self.tokens = 0
+        self.file: BinaryIO | None = None
+
+    @property
+    def shards(self) -> int:
+        """The number of complete files."""
+        return self.tokens // self.shard_tokens
+
+    def path(self, number: int) -> Path:
+        """The file of this number."""
+        if number > LAST_SHARD:
+            raise ValueError(f"--shard_tokens={self.shard_tokens} gives more than {LAST_SHARD + 1:,} shards")
+        return self.folder / (f"{self.split}_{number:06d}.bin" if self.is_sharded else f"{self.split}.bin")
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append ids, in the dtype of the files."""
+        while ids.size:
+            number, begin = divmod(self.tokens, self.shard_tokens)
+            self.file = self.file or open(self.path(number), "ab")
+            part = ids[: self.shard_tokens - begin]
+            self.file.write(part)
+            self.tokens += part.size
+            if begin + part.size == self.shard_tokens:
+                self.close()
+            ids = ids[part.size :]
+
+    def close(self) -> None:
+        """Sync the open file to disk, and close it."""
+        if self.file:
+            sync(self.file)
+            self.file.close()
+            self.file = None
+
+    def keep(self, tokens: int, itemsize: int) -> bool:
+        """
+        Continue after so many ids in files that an earlier process has written: what follows them is removed.
+        Returns False if some are missing.
+        """
+        number, rest = divmod(tokens, self.shard_tokens)
+        expected = {self.path(i).name: self.shard_tokens * itemsize for i in range(number)}
+        if rest:
+            expected[self.path(number).name] = rest * itemsize
+        for path in self.folder.glob(f"{self.split}*.bin"):
+            if path.name not in expected:
+                path.unlink()
+        for name, size in expected.items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size < size:
+                return False
+            os.truncate(path, size)
+        self.tokens = tokens
+        return True
+
+
+def sync(file: BinaryIO) -> None:
+    """Write what is buffered of an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, whose files are moved to `folder` on exit: all or none, see `move_in`."""
+    with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
+        yield Path(temporary)
+        names = os.listdir(temporary)
+        for name in names:
+            with open(Path(temporary, name), "rb") as file:
+                os.fsync(file.fileno())
+        move_in(Path(temporary), folder, names)
 
 
 @contextmanager
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
+    """Open temporary files for writing, by name. On exit, all are in `folder`, or none, see `move_in`."""
+    with atomic_folder(folder) as temporary, ExitStack() as stack:
+        yield {name: stack.enter_context(open(temporary / name, "wb")) for name in names}
+
+
+def move_in(temporary: Path, folder: Path, names: Sequence[str]) -> None:
     """
-    Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
-    order of `names`. An exception leaves `folder` unchanged, also while the files are moved: earlier files
-    are moved aside, and are deleted when all new files are there. The last one is moved aside first: after a
-    kill it is missing, and earlier and new files are never mixed.
+    Move files from a folder within `folder` to it; with a meta.json, they replace an earlier data set as a
+    whole. Earlier files are moved aside, to temporary/earlier. The training tokens leave first and come last,
+    and meta.json comes first: after a kill, train.bin is missing, or there are fewer tokens than meta.json
+    says, and the same call completes the moves. After an exception, the earlier files are back.
     """
-    with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
-        with ExitStack() as stack:
-            files = {name: stack.enter_context(open(Path(temporary, name), "wb")) for name in names}
-            yield files
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        earlier = Path(temporary, "earlier")
-        earlier.mkdir()
-        # meta.pkl: the vocabulary of a previous character data set
-        of_before = dict.fromkeys([*reversed(names), *(["meta.pkl"] if "meta.json" in names else [])])
-        to_move = [(folder / name, earlier / name) for name in of_before if os.path.lexists(folder / name)]
-        to_move += [(Path(temporary, name), folder / name) for name in names]
-        moved = []
-        try:
-            for source, target in to_move:
-                os.replace(source, target)
-                moved.append((source, target))
-                sync_folder(folder)  # after each file, so that the order survives a power failure
-        except BaseException:
-            for source, target in reversed(moved):
-                os.replace(target, source)
-            raise
+    earlier = temporary / "earlier"
+    earlier.mkdir(exist_ok=True)
+    replaced = {*names, *(["documents.bin"] if "train.bin" in names else [])}
+    if "meta.json" in names:
+        replaced |= set(filter(OF_DATA_SET.fullmatch, os.listdir(folder)))
+    # a new file that is no longer in `temporary` is in its place: an earlier call has moved it
+    waiting = set(os.listdir(temporary)) & set(names)
+    of_before = [name for name in replaced - (set(names) - waiting) if os.path.lexists(folder / name)]
+    to_move = [(folder / name, earlier / name) for name in sorted(of_before, key=place_of, reverse=True)]
+    to_move += [(temporary / name, folder / name) for name in sorted(waiting, key=place_of)]
+    moved = []
+    try:
+        for source, target in to_move:
+            os.replace(source, target)
+            moved.append((source, target))
+            sync_folder(folder)  # after each file, so that the order survives a power failure
+    except BaseException:
+        for source, target in reversed(moved):
+            os.replace(target, source)
+        raise
+
+
+def place_of(name: str) -> tuple[int, str]:
+    """Where a file stands in the order in which a data set is moved to its folder."""
+    kind = re.split("[._]", name)[0]
+    return (LAST_MOVED.index(kind) if kind in LAST_MOVED else -1), name
 
 
 def write_meta(
-    files: dict[str, BinaryIO],
-    vocabulary: Vocabulary,
-    size: int,
-    source: dict,
-    texts: dict[str, SplitText],
-    **counts: int,
+    folder: Path, vocabulary: Vocabulary, size: int, source: dict, texts: dict[str, SplitText], **counts: int
 ) -> dict:
     """
-    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
-    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
+    Write the metadata of new files in `folder`, and return the content of meta.json. A table of tokens is
+    written as nanoGPT's meta.pkl.
+
+    Args:
+        size: the number of ids of the tokenizer.
+        counts: train_tokens, val_tokens, and what else is recorded by its name.
     """
-    dtype = dtype_for(size)
-    is_table = "meta.pkl" in files
-    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if is_table:
+    padded = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if vocabulary.kind == "table":
+        padded = size
         tables = {"itos": vocabulary.tokens, "stoi": vocabulary.content}
-        files["meta.pkl"].write(pickle.dumps({"vocab_size": size} | tables))
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": size} | tables))
     if vocabulary.kind == "tokenizer.json":
-        files["tokenizer.json"].write(vocabulary.content.encode())
-        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
-    tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
-    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": vocabulary.name, "tokenizer_size": size}
+        (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
+        end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
+        (folder / "tokenizer_config.json").write_text(end_of_text)
+    meta = {"dtype": dtype_for(size).name, "vocab_size": padded}
+    meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
+    tokens = {name: counts.pop(name) for name in ("train_tokens", "val_tokens")}
     meta |= tokens | texts["train"].facts("train") | texts["val"].facts("val") | counts | {"source": source}
-    files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
 

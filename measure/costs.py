@@ -9,6 +9,7 @@ Measurements for the documentation that depend too much on the machine for a tes
     python measure/costs.py two          the speed of two processes with a thread each, and of one with two
     python measure/costs.py bare         that bare loop, for the 10.65M config (batch 8 x 256)
     python measure/costs.py serve        8 clients of transformers serve, with and without batching
+    python measure/costs.py prepare      prepare.py's speed with all cores, against tiktoken's own
     python measure/costs.py sampling     tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs import REPO, column, records, tiny_data
+from runs import REPO, SHAKESPEARE, column, records, tiny_data
 
 CONFIG = ["--dataset=tiny", "--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=256", "--batch_size=8"]
 CONFIG += ["--gradient_accumulation_steps=1", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1"]
@@ -205,6 +206,49 @@ def serve(work):
     print(f"{statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
+def prepare(work, rounds=3, megabytes=200):
+    import json
+    import os
+    import sysconfig
+
+    import tiktoken
+
+    cores, encoding = len(os.sched_getaffinity(0)), tiktoken.get_encoding("gpt2")
+    library = [path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    shakespeare = SHAKESPEARE.read_text()
+    pieces = [shakespeare[begin : begin + 4000] for begin in range(0, len(shakespeare), 4000)]
+    documents = [*library, *pieces]
+    n_bytes = sum(len(document.encode()) for document in documents)
+    documents *= megabytes * 1_000_000 // n_bytes
+    n_bytes *= megabytes * 1_000_000 // n_bytes
+    command = [sys.executable, str(REPO / "data/openwebtext/prepare.py"), "--shard_tokens=10_000_000"]
+
+    def seconds(texts):
+        """The seconds in which prepare.py tokenizes the texts."""
+        (work / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        begin = time.perf_counter()
+        files = [f"--data_files={work / 'texts.jsonl'}", f"--out={work / 'out'}"]
+        subprocess.run([*command, *files], capture_output=True, check=True)
+        return time.perf_counter() - begin
+
+    ratios = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for first in range(0, len(documents), 1000):  # all ids at once would take 2 GB
+            encoding.encode_ordinary_batch(documents[first : first + 1000], num_threads=cores)
+        alone = time.perf_counter() - begin
+        start, whole = seconds(["x " * 2**19] * 2), seconds(documents)
+        ratios.append((alone / whole, alone / (whole - start)))
+        print(
+            f"{n_bytes / 1e6:.0f} MB, {cores} cores: tiktoken {n_bytes / alone / 1e6:.1f} MB/s, prepare.py "
+            f"{n_bytes / whole / 1e6:.1f} MB/s, of which the start takes {start:.1f} s: {alone / whole:.0%}, "
+            f"without the start {alone / (whole - start):.0%}",
+            flush=True,
+        )
+    whole, rest = map(statistics.median, zip(*ratios, strict=True))
+    print(f"{whole:.0%} of tiktoken's speed, {rest:.0%} without the start")
+
+
 def sampling(work):
     import torch
 
@@ -228,7 +272,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, two, serve, sampling)}
+    kinds = {
+        f.__name__: f for f in (stall, saves, grad_sync, activations, tax, two, serve, prepare, sampling)
+    }
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what
     if what == "bare":

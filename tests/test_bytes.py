@@ -20,6 +20,7 @@ from isogpt.data.dataset import open_dataset
 sys.path.insert(0, str(REPO / "data"))
 import count_bytes
 import split
+import tokenize_documents
 
 TEXT = "naïve Ünits²; 東京 🙂\n" * 50 + "def f(x):<|endoftext|>\n" * 50
 DOCUMENTS = [f"Document {i}: naïve 東京 <|endoftext|>{'!' * i}" for i in range(40)]
@@ -81,10 +82,10 @@ def test_one_text_has_the_same_bytes_in_every_vocabulary(tmp_path):
 
 @needs_gpt2
 def test_documents_are_counted_without_end_of_text_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(bins, "CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 200)
     is_val = [bins.goes_to_val(1337, i, 0.3) for i in range(len(DOCUMENTS))]
     val = [text.encode() for text, goes in zip(DOCUMENTS, is_val, strict=True) if goes]
-    plain = prepare_documents(tmp_path / "plain", "--special_tokens=False", "--num_proc=3")
+    plain = prepare_documents(tmp_path / "plain", "--special_tokens=False", "--num_proc=2")
     assert recounted(tmp_path / "plain")["val_bytes"] == plain["val_bytes"] == sum(map(len, val))
     assert plain["train_bytes"] == sum(len(text.encode()) for text in DOCUMENTS) - plain["val_bytes"]
     assert plain["val_text"] == digest(b"".join(text + b"\xff" for text in val)) != digest(b"".join(val))

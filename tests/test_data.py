@@ -37,6 +37,7 @@ sys.path.insert(0, str(REPO / "data"))
 import bins
 import read_files
 import summary
+import tokenize_documents
 import write_files
 
 
@@ -223,7 +224,7 @@ def write_documents(folder, documents):
 
 
 @needs_gpt2
-def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, monkeypatch):
+def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path, monkeypatch):
     # The first chunk is by far the longest, so that the workers finish out of order.
     documents = ["first " * 20_000, ""]
     documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
@@ -235,17 +236,17 @@ def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, m
 
     meta, train, val = written("--num_proc=1", "--special_tokens=False")
     one = contents(folder)
-    assert set(one) == {"prepare.py", "train.bin", "val.bin", "meta.json"}
+    assert set(one) == {"prepare.py", "train.bin", "val.bin", "meta.json", "documents.bin"}
     expected = list(filter(None, documents))
     assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
     sides = [decode_documents(train), decode_documents(val)]
     assert [sides[bins.goes_to_val(1337, i, 0.3)].pop(0) for i in range(len(expected))] == expected
     assert sides == [[], []]
 
-    monkeypatch.setattr(bins, "CHUNK_DOCUMENTS", 7)
-    written("--num_proc=3", "--special_tokens=False")
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 2000)
+    written("--num_proc=2", "--special_tokens=False")
     assert contents(folder) == one
-    _, special, _ = written("--num_proc=3")  # each <|endoftext|> is one token, as in sample.py
+    _, special, _ = written("--num_proc=1")  # each <|endoftext|> is one token, as in sample.py
     assert len(special) < len(train) and (special == EOT).sum() > (train == EOT).sum()
     written("--num_proc=1", "--seed=1", "--special_tokens=False")
     assert contents(folder)["val.bin"] != one["val.bin"]
@@ -281,7 +282,7 @@ def test_any_tokenizer_of_tiktoken_works(data, tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     args, folder = [f"--data_files={tmp_path}/a.jsonl", "--text_key=body"], data / "fineweb"
-    load_prepare(data, "fineweb").main([*args, "--tokenizer=wide", "--num_proc=2"])
+    load_prepare(data, "fineweb").main([*args, "--tokenizer=wide", "--num_proc=1"])
     meta, train, val = read(folder)
     assert [meta[key] for key in ("dtype", "vocab_size", "tokenizer_size")] == ["uint32", 70336, 70301]
     assert (meta["tokenizer"], meta["documents"]) == ("wide", 2)
@@ -338,9 +339,9 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     module = load_prepare(data, "openwebtext")
     module.main([files, "--num_proc=1"])
     before = contents(folder)
-    assert set(before) == {"prepare.py", "train.bin", "val.bin", "meta.json"}
+    assert set(before) == {"prepare.py", "train.bin", "val.bin", "meta.json", "documents.bin"}
 
-    monkeypatch.setattr(bins, "CHUNK_DOCUMENTS", 2)
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 1000)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
     with pytest.raises(ValueError, match="broken.jsonl:301: not JSON"):
@@ -362,7 +363,6 @@ ENDLESS = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 import bins
-bins.CHUNK_DOCUMENTS = 2
 
 def documents(*_):
     for i in range(12):
@@ -563,12 +563,14 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path, capsys):
 
 ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,no*.txt": "no file matches 'no\\*.txt'",
-    "--data_files=folder": "'folder' is a folder, e.g. --data_files='folder/\\*.txt'",
+    "--data_files=folder": "the folder 'folder' contains no file with an extension of .txt .* e.g. --data",
+    "--data_files=pages": "the folder 'pages' contains no file .*; type: zstd -d pages/two.jsonl.zst$",
     "--data_files=lost.txt": "'lost.txt' is a link to gone.txt, which does not exist",
     "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3:/bucket/d, an address of s3: set the path",
-    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet"
+    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .* .parquet"
     "; type: python -c 'import pandas; pandas.read_csv",
-    "--data_files=two.jsonl.gz": "two.jsonl.gz: unknown extension '.gz'; .* type: gunzip -k two.jsonl.gz$",
+    "--data_files=two.txt.gz": "two.txt.gz: unknown extension '.gz'; .* type: gunzip -k two.txt.gz$",
+    "--data_files=torn.jsonl.gz": "torn.jsonl.gz: not readable as gzip",
     "--data_files=page.html": "unknown extension '.html'; .* if it contains plain text, rename it to .txt$",
     "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; "
     "set --text_key=content$",
@@ -597,7 +599,6 @@ ONE_TEXT = {
 DOCUMENTS = {
     "--data_files=empty.txt": "0 non-empty documents, need 2; use files",
     "--data_files=letter.txt": "found 1 non-empty documents, need 2; data/shakespeare/prepare.py splits",
-    "--data_files=two.jsonl --num_proc=0": "max_workers must be greater than 0",
 }
 KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
 
@@ -610,7 +611,7 @@ def inputs(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(read_files.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
-    for folder in ("folder", "spm", "bpe"):
+    for folder in ("folder", "pages", "spm", "bpe"):
         Path(folder).mkdir()
     Path("lost.txt").symlink_to("gone.txt")
     for name, content in {
@@ -626,7 +627,9 @@ def inputs(tmp_path, monkeypatch):
         "wide.txt": "w\0i\0d\0e\0",
         "alpaca.jsonl": '{"instruction": "add", "output": "3", "id": 1}\n',
         "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
-        "two.jsonl.gz": "",
+        "two.txt.gz": "",
+        "torn.jsonl.gz": "\x1f\x8b\x08",
+        "pages/two.jsonl.zst": "",
         "page.html": "",
         "spm/x.model": "",
         "bpe/vocab.json": "",
@@ -711,6 +714,8 @@ def test_options_that_do_not_exist_or_are_out_of_range(data, capsys):
         "--seed=1",
         "--val_fraction=1.5",
         "--val_fraction=much",
+        "--shard_tokens=-1",
+        "--num_proc=0",
         "one.txt",
     ):
         with pytest.raises(SystemExit) as stop:

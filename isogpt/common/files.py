@@ -19,6 +19,8 @@ from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
 
 # what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
+# what file systems without locks raise; NFS locks no folders (EBADF)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 BLOCK = 2**16  # bytes that are read at once from the end of a file
 LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
@@ -158,6 +160,25 @@ def sync_folder(folder: Path) -> None:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def lock(file: IO[bytes] | int) -> bool:
+    """
+    Lock an open file, or the descriptor of a folder, for as long as it is open; False if a different process
+    has locked it. On a file system without locks, nothing is locked.
+    """
+    if os.name != "posix":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """A run of a sweep, and what its folder tells: its settings, how far it is, who trains it now."""
 
-import errno
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from isogpt.common.files import (
     as_record,
     iterate_records,
     last_lines,
+    lock,
     parse_json,
     read_utf8,
     regular_file,
@@ -34,7 +33,6 @@ MAY_CHANGE = (
 )
 # the events that say whether a run is complete
 OF_A_RUN = ("start", "resume", "end", "preempted", "failed")
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # of a file system without locks
 
 
 @dataclass(frozen=True)
@@ -177,22 +175,6 @@ def open_log(run: SweptRun) -> BinaryIO | None:
         return log
     log.close()
     return None
-
-
-def lock(file: BinaryIO) -> bool:
-    """Lock an open file; False if it is locked by a different process."""
-    if os.name != "posix":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise
-    return True
 
 
 def is_running(run: SweptRun) -> bool:

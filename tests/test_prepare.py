@@ -1,0 +1,328 @@
+"""Data sets of documents: shards, several processes, what a kill leaves, and folders as input."""
+
+import gzip
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import REPO
+from test_data import bins, clean_process, contents, needs_gpt2  # noqa: F401 (fixtures)
+
+sys.path.insert(0, str(REPO / "data"))
+import tokenize_documents
+from unfinished import FOLDER
+
+END = "<|endoftext|>"
+WORDS = [END, "?", *(f"word{i}" for i in range(300))]
+DOCUMENTS = [" ".join(f"word{(i * j) % 300}" for j in range(1, 3 + i % 40)) for i in range(120)]
+DOCUMENTS[5:7] = [f"{END} word1 {END} word2", END]
+# SHA-256 of what one process wrote before there were shards, from `old_documents`
+BEFORE = {
+    ("True", "train"): "dcebe027c61826b95e2babf6572976c322131e4a08f515ef4cf97e80ffc8143b",
+    ("True", "val"): "bb17da1631b83960bc75e5daaa31965f911562836aa5b11a505c8b7aa934314a",
+    ("False", "train"): "d6fee629db657894cf5fa436704285333082306a3b2c3c7a4fec4e68e61afdc5",
+    ("False", "val"): "447af9d82ddcd39c7dee3683a640de6608eb6f11f26e873d5f45735d146efa49",
+}
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder of documents with a small tokenizer, and batches of a few documents."""
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 1000)
+    folder, model = tmp_path / "texts", tmp_path / "tokenizer"
+    folder.mkdir()
+    model.mkdir()
+    write_jsonl(folder / "a.jsonl", DOCUMENTS)
+    vocab = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
+    special = {"id": 0, "content": END, "special": True, "single_word": False, "lstrip": False}
+    special |= {"rstrip": False, "normalized": False}
+    rules = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    rules |= {"version": "1.0", "added_tokens": [special], "pre_tokenizer": {"type": "Whitespace"}}
+    (model / "tokenizer.json").write_text(json.dumps(rules | {"model": vocab}))
+    return folder
+
+
+def write_jsonl(path, documents):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
+
+
+def prepare(source, out, *args):
+    """Prepare in this process."""
+    options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
+    bins.prepare_documents(__file__, "", [*options, "--val_fraction=0.2", "--num_proc=1", *args], "", {})
+
+
+def forked(function, *args):
+    """Call a function in a process of its own; returns its exit code, -9 after a kill."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function(*args)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(moment, function, *args):
+    """Call a function that is killed before it renames or syncs a file for the `moment`-th time."""
+    count = 0
+
+    def counted(call):
+        def counting(*args):
+            nonlocal count
+            count += 1
+            if count == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args)
+
+        return counting
+
+    os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+    function(*args)
+
+
+def joined(folder, split):
+    return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{split}*.bin")))
+
+
+def is_refused(folder):
+    """Whether the files do not have the number of tokens that meta.json says, or there is no train.bin."""
+    files = contents(folder)
+    if "meta.json" not in files or not joined(folder, "train"):
+        return not joined(folder, "train")
+    meta = json.loads(files["meta.json"])
+    sizes = {split: len(joined(folder, split)) for split in ("train", "val")}
+    itemsize = np.dtype(meta["dtype"]).itemsize
+    return any(size != itemsize * meta[f"{split}_tokens"] for split, size in sizes.items())
+
+
+@needs_gpt2
+def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch):
+    """Several processes, and the shards one after the other, as before there were shards."""
+    import hashlib
+
+    documents = [
+        f"Document {i}: naïve 東京 {END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)
+    ]
+    write_jsonl(tmp_path / "a.jsonl", [*documents, "", END, f"x{END}"])
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 5000)
+    options = [f"--data_files={tmp_path}/a.jsonl", "--val_fraction=0.2", "--tokenizer=gpt2"]
+    for special, num_proc, shard_tokens in (("True", 2, "1_000"), ("False", 1, "0"), ("True", 1, "0")):
+        more = [f"--special_tokens={special}", f"--num_proc={num_proc}", f"--shard_tokens={shard_tokens}"]
+        folder = tmp_path / f"{special}{shard_tokens}"
+        bins.prepare_documents(__file__, "", [*options, *more, f"--out={folder}"], "", {})
+        for split in ("train", "val"):
+            assert hashlib.sha256(joined(folder, split)).hexdigest() == BEFORE[special, split]
+    shards, one = contents(tmp_path / "True1_000"), contents(tmp_path / "True0")
+    assert shards["meta.json"] == one["meta.json"] and shards["documents.bin"] == one["documents.bin"]
+    sizes = [len(shards[name]) for name in sorted(shards) if name.startswith("train")]
+    assert set(sizes[:-1]) == {2000} and 0 < sizes[-1] <= 2000 and "train.bin" not in shards
+
+
+def test_where_documents_begin(source, tmp_path):
+    """0, and each end-of-text token of train but the last one, also those that the text contains."""
+    for shard_tokens in (0, 100):
+        folder = tmp_path / str(shard_tokens)
+        prepare(source, folder, f"--shard_tokens={shard_tokens}")
+        ids = np.frombuffer(joined(folder, "train"), np.uint16)
+        begins = np.fromfile(folder / "documents.bin", np.int64)
+        assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
+        meta = json.loads((folder / "meta.json").read_text())
+        assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
+    write_jsonl(source / "a.jsonl", [END, f"{END} word1", "word2", "word3"])  # the first token is one too
+    for seed in (0, 1):
+        prepare(source, tmp_path / "ends", f"--seed={seed}", "--val_fraction=0.0001")
+        ids = np.frombuffer(joined(tmp_path / "ends", "train"), np.uint16)
+        begins = np.fromfile(tmp_path / "ends" / "documents.bin", np.int64)
+        assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
+
+
+@pytest.mark.parametrize("shard_tokens", [0, 700])
+def test_a_kill_at_any_moment_loses_nothing(source, tmp_path, monkeypatch, shard_tokens):
+    """
+    The earlier data set, which had more shards, is whole, or it is refused, and the same command then gives
+    the files of an undisturbed run.
+    """
+    import unfinished
+
+    monkeypatch.setattr(unfinished, "EVERY", 600)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    args = [f"--shard_tokens={shard_tokens}"]
+    prepare(source, whole, *args)
+    new = contents(whole)
+    prepare(source, folder, "--shard_tokens=200", "--seed=3")
+    earlier = contents(folder)
+    assert len(earlier) > len(new)
+    for moment in itertools.count(1, step=5):
+        code = forked(killed_at, moment, prepare, source, folder, *args)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        now = contents(folder)
+        assert now in (earlier, new) or is_refused(folder)
+        forked_code = forked(prepare, source, folder, *args)
+        assert forked_code == 0 and contents(folder) == new and not (folder / FOLDER).exists()
+        for name in new:  # back to the earlier ones
+            (folder / name).unlink()
+        for name, content in earlier.items():
+            (folder / name).write_bytes(content)
+    assert moment > 40 and contents(folder) == new
+
+
+def test_a_restart_tokenizes_only_what_is_left(source, tmp_path, monkeypatch, capsys):
+    """With the same arguments and the same documents."""
+    import unfinished
+
+    tokenized, folder = [], tmp_path / "out"
+    monkeypatch.setattr(unfinished, "EVERY", 600)
+    ids_of = tokenize_documents.ids_of
+
+    def fails(batch, tokenizer):
+        tokenized.append(batch.documents)
+        if sum(tokenized) > 60 and len(tokenized) < 100:
+            raise OSError(28, "No space left on device")
+        return ids_of(batch, tokenizer)
+
+    def interrupted():
+        tokenized.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenize_documents, "ids_of", fails)
+            with pytest.raises(OSError, match="No space left"):
+                prepare(source, folder)
+        assert f"kept in {folder / FOLDER}: the same command continues" in capsys.readouterr().out
+        tokenized.clear()
+
+    def count(batch, tokenizer):
+        tokenized.append(batch.documents)
+        return ids_of(batch, tokenizer)
+
+    monkeypatch.setattr(tokenize_documents, "ids_of", count)
+    prepare(source, tmp_path / "whole")
+    capsys.readouterr()
+    interrupted()
+    prepare(source, folder)
+    printed = capsys.readouterr().out
+    begin = int(printed.partition("continuing at document ")[2].partition(":")[0])
+    assert 1 < begin == len(DOCUMENTS) + 1 - sum(tokenized)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+    interrupted()
+    prepare(source, folder, "--seed=4")
+    assert "was begun with a different seed: beginning anew" in capsys.readouterr().out
+    assert sum(tokenized) == len(DOCUMENTS)
+
+    interrupted()
+    changed = [*DOCUMENTS[:3], "word1", *DOCUMENTS[4:]]
+    write_jsonl(source / "a.jsonl", changed)
+    prepare(source, folder)
+    assert "the documents, or the files in" in capsys.readouterr().out
+    assert sum(tokenized) == len(changed)
+    prepare(source, tmp_path / "whole")
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
+    """Also one of one text, and in the other direction; files of other names are not touched."""
+    folder = tmp_path / "out"
+    prepare(source, folder, "--shard_tokens=100")
+    (folder / "all.bin").touch()
+    text = ["--shard_tokens=0", f"--out={folder}"]
+    bins.prepare_text(__file__, "", text, lambda _: ("some text " * 20, {}))
+    names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
+    assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
+    bins.prepare_text(__file__, "", ["--shard_tokens=50", text[1]], lambda _: ("some text " * 20, {}))
+    shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
+    assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
+    assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
+    (folder / "train_other.bin").touch()
+    with pytest.raises(ValueError, match=r"train_other.bin would be read as a shard: move it away"):
+        prepare(source, folder, "--shard_tokens=100")
+    prepare(source, folder)
+    assert "train_000000.bin" not in contents(folder)
+
+
+def test_a_folder_is_locked_while_it_is_written(source, tmp_path):
+    from unfinished import only_writer
+
+    (tmp_path / "out").mkdir()
+    with only_writer(tmp_path / "out"):
+        with pytest.raises(ValueError, match="a different prepare.py is writing to .*/out: wait for it"):
+            prepare(source, tmp_path / "out")
+    prepare(source, tmp_path / "out")
+
+
+def test_folders_and_compressed_files(source, tmp_path):
+    """Sorted by path, with the folders within them; without hidden files, and without other extensions."""
+    (source / "b" / "c").mkdir(parents=True)
+    (source / "b" / "c" / "d.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "in d"}\n'))
+    (source / "b" / "e.txt").write_text("in e")
+    (source / "README.md").write_text("no document")
+    (source / ".hidden.txt").write_text("no document")
+    place = bins.Place()
+    assert list(bins.read_documents(str(source), place=place)) == [*DOCUMENTS, "in d", "in e"]
+    assert place.bytes_read() == place.total > len(DOCUMENTS)
+
+
+def test_a_process_that_ends_is_reported(source, tmp_path, monkeypatch):
+    """As for want of memory: in one line, not by waiting for its answer."""
+    monkeypatch.setattr(tokenize_documents, "wait", killing(tokenize_documents.wait))
+    with pytest.raises(ValueError, match="a tokenizing process has ended, .*: set a smaller --num_proc"):
+        prepare(source, tmp_path / "out", "--num_proc=2")
+
+
+def killing(wait):
+    """Kill the processes before the first answer is read."""
+    from multiprocessing import active_children
+
+    def waiting(pipes):
+        for process in active_children():
+            process.kill()
+            process.join()
+        return wait(pipes)
+
+    return waiting
+
+
+def test_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
+    import show_progress
+
+    monkeypatch.setattr(show_progress, "LINE_EVERY", 0)
+    prepare(source, tmp_path / "out")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert len(lines) > 5 and lines[-1].startswith("120 documents, ")
+    assert lines[-1].endswith(" tokens/s, 0 h 0 min left")
+
+
+@needs_gpt2
+@pytest.mark.slow
+def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
+    """Of 100 MB, a few remain in memory; a killed run leaves no tokenizing process behind, and continues."""
+    line = json.dumps({"text": "What is it to be? " * 600})
+    with open(tmp_path / "a.jsonl", "w") as file:
+        file.writelines(f"{line}\n" for _ in range(100_000_000 // len(line)))
+    command = [sys.executable, str(REPO / "data/openwebtext/prepare.py"), f"--data_files={tmp_path}/a.jsonl"]
+    command += [f"--out={tmp_path}/out", "--num_proc=2", "--shard_tokens=1_000_000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+        while not (tmp_path / "out" / FOLDER / "journal.json").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        of_run = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        run.kill()
+    assert len(of_run) >= 2
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in of_run):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "continuing at document " in run.stdout
+    assert len(list((tmp_path / "out").glob("train_*.bin"))) > 20
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 400_000  # KB, of the largest process
