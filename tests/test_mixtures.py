@@ -62,14 +62,16 @@ def reader_of(data, order, sequences, **fields):
 
 def by_a_plain_loop(order, first, steps, sequences):
     """(source, start in the source) of the sequences from number `first` on, one after the other."""
-    drawn, names = [], [name for name in QUOTAS for _ in range(QUOTAS[name])]
+    drawn, orders, names = [], {}, [name for name in QUOTAS for _ in range(QUOTAS[name])]
     places = [i for name in QUOTAS for i in range(QUOTAS[name])]
     for step in range(steps):
         bits = random_bits(SEED, TRAIN, step, sequences).tolist()
         for i in range(sequences):
             block, place = divmod(first + step * sequences + i, PER)
-            keys = random_bits(SEED, MIXTURE, block, PER).tolist()
-            card = sorted(range(PER), key=keys.__getitem__)[place]
+            if block not in orders:
+                keys = random_bits(SEED, MIXTURE, block, PER).tolist()
+                orders[block] = sorted(range(PER), key=keys.__getitem__)
+            card = orders[block][place]
             name, number = names[card], block * QUOTAS[names[card]] + places[card]
             if order == "random":
                 start = bits[i] % (LENGTHS[name] - BLOCK)
