@@ -1,5 +1,5 @@
-# A small model that writes stories for small children, with the recipe of train_stdlib_char.py. The length is
-# meant for ten minutes on two CPU cores, and was estimated: see data/README.md.
+# A small model that writes stories for small children, with the recipe of train_stdlib_char.py. Two CPU cores
+# should take ten minutes or less: an estimate, see "Your own tokenizer" in data/README.md.
 # $ python data/tinystories/prepare.py && python train.py config/train_tinystories.py
 # $ python sample.py --out_dir=out-tinystories --start="Once upon a time" --num_samples=3
 
@@ -7,10 +7,10 @@ out_dir = "out-tinystories"
 dataset = "tinystories"
 dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
 
-eval_interval = 250
-eval_iters = 20
-log_interval = 50
-sample_interval = 250  # two lines that the model writes
+eval_interval = 100
+eval_iters = 10
+log_interval = 20
+sample_interval = 100  # two lines that the model writes
 
 gradient_accumulation_steps = 1
 batch_size = 12
@@ -32,5 +32,5 @@ weight_decay = 0.03
 lr_schedule = "linear"
 min_lr = 0.0
 warmup_iters = 5
-max_iters = 1499
-lr_decay_iters = 1500
+max_iters = 999
+lr_decay_iters = 1000
