@@ -93,6 +93,7 @@ CASES = {
     ],
     "tokenizers": [
         ["data/shakespeare_char/prepare.py", *TEXT, JSON],
+        ["data/shakespeare_char/prepare.py", *TEXT, "--train_tokenizer=300"],
         [*TRAIN, "--dataset=json", "--sample_interval=1"],
         ["sample.py", "--out_dir=json", "--device=cpu"],
         ["export.py", "json", "--to=hf"],

@@ -1,0 +1,194 @@
+"""Tokenizers that prepare.py trains, and TinyStories: any text is kept, the same text gives the same ids."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from runs import REPO, column, script, script_that_fails
+from test_data import bins, contents, data, load_prepare, read  # noqa: F401 (data is a fixture)
+
+import export
+from isogpt.data.tokenizer import load
+from isogpt.data.vocabulary import tokenizer_in
+
+train_tokenizer = sys.modules["train_tokenizer"]
+pytest.importorskip("tokenizers")
+
+TEXT = (REPO / "docs/design.md").read_text() + "naïve Ünits²; 東京 🙂\r\n\t\tdef f(x):\n\n"
+NAMES = ("Lily", "Tom", "Mia")
+STORIES = [f"{name} saw {n} birds.\n\n“How nice!” said {name}." for n in range(40) for name in NAMES]
+FILES = {"prepare.py", "train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def train(documents, n_ids):
+    return load(train_tokenizer.train_tokenizer(documents, n_ids))
+
+
+def stories_of(folder):
+    """The documents of a data set, decoded with its tokenizer."""
+    tokenizer = load(tokenizer_in(folder))
+    _, *splits = read(folder)
+    text = "".join(tokenizer.decode(ids.tolist()) for ids in splits)
+    assert text.endswith("<|endoftext|>")
+    return text.split("<|endoftext|>")[:-1]
+
+
+def write_stories(path, separator="\n<|endoftext|>\n"):
+    """As the files of TinyStories: a line with the separator after each story."""
+    path.write_text("\n" + "".join(story + separator for story in STORIES))
+    return f"--data_files={path}"
+
+
+@pytest.mark.parametrize("n_ids", [257, 700])
+def test_any_text_is_kept(n_ids):
+    tokenizer = train([TEXT], n_ids)
+    assert (tokenizer.n_ids, tokenizer.end_of_text) == (n_ids, 0)
+    anything = random.Random(n_ids)
+    characters = [*map(chr, range(0x300)), "\u2028", "\ufffd", "\U0010ffff", "<|endoftext|>", "\r\n"]
+    for text in (TEXT, "", " ", "".join(characters), "".join(anything.choices(characters, k=3000))):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    # without merges, an id is a byte
+    ids = tokenizer.encode("\x00\x7f\u0080\u07ff\uffff")
+    assert n_ids > 257 or len(ids) == len("\x00\x7f\u0080\u07ff\uffff".encode())
+    assert n_ids == 257 or len(tokenizer.encode(TEXT)) < len(TEXT) / 2
+
+
+def test_special_text_is_a_token_or_text():
+    vocabulary = train_tokenizer.train_tokenizer([TEXT], 300)
+    plain = load(vocabulary, special_tokens=False)
+    assert load(vocabulary).encode("<|endoftext|>") == [0]
+    assert 0 not in (ids := plain.encode("<|endoftext|>")) and plain.decode(ids) == "<|endoftext|>"
+
+
+def test_the_same_text_gives_the_same_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    expected = train_tokenizer.train_tokenizer([TEXT], 700).content
+    command = [sys.executable, REPO / "data/shakespeare/prepare.py", "--data_files=text.txt", "--out=."]
+    for threads in ("1", "3"):
+        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run([*command, "--train_tokenizer=700"], cwd=tmp_path, env=env, check=True)
+        assert (tmp_path / "tokenizer.json").read_text() == expected
+
+
+def test_a_short_text_gives_fewer_ids(capsys):
+    few = train(["abab", None, "", "abab"], 4096)
+    assert few.n_ids == 259  # two merges: ab and abab
+    assert "note: the text is too short for a tokenizer of 4,096 ids: it has 259" in capsys.readouterr().out
+    assert few.encode("abab") == [258]
+
+
+def test_only_the_sample_is_read(monkeypatch):
+    monkeypatch.setattr(train_tokenizer, "SAMPLE", 25)
+    monkeypatch.setattr(train_tokenizer, "PIECE", 4)
+    documents = iter(["a" * 10, "b" * 10, "c" * 10, "d"])
+    pieces = list(train_tokenizer.pieces_of(documents))
+    assert "".join(pieces) == "a" * 10 + "b" * 10 + "c" * 5 and max(map(len, pieces)) == 4
+    assert list(documents) == ["d"]
+
+
+def test_tinystories_from_a_file(data, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """The stories of a .txt file are documents, also where the file is read in small blocks."""
+    main, folder = load_prepare(data, "tinystories").main, data / "tinystories"
+    files = write_stories(tmp_path / "V2-train.txt")
+    main([files, "--val_fraction=0.1"])
+    assert set(contents(folder)) == FILES and sorted(stories_of(folder)) == sorted(STORIES)
+    meta = read(folder)[0]
+    assert (meta["tokenizer"], meta["documents"]) == ("tokenizer.json", len(STORIES))
+    assert meta["train_bytes"] + meta["val_bytes"] == sum(len(story.encode()) for story in STORIES)
+    assert meta["tokenizer_size"] < 4096 and meta["vocab_size"] % 64 == 0
+    said = capsys.readouterr().out
+    assert "training a tokenizer of 4,096 ids\nnote: the text is too short" in said
+
+    before = contents(folder)
+    reader = sys.modules[bins.read_documents.__module__]
+    monkeypatch.setattr(reader, "BLOCK", 5)
+    for separator in ("<|endoftext|>", "\n===\n", "="):
+        files = write_stories(tmp_path / "V2-train.txt", separator)
+        main([files, "--val_fraction=0.1", f"--document_separator={separator}"])
+        after = contents(folder)
+        assert {name for name in FILES if after[name] != before[name]} <= {"meta.json"}, separator
+
+    # another tokenizer takes the place of the one that is trained by default
+    capsys.readouterr()
+    main(
+        [
+            files,
+            "--val_fraction=0.1",
+            f"--tokenizer={folder}",
+            "--document_separator==",
+            f"--out={tmp_path}/b",
+        ]
+    )
+    assert contents(tmp_path / "b")["train.bin"] == before["train.bin"]
+    assert "training" not in capsys.readouterr().out
+
+
+def test_tinystories_from_the_hub(data, monkeypatch):  # noqa: F811
+    datasets, calls = pytest.importorskip("datasets"), []
+
+    def load_dataset(path, **options):
+        calls.append((path, options))
+        return datasets.Dataset.from_dict({"text": STORIES}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load_prepare(data, "tinystories").main(["--num_proc=1", "--train_tokenizer=300"])
+    assert sorted(stories_of(data / "tinystories")) == sorted(STORIES)
+    # once to train the tokenizer, and once to use it
+    assert calls == [("roneneldan/TinyStories", {"split": "train", "streaming": True})] * 2
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--train_tokenizer=256"], "256 is not from 257 to 1048576, e.g. 4096"),
+        (["--train_tokenizer=1048577"], "1048577 is not from 257 to 1048576, e.g. 4096"),
+        (["--train_tokenizer=4k"], "4k is not from 257 to 1048576, e.g. 4096"),
+        (["--tokenizer=gpt2", "--train_tokenizer=300"], "not allowed with argument --tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("name", ["shakespeare", "openwebtext", "tinystories"])
+def test_options_that_are_refused(at, capsys, name, args, said):
+    with pytest.raises(SystemExit) as exit:
+        script(at, f"data/{name}/prepare.py", [*args, "--data_files=text.txt"])
+    *_, error = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and said in error
+
+
+def test_text_in_another_encoding_is_refused(at, capsys):
+    (at.path / "text.txt").write_bytes("Müller<|endoftext|>Maier".encode("latin-1"))
+    args = ["--data_files=text.txt", "--out=new"]
+    said = script_that_fails(at, capsys, "data/tinystories/prepare.py", args).err
+    assert "error: text.txt is not UTF-8 (" in said and "save it as UTF-8" in said and said.count("\n") == 1
+
+
+def test_a_run_keeps_its_tokenizer(at, capsys, zygote):
+    """A checkpoint and its export contain the tokenizer: sampling and exporting need no data set."""
+    work, files = at.path, write_stories(at.path / "stories.txt")
+    args = [files, "--out=data/mine", "--val_fraction=0.2", "--document_separator=<|endoftext|>"]
+    bins.prepare_documents(__file__, "", args, "", {}, tokenizer=300)
+    meta = json.loads((work / "data/mine/meta.json").read_text())
+    assert (meta["tokenizer_size"], meta["vocab_size"]) == (300, 320)
+    tokenizer = load(tokenizer_in(work / "data/mine"))
+    short = ["--dataset=mine", "--eval_interval=5", "--max_iters=5", "--sample_interval=5", "--out_dir=out"]
+    zygote.train(short, work)
+    losses, bits = (column(work / "out", key) for key in ("val_loss", "val_bpb"))
+    (loss, *_), (bits, *_) = losses.values(), bits.values()
+    assert bits == pytest.approx(loss / 0.6931472 * meta["val_tokens"] / meta["val_bytes"], rel=1e-3)
+    (work / "data/mine").rename(work / "moved")
+
+    def sample(folder):
+        capsys.readouterr()
+        args = ["--device=cpu", "--num_samples=1", "--max_new_tokens=8", "--start=Lily saw", "--top_k=1"]
+        script(at, "sample.py", [f"--out_dir={folder}", *args])
+        return capsys.readouterr().out.partition("\n---")[0]
+
+    assert (sampled := sample("out")).startswith("Lily saw")
+    exported = export.convert("out", "hf")
+    assert load(tokenizer_in(exported)).encode(STORIES[0]) == tokenizer.encode(STORIES[0])
+    of_transformers = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
+    assert of_transformers(STORIES[0] + "<|endoftext|>").input_ids == [*tokenizer.encode(STORIES[0]), 0]
+    export.convert_hf(str(exported))
+    assert sample(exported) == sampled
