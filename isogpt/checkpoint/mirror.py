@@ -158,8 +158,8 @@ class Mirror:
         name = folder.name
         try:
             self.connect()
-            self.copy(folder, skipped)
             best = best_folder(self.out, read_manifest(folder))
+            self.copy(folder, [skip for skip in skipped if not best or skip != best.name])
             if best and best != folder and not self.manifest_at(best.name):
                 with self.lock:
                     self.copying = best
@@ -173,8 +173,8 @@ class Mirror:
                 self.fail(name, f"{self.explained(e)}; the next checkpoint is tried")
 
     def fail(self, name: str, reason: str) -> None:
-        """Report why a step folder was not copied."""
-        text = f"warning: {name} was not copied to {self.shown}: {reason}"
+        """Report at which step folder the mirror fails, and why."""
+        text = f"warning: the mirror {self.shown} fails at {name}: {reason}"
         self.outcomes.put(Outcome("mirror_failed", text, int(STEP.fullmatch(name)[1]), {"reason": reason}))
 
     def explained(self, error: BaseException) -> str:
@@ -207,7 +207,7 @@ class Mirror:
             raise ValueError(self.refusal)
         if newest:
             reason = f"it contains {newest}, which is beyond step {self.step}: delete that, or resume from it"
-            text = f"warning: {self.shown}: {reason}"
+            text = f"warning: the mirror {self.shown}: {reason}"
             self.outcomes.put(Outcome("mirror_failed", text, self.step, {"reason": reason}))
         if not is_object_store(self.url):
             fs.makedirs(root, exist_ok=True)
@@ -242,7 +242,7 @@ class Mirror:
         if not is_new:
             return
         size, self.seconds = sum(entry["bytes"] for entry in files.values()), time.perf_counter() - began
-        text = f"copied {name} to {self.shown} ({size / 1e6:,.1f} MB in {duration(self.seconds)})"
+        text = f"copied {name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
         if skipped:
             text += f", but not {', '.join(skipped)}: it takes longer than the time between two checkpoints"
         facts = {"folder": name, "seconds": self.seconds, "bytes": size, "skipped": skipped or []}
@@ -375,7 +375,7 @@ def start_mirror(mirror: Mirror) -> None:
         if mirror.refusal:
             raise ValueError(mirror.refusal) from e
         reason = mirror.explained(e) if answer.done() else f"no answer within {START_S:g} s"
-        text = f"warning: {mirror.shown} cannot be written to ({reason}); the next checkpoint is tried"
+        text = f"warning: the mirror {mirror.shown} fails: {reason}; the next checkpoint is tried"
         mirror.outcomes.put(Outcome("mirror_failed", text, mirror.step or 0, {"reason": reason}))
 
 
