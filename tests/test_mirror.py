@@ -173,6 +173,7 @@ def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
     part = tmp_path / "there" / "step_00000001"
     part.mkdir(parents=True)
     (part / "ckpt.pt").write_text("a part")
+    (part / "manifest.json").write_text("damaged")
     copied = copies(tmp_path, step=2)
     copied.request(newest)
     assert [o.step for o in outcomes(copied)] == [2, 1] and whole_steps(tmp_path / "there") == [2, 1]

@@ -320,10 +320,11 @@ def step_names(fs: "AbstractFileSystem", root: str) -> list[str]:
 
 
 def read_text(fs: "AbstractFileSystem", path: str) -> str:
-    """The text of a file; '': there is none."""
+    """The text of a manifest; '': there is none, or it is damaged."""
     try:
-        return fs.cat_file(path).decode(errors="replace")
-    except FileNotFoundError:
+        text = fs.cat_file(path).decode(errors="replace")
+        return text if isinstance(parse_json(text), dict) else ""
+    except (FileNotFoundError, ValueError):
         return ""
 
 
