@@ -73,6 +73,8 @@ def read_runs(words: list[str], points: list[combinations.Point], out: Path) -> 
         config |= {"init_from": resumable(config["init_from"]), "out_dir": str(out / name)}
         problems[name] = mistakes or problems_of_settings(config)
         arguments += [f"--{setting}={config[setting]}" for setting in ("init_from", "out_dir")]
+        if config["mirror"]:
+            arguments.append(f"--mirror={config['mirror'].rstrip('/')}/{name}")
         runs.append(SweptRun(name, out / name, arguments, normalized(config)))
     report(combinations.problems_by_run(problems))
     return runs

@@ -20,6 +20,7 @@ import torch
 
 from configurator import configure, fail
 from isogpt.checkpoint.folder import claim_folder
+from isogpt.checkpoint.mirror import open_mirror
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import Progress, TrainState
@@ -128,6 +129,7 @@ alert_command = ""  # shell command that receives a JSON line for each event: Na
 resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
 keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
+mirror = ""  # URL of a folder to which checkpoints are copied in the background, such as s3://bucket/run
 # -- logging -------------------------------------------------------------------------------------------------
 eval_datasets = ""  # further validation sets, such as a,b: names or paths of folders with a val.bin
 sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
@@ -214,7 +216,8 @@ precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32
 logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
-del recorded["alert_command"]  # often contains a token, and checkpoints and logs are passed on
+# they may contain a token, and checkpoints and logs are passed on
+del recorded["alert_command"], recorded["mirror"]
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
@@ -277,10 +280,11 @@ else:
 # before the folder is changed: what may lack a package, a network or a login
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
 logger.start_services(recorded)  # wandb
+remote = open_mirror(config, start.resumed)  # copies checkpoints to a URL; None without one
 run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
 logger.open_files(recorded, run_folder.owner, data)
 # step: the state that the run starts from is not saved
-saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
+saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step, mirror=remote)
 profiler = profiling.start_profiler(out_dir, limits.max_iters - state.step + 1, ranks) if profile else None
 clock = make_clock(ranks, plan, raw_model, profile, profiler)
 watchdog.clock, watchdog.saver = clock, saver
@@ -435,6 +439,7 @@ weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
 if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
 report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.json
+saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,12 @@ from isogpt.common.files import reason_of, remove, sync_folder, temporary_name, 
 
 
 def commit_checkpoint(
-    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", written: dict | None = None
+    unfinished: Path,
+    manifest: dict,
+    keep_last: int,
+    owner: str = "",
+    written: dict | None = None,
+    held: Collection[Path] = (),
 ) -> Path:
     """
     Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
@@ -24,6 +29,7 @@ def commit_checkpoint(
         manifest: what make_manifest returned.
         written: the manifest's entries of the files that were hashed while they were written; other files are
             read.
+        held: checkpoints that somebody reads, which are not deleted now.
 
     Raises:
         ValueError: a different run has claimed the folder.
@@ -42,7 +48,7 @@ def commit_checkpoint(
     sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
-    prune_checkpoints(out, folder, best, keep_last, manifest["block_size"])
+    prune_checkpoints(out, folder, best, keep_last, manifest["block_size"], held)
     return folder
 
 
@@ -105,15 +111,22 @@ def point_link(path: Path, target: Path) -> None:
 
 
 def prune_checkpoints(
-    out: Path, newest_folder: Path, best: Path | None, keep_last: int, block_size: int
+    out: Path,
+    newest_folder: Path,
+    best: Path | None,
+    keep_last: int,
+    block_size: int,
+    held: Collection[Path] = (),
 ) -> None:
     """
-    Delete all checkpoints but the last `keep_last` (0: keep all) and the best. Checkpoints of a different
-    block_size stay: they are from before the context was shortened.
+    Delete all checkpoints but the last `keep_last` (0: keep all), the best and those `held`. Checkpoints of a
+    different block_size stay: they are from before the context was shortened.
     """
     folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
     for folder in folders[keep_last:] if keep_last else []:
-        if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
+        if folder == best or folder in held:
+            continue
+        if read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             with only_warned(newest_folder):
                 remove(doomed)

@@ -22,12 +22,14 @@ from isogpt.checkpoint.manifest import (
     unfinished_folder,
     val_loss_of,
 )
+from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_folder
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.checkpoint.verify import find_together
+from isogpt.common import console
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
@@ -70,6 +72,7 @@ class Saver:
     log: Log
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
+    mirror: Mirror | None = None  # copies what was written to a URL; None: nobody does
     pending: Future | None = None  # the checkpoint that is being written
     began: float = 0.0  # when its copy was started
     # about the last checkpoint that was written:
@@ -90,6 +93,14 @@ class Saver:
 
             # long, since disks may be slow. The ranks connect in the first checkpoint: this limits that, too
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        resumed = step_folder(self.run_folder.path, self.step)
+        if self.mirror and is_main() and read_manifest(resumed):
+            self.mirror.request(resumed)  # the launch before may have been killed while it copied this one
+
+    @property
+    def seconds_at_end(self) -> float:
+        """Seconds that the next checkpoint may take, until it is written and copied."""
+        return self.seconds + (self.mirror.seconds if self.mirror else 0.0)
 
     def is_due(self, state: TrainState, is_last: bool) -> bool:
         """
@@ -158,6 +169,8 @@ class Saver:
         with only_warned(folder):
             write_whole(folder / "manifest.json", sealed(manifest))
             link_checkpoints(out, folder, best_folder(out, manifest))
+            if self.mirror:
+                self.mirror.request(folder)
 
     def unfinished(self, step: int) -> Path:
         """The folder in which a step's checkpoint is written until it is complete."""
@@ -182,9 +195,13 @@ class Saver:
             else:
                 written = write_file(folder / "ckpt.pt", copied)
             if is_main():
-                keep_last = self.config["keep_last"]
-                commit_checkpoint(folder, manifest, keep_last, self.run_folder.owner, written)
+                keep_last, held = self.config["keep_last"], self.mirror.held() if self.mirror else ()
+                committed = commit_checkpoint(
+                    folder, manifest, keep_last, self.run_folder.owner, written, held
+                )
                 self.seconds = time.perf_counter() - self.began
+                if self.mirror:
+                    self.mirror.request(committed)
         except BaseException:
             if is_main():
                 self.discard(run["iter_num"])  # makes room on a full disk
@@ -225,9 +242,11 @@ class Saver:
         self.log.failed(reason)
 
     def poll(self) -> None:
-        """Report the checkpoint under way if it has been completed or has failed."""
+        """Report the checkpoint under way if it has been completed or has failed, and what was copied."""
         if self.pending and self.pending.done():
             self.wait_alone()
+        while self.mirror and (outcome := self.mirror.next_outcome()):
+            self.log.event(outcome.event, outcome.text, iter=outcome.step, **outcome.facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written on every rank, and report it (all ranks)."""
@@ -249,6 +268,23 @@ class Saver:
             if preempted_by and is_main() and self.run_folder.owner:
                 steps_kept = steps_taken if self.config["save_checkpoint"] else 0
                 mark_preempted(self.run_folder, state.step, preempted_by, steps_kept)
+
+    def wait_for_mirror(self, seconds_left: float) -> None:
+        """
+        Wait until the last checkpoint is copied to the mirror, but not without a limit (all ranks).
+
+        Args:
+            seconds_left: until the run must have ended.
+        """
+        if not self.mirror:
+            return
+        limit_s = self.mirror.limit_s(seconds_left)
+        if text := self.mirror.about_rest(limit_s):
+            console.print_to_stderr(text)
+        do_together(self.mirror.finish, limit_s, has_done="has copied the last checkpoint to the mirror")
+        while outcome := self.mirror.next_outcome():
+            console.print_to_stderr(outcome.text)  # the last line of stdout may be the run's result
+            self.log.event(outcome.event, iter=outcome.step, **outcome.facts)
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""

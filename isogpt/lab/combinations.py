@@ -11,7 +11,8 @@ from isogpt.options.values import WANTED, Setting
 
 # settings of text whose value may contain a comma: of these, only semicolons separate values
 WITH_COMMAS = ("dataset", "shares", "eval_datasets")
-NEVER_LISTS = ("out_dir", "alert_command")  # a folder of the sweep; a shell command, perhaps with semicolons
+# a folder of the sweep, a URL of folders, and a shell command, perhaps with semicolons
+NEVER_LISTS = ("out_dir", "mirror", "alert_command")
 SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest
 UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")  # in a file name, or in a shell

@@ -29,7 +29,7 @@ LOG = "train.log"  # what the run printed; the file is locked while the run is t
 # settings that may differ when a run continues: they change neither the weights nor the figures
 MAY_CHANGE = (
     *("out_dir", "nproc", "backend", "time_limit_s", "dist_timeout_s", "keep_last", "alert_command"),
-    *("wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "profile", "check_layout"),
+    *("mirror", "wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "profile", "check_layout"),
 )
 # the events that say whether a run is complete
 OF_A_RUN = ("start", "resume", "end", "preempted", "failed")

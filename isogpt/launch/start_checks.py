@@ -71,7 +71,7 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     Raises:
         ValueError: the facts differ.
     """
-    may_differ = {"out_dir", "dataset", "eval_datasets", "alert_command", "has_weights"}
+    may_differ = {"out_dir", "dataset", "eval_datasets", "alert_command", "mirror", "has_weights"}
     if all(f.get("has_weights") for f in facts):
         may_differ.add("init_from")
     compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]

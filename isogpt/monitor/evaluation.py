@@ -76,7 +76,7 @@ class Evaluator:
                         sums[split] += (
                             rounded(loss, TOKENS_UNIT) if is_exact else loss.to(number_dtype(device))
                         )
-                    if self.stop.in_evaluation(i, device, self.saver.seconds):
+                    if self.stop.in_evaluation(i, device, self.saver.seconds_at_end):
                         break
             except DataError as e:
                 problems.append(str(e))

@@ -54,7 +54,7 @@ class Meter:
                 data_ms=self.clock.cpu_ms("data"),
                 memory_gb=memory_gb(self.device),
                 forward_ms=self.clock.last("forward"),
-                stop=self.stop.code(step_s, self.saver.seconds),  # 0, a signal, or the time limit
+                stop=self.stop.code(step_s, self.saver.seconds_at_end),  # 0, a signal, or the time limit
                 # get_scale would wait for the GPU
                 loss_scale=self.scaler.scale(torch.ones((), device=self.device)),
                 waiting=self.clock.waiting_share(),

@@ -1,5 +1,6 @@
 """Stop on request: signals and the time limit."""
 
+import math
 import os
 import signal
 import sys
@@ -54,6 +55,10 @@ class Stop:
         needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
         is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
         return self.signal or (TIME_IS_UP if is_late else 0)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until time_limit_s, without those for the exit; infinite without a limit."""
+        return self.time_limit_s - running_s() - EXIT_S if self.time_limit_s else math.inf
 
     def decide(self, codes: torch.Tensor) -> int:
         """

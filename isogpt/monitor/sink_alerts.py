@@ -11,7 +11,7 @@ from contextlib import suppress
 from isogpt.launch.launchers import environment_without_launcher
 from isogpt.monitor.records import as_json
 
-QUIET = ("save", "sample")  # frequent, and no reason to look
+QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
 FINAL = ("end", "preempted", "failed")  # the commands get time to finish before the process exits
 FINAL_S = 10  # then they are ended
 

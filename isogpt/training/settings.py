@@ -81,6 +81,8 @@ def rules_of_start(c: Settings) -> Iterator[str]:
         )
     if c.resume_step != -1 and c.init_from != "resume":
         yield f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume"
+    if c.mirror and not c.save_checkpoint:
+        yield "mirror copies what save_checkpoint writes: set --save_checkpoint=True, or --mirror="
     if c.grad_sync == "never" and c.save_checkpoint:
         yield (
             "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "

@@ -1,0 +1,438 @@
+"""The mirror: checkpoints that are copied to a URL in the background."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from runs import TINY, accepted, records, start_changed, wait_for
+from s3_server import environment, s3  # noqa: F401  (s3 is a fixture)
+
+from isogpt.checkpoint import mirror
+from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.manifest import (
+    damage,
+    make_manifest,
+    read_manifest,
+    sealed,
+    step_folder,
+    step_folders,
+    steps_in,
+)
+from isogpt.checkpoint.mirror import Mirror, check_url, start_mirror
+from isogpt.common.files import write_whole
+from isogpt.monitor.signals import Stop
+
+FILES = ("ckpt.pt", "more.distcp")
+
+
+class Faulty(LocalFileSystem):
+    """The local file system, which calls Faulty.before(operation, path) before each change."""
+
+    protocol = ("faulty",)
+    before = staticmethod(print)  # replaced by tests
+
+    def put_file(self, path1, path2, **kw):
+        self.before("put", path2)
+        with open(path1, "rb") as file, open(path2, "wb") as there:
+            there.write(file.read(500))
+            there.flush()
+            self.before("put more", path2)
+            there.write(file.read())
+
+    def mv(self, path1, path2, **kw):
+        self.before("mv", path2)
+        super().mv(path1, path2)
+
+    def rm_file(self, path):
+        self.before("rm", path)
+        super().rm_file(path)
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        for file in sorted(Path(path).iterdir()):
+            self.rm_file(str(file))
+        os.rmdir(path)
+
+
+fsspec.register_implementation("faulty", Faulty, clobber=True)
+
+
+@pytest.fixture
+def at(monkeypatch):
+    monkeypatch.setattr(mirror, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
+    return monkeypatch
+
+
+def commit(out, step, best=0, keep_last=2, held=()):
+    """Complete a checkpoint of two files, which differ from those of other steps."""
+    unfinished = out / f"unfinished_step_{step:08d}"
+    unfinished.mkdir(parents=True)
+    for name in FILES:
+        (unfinished / name).write_bytes(f"{name} of {step}".encode() * 100)
+    run = {
+        "iter_num": step,
+        "best_val_loss": 2.0,
+        "model_args": {"block_size": 8},
+        "config": {},
+        "isogpt": {},
+    }
+    manifest = make_manifest(run, 1, 0, None) | {"best_step": best}
+    return commit_checkpoint(unfinished, manifest, keep_last, held=held)
+
+
+def copies(path, step=None, url="faulty://", keep_last=2):
+    """A mirror of path/out at path/there."""
+    return Mirror(f"{url}{path}/there", path / "out", keep_last, step=step)
+
+
+def outcomes(mirror):
+    assert mirror.idle.wait(60)
+    return [*iter(mirror.next_outcome, None)]
+
+
+def whole_steps(folder):
+    """The steps that count in a folder; each of them must be whole."""
+    counting = [f for f in step_folders(folder) if (f / "manifest.json").exists()]
+    assert not [problem for f in counting if (problem := damage(f))]
+    return [read_manifest(f)["step"] for f in counting]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# what is copied
+
+
+def test_the_mirror_keeps_what_the_folder_keeps(tmp_path, at):
+    copied = copies(tmp_path, url="file://")
+    for step in range(1, 7):
+        copied.request(commit(tmp_path / "out", step, best=min(step, 2)))
+        (outcome,) = outcomes(copied)
+        assert outcome.event == "mirror" and outcome.step == step and outcome.facts["bytes"] == 2800
+    assert whole_steps(tmp_path / "there") == steps_in(tmp_path / "out") == [6, 5, 2]
+    assert {f.name for f in (tmp_path / "there").rglob("*.*")} == {*FILES, "manifest.json"}, "no leftovers"
+
+
+def test_object_stores_get_files_under_their_names(tmp_path, at):
+    copied = Mirror("memory://a/run", tmp_path / "out", keep_last=1)
+    fs, root = fsspec.url_to_fs(copied.url)
+    for step in (1, 2, 3):
+        copied.request(commit(tmp_path / "out", step, best=1, keep_last=1))
+        assert [o.event for o in outcomes(copied)] == ["mirror"]
+    names = [f"{root}/step_{step:08d}/{name}" for step in (1, 3) for name in (*FILES, "manifest.json")]
+    assert sorted(fs.find(root)) == sorted(names)
+    newest = tmp_path / "out" / "step_00000003"
+    assert all(fs.cat_file(f"{root}/{newest.name}/{n}") == (newest / n).read_bytes() for n in FILES)
+
+
+def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
+    began, go, out = threading.Event(), threading.Event(), tmp_path / "out"
+
+    def wait(operation, path):
+        began.set()
+        assert "step" not in path or go.wait(60)
+
+    at.setattr(Faulty, "before", staticmethod(wait))
+    copied = copies(tmp_path)
+    for step in range(1, 6):
+        copied.request(commit(out, step, best=1 if step < 3 else 3, keep_last=1, held=copied.held()))
+        assert began.wait(60)
+    assert steps_in(out) == [5, 4, 3, 1]  # newest, waited before, best, under way
+    go.set()
+    first, newest, best = outcomes(copied)
+    assert (first.step, newest.step, best.step) == (1, 5, 3)
+    assert newest.facts["skipped"] == ["step_00000002", "step_00000004"]
+    assert "but not step_00000002, step_00000004: it takes longer" in newest.text
+    assert whole_steps(tmp_path / "there") == [5, 3]
+    copied.request(commit(out, 6, best=3, keep_last=1))
+    outcomes(copied)
+    assert steps_in(out) == [6, 3] and whole_steps(tmp_path / "there") == [6, 5, 3]
+
+
+def test_a_loss_that_is_recorded_later_is_copied_alone(tmp_path, at):
+    copied, folder, done = copies(tmp_path), commit(tmp_path / "out", 1), []
+    copied.request(folder)
+    outcomes(copied)
+    at.setattr(Faulty, "before", staticmethod(lambda operation, path: done.append(Path(path).name)))
+    write_whole(folder / "manifest.json", sealed(read_manifest(folder) | {"val_loss": 1.5}))
+    copied.request(folder)
+    assert outcomes(copied) == [] and {*done} == {"manifest.json", "manifest.json.tmp"}
+    there = tmp_path / "there" / folder.name
+    assert read_manifest(there)["val_loss"] == 1.5 and whole_steps(there.parent) == [1]
+
+
+def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
+    """Of the launch before, the newest one was not copied, and a part of an older one is there."""
+    for step in (1, 2):
+        newest = commit(tmp_path / "out", step, best=1)
+    part = tmp_path / "there" / "step_00000001"
+    part.mkdir(parents=True)
+    (part / "ckpt.pt").write_text("a part")
+    (part / "manifest.json").write_text("damaged")
+    copied = copies(tmp_path, step=2)
+    copied.request(newest)
+    assert [o.step for o in outcomes(copied)] == [2, 1] and whole_steps(tmp_path / "there") == [2, 1]
+    again = copies(tmp_path, step=2)
+    again.request(newest)
+    assert outcomes(again) == [], "nothing is copied twice"
+    back = copies(tmp_path, step=1)
+    back.request(tmp_path / "out" / "step_00000001")
+    (warning,) = outcomes(back)
+    assert "contains step_00000002, which is beyond step 1" in warning.text
+
+
+def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at):
+    copied = copies(tmp_path)
+    copied.request(commit(tmp_path / "out", 7))
+    outcomes(copied)
+    with pytest.raises(ValueError, match="contains step_00000007 of an earlier run: set --mirror="):
+        start_mirror(copies(tmp_path))
+    late = copies(tmp_path)  # the server did not answer at the start
+    late.request(commit(tmp_path / "out", 8))
+    (warning,) = outcomes(late)
+    assert "fails at step_00000008: " in warning.text and whole_steps(tmp_path / "there") == [7]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# failures
+
+
+def run_with_death(path, number, die):
+    """
+    Mirror the checkpoints of steps 1 to 3, the first of which is the best, and call `die` in place of the
+    operation with this number and of all later ones; returns how many operations there were.
+    """
+    copied, count = copies(path, keep_last=1), 0
+
+    def before(operation, file):
+        nonlocal count
+        count += 1
+        if count > number:
+            die()
+
+    Faulty.before = staticmethod(before)
+    for step in (1, 2, 3):
+        copied.request(commit(path / "out", step, best=1, keep_last=1))
+        copied.idle.wait(60)
+    return count
+
+
+def check_and_heal(path, at):
+    """What is there is whole or does not count, and the next launch completes it. Returns what was there."""
+    steps = whole_steps(path / "there") if (path / "there").exists() else []
+    at.setattr(Faulty, "before", staticmethod(lambda operation, file: None))
+    newest = steps_in(path / "out")[0]
+    copied = copies(path, newest, keep_last=1)
+    copied.request(step_folder(path / "out", newest))
+    assert all(o.event == "mirror" for o in outcomes(copied))
+    assert whole_steps(path / "there") == sorted({newest, 1}, reverse=True)
+    assert {f.name for f in (path / "there").rglob("*.*")} == {*FILES, "manifest.json"}, "no leftovers"
+    shutil.rmtree(path)
+    return steps
+
+
+def test_what_fails_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
+    def die():
+        raise OSError("the server is gone")
+
+    total, there = run_with_death(tmp_path / "all", 1000, die), []
+    for number in range(total):
+        run_with_death(tmp_path / str(number), number, die)
+        there.append(check_and_heal(tmp_path / str(number), at))
+    # an older one is deleted only when the newer one is whole
+    assert list(dict.fromkeys(map(tuple, there))) == [(), (1,), (2, 1), (3, 2, 1), (3, 1)]
+
+
+def test_a_kill_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
+    """A real SIGKILL, also in the middle of a file."""
+    total = run_with_death(tmp_path / "all", 1000, None)
+    for number in range(1, total, 2):
+        if not (pid := os.fork()):
+            with suppress(BaseException):
+                run_with_death(tmp_path / str(number), number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        check_and_heal(tmp_path / str(number), at)
+
+
+def test_a_failure_warns_once_for_each_checkpoint(tmp_path, at):
+    attempts = []
+
+    def fail(operation, path):
+        if "step" in path:
+            attempts.append(path)
+            raise PermissionError(f"faulty://me:secret@{tmp_path} says no")
+
+    at.setattr(Faulty, "before", staticmethod(fail))
+    copied = Mirror(f"faulty://me:secret@/{tmp_path}/there", tmp_path / "out", keep_last=2)
+    at.setattr(Faulty, "_strip_protocol", classmethod(lambda cls, path: path.rpartition("@/")[2]))
+    for step in (1, 2):
+        copied.request(commit(tmp_path / "out", step))
+        (outcome,) = outcomes(copied)
+        assert outcome.event == "mirror_failed" and f"fails at step_0000000{step}: " in outcome.text
+        assert "says no; the next checkpoint is tried" in outcome.text and "secret" not in str(outcome)
+    assert len(attempts) == 6, "three for each"
+    at.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
+    copied.request(commit(tmp_path / "out", 3))
+    assert [o.event for o in outcomes(copied)] == ["mirror"] and whole_steps(tmp_path / "there")[0] == 3
+
+
+def test_a_size_that_differs_is_noticed(tmp_path, at):
+    at.setattr(Faulty, "put_file", lambda self, path, there: Path(there).write_bytes(b"x"))
+    copied = copies(tmp_path)
+    copied.request(commit(tmp_path / "out", 1))
+    (outcome,) = outcomes(copied)
+    assert "ckpt.pt has 1 bytes there, and 1,200 here" in outcome.text and not whole_steps(tmp_path / "there")
+
+
+def test_the_end_waits_with_a_limit(tmp_path, at, monkeypatch):
+    copied = copies(tmp_path)
+    assert copied.limit_s(1000.0) == mirror.PATIENCE_S and copied.about_rest(5.0) == ""
+    go = threading.Event()
+    at.setattr(Faulty, "before", staticmethod(lambda operation, path: go.wait(60)))
+    copied.request(commit(tmp_path / "out", 1))
+    wait_for(copied.held)
+    assert 60.0 < copied.limit_s(1000.0) < 61.0 and copied.limit_s(3.0) == 3.0 and copied.limit_s(-3.0) == 0.0
+    assert re.fullmatch(r"copying step_00000001 to \S+: this may take up to 1:15", copied.about_rest(75.0))
+    copied.finish(0.01)
+    assert "it takes longer than 0:00, and the run ends" in copied.next_outcome().text
+    go.set()
+    copied.finish(60.0)
+    assert [o.event for o in outcomes(copied)] == ["mirror"]
+    assert Stop().seconds_left() == float("inf") and Stop(time_limit_s=1e9).seconds_left() < 1e9
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the setting
+
+
+def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
+    for url, advice in {
+        "/mnt/disk": "'/mnt/disk' is no URL: set --mirror= to one such as s3://bucket/run",
+        "s4://bucket/run": "fsspec does not know s4://: set --mirror=",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            check_url(url)
+    fsspec.register_implementation("lacking", "no_such_package.fs.Class")
+    with pytest.raises(
+        ValueError, match="lacking:// needs no_such_package: type pip install no_such_package"
+    ):
+        check_url("lacking://bucket/run")
+    with pytest.raises(
+        ValueError, match="mirror copies what save_checkpoint writes: set --save_checkpoint=True"
+    ):
+        accepted("train.py", "--mirror=s3://bucket/run", "--save_checkpoint=False")
+    accepted("train.py", "--mirror=", "--save_checkpoint=False")
+
+
+def test_a_server_that_does_not_answer_is_only_reported(tmp_path, at):
+    go, copied = threading.Event(), copies(tmp_path)
+    at.setattr(mirror, "START_S", 0.05)
+    at.setattr(Faulty, "ls", lambda *args, **kw: go.wait(60) and [])
+    start_mirror(copied)
+    assert "fails: no answer within 0.05 s; the next" in copied.next_outcome().text
+    go.set()
+    at.setattr(Faulty, "pipe_file", lambda *args: 1 / 0)
+    other = copies(tmp_path)
+    at.setattr(mirror, "START_S", 60)
+    start_mirror(other)
+    assert "fails: division by zero" in other.next_outcome().text
+
+
+# ------------------------------------------------------------------------------------------------------------
+# runs
+
+# a file system that refuses step 2, and stalls at the manifest of the last step
+CHANGES = """
+import threading
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from isogpt.checkpoint import mirror
+
+class Odd(LocalFileSystem):
+    protocol = ("odd",)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).rpartition("@host")[2] or str(path))
+
+    def put_file(self, path1, path2, **kw):
+        if "step_00000002" in path2:
+            raise OSError(f"odd://me:secret@host{path2} says no")
+        if "step_00000006/manifest" in path2:
+            threading.Event().wait()
+        super().put_file(path1, path2)
+
+fsspec.register_implementation("odd", Odd)
+mirror.PAUSES_S, mirror.PATIENCE_S = (), 0.5
+"""
+
+
+def test_a_mirror_that_fails_and_stalls_changes_and_ends_no_run(zygote, work):
+    ends = {}
+    for name, url in (
+        ("fails", f"odd://me:secret@host{work}/fails-there"),
+        ("works", f"file://{work}/there"),
+    ):
+        args = ["--max_iters=5", "--eval_interval=2", "--keep_last=1", "--exact=True", "--print_result=True"]
+        args += [f"--out_dir={name}", f"--mirror={url}"]
+        run = (
+            start_changed(zygote, CHANGES, args, work)
+            if name == "fails"
+            else zygote.start([*TINY, *args], work)
+        )
+        run.wait()
+        events = [r for r in records(work / name) if "event" in r]
+        ends[name] = run.text(), events, next(r["weights"] for r in events if r["event"] == "end")
+        assert "secret" not in run.text()
+        files = [path for path in (work / name).rglob("*.*") if path.is_file()]
+        assert not any(b"secret" in path.read_bytes() for path in files)
+    assert ends["fails"][2] == ends["works"][2]
+    text, events, _ = ends["fails"]
+    assert [r["iter"] for r in events if r["event"] == "mirror_failed"] == [2, 6]
+    there = f"odd://host{work}/fails-there"
+    refusal = f"{there}/step_00000002/ckpt.pt.tmp says no; the next checkpoint is tried"
+    assert f"warning: the mirror {there} fails at step_00000002: {refusal}\n" in text
+    assert f"copying step_00000006 to {there}: this may take up to 0:01\n" in text
+    assert "fails at step_00000006: it takes longer than 0:01, and the run ends" in text
+    assert whole_steps(work / "fails-there") == [4]
+    text, events, _ = ends["works"]
+    assert [r["folder"] for r in events if r["event"] == "mirror"] == [f"step_0000000{n}" for n in (2, 4, 6)]
+    assert whole_steps(work / "there") == steps_in(work / "works")
+
+
+@pytest.mark.slow
+def test_shards_are_mirrored_and_a_stopped_run_waits_for_the_copy(zygote, work):
+    args = ["--zero=3", "--eval_interval=5", "--max_iters=100000", f"--mirror=file://{work}/there"]
+    run = zygote.start([*TINY, *args, "--out_dir=out"], work, 2)
+    run.until(lambda text: "copied step_00000005" in text)
+    run.kill([0], signal.SIGTERM)
+    run.wait(ok=False)
+    assert run.codes == [0, 0] and (work / "out" / "PREEMPTED").exists()
+    assert whole_steps(work / "there")[0] == steps_in(work / "out")[0] > 5
+    names = {f.name for f in step_folders(work / "out")[0].iterdir()}
+    assert names == {f.name for f in step_folders(work / "there")[0].iterdir()} and len(names) > 3
+
+
+@pytest.mark.slow
+def test_a_run_is_mirrored_to_a_server_of_s3(zygote, work, s3):  # noqa: F811
+    fs, env = fsspec.filesystem("s3"), environment()
+    args = ["--max_iters=8", "--eval_interval=3", "--keep_last=1", f"--mirror={s3}/a/run"]
+    text = zygote.train([*args, "--out_dir=out"], work, env=env).text()
+    assert "copied step_00000009 to s3://bucket/a/run" in text and "Unclosed" not in text
+    fs.invalidate_cache()
+    names = fs.find("bucket/a/run")
+    assert names == [f"bucket/a/run/step_00000009/{name}" for name in ("ckpt.pt", "manifest.json")]
+    fs.get("bucket/a/run", str(work / "back"), recursive=True)
+    assert whole_steps(work / "back") == [9]
+    again = zygote.train([*args, "--out_dir=other"], work, ok=False, env=env)
+    assert again.codes == [1] and not (work / "other").exists()
+    assert "s3://bucket/a/run contains step_00000009 of an earlier run: set --mirror= to" in again.text()
+    lacking = Mirror("s3://no-such-bucket/run", work / "out", keep_last=1)
+    start_mirror(lacking)
+    assert "fails: The specified bucket does not exist" in lacking.next_outcome().text
