@@ -20,6 +20,9 @@ WANTED = {bool: "True or False", int: "a whole number", float: "a finite number"
 # in the range of a number of steps: a config of nanoGPT may compute max_iters = 3e9 / 491520
 FRACTIONS = "fractions"
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # s3://bucket; Path removes a slash
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+")  # for fsspec
+# user:password@, or a token@; abfs://container@account contains neither
+CREDENTIALS = re.compile(r"(?<=://)[^/?#]*:[^/?#]*@|(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
 VARIABLE = re.compile(
     r"\$[A-Z]\w*|\$\{\w+\}"
 )  # of the environment, which only a shell replaces; a$b is a name
@@ -72,6 +75,18 @@ class Setting:
                 if math.isfinite(value) and (self.kind is float or FRACTIONS in self.range):
                     return float(value)
         raise ValueError(f"{value!r} is not {WANTED[self.kind]}")
+
+
+def is_url(text: str) -> bool:
+    """Whether a setting's value, without auto:, is a URL that fsspec may open."""
+    return bool(URL.fullmatch(text))
+
+
+def without_credentials(text: str) -> str:
+    """A URL, also after auto:, without what gives access to it: user:password@ and ?query."""
+    if not is_url(text.removeprefix("auto:")):
+        return text
+    return CREDENTIALS.sub("", text).partition("?")[0]
 
 
 def problem_of_folder(option: str, path: str) -> str:
