@@ -52,7 +52,7 @@ from isogpt.training.settings import check_sampling, notes_about_text, read_prom
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
-init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], a folder of transformers, or a URL
+init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], a folder of transformers, a URL
 out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)

@@ -445,6 +445,7 @@ def find_weights(url: str, best: bool, damaged: dict[int, str]) -> tuple[RemoteS
     reports = reports_of(run, damaged | problems)
     if not newest:
         text = f"init_from {without_credentials(url)} contains no checkpoint of a run"
-        raise ValueError("; ".join([text, *reports or ["set the URL of a mirror, or of one of its steps"]]))
+        details = reports or ["set the URL of a mirror, or of one of its steps"]
+        raise ValueError("; ".join([text, *details]))
     other = best_beside(newest, damaged) if best and not match else None
     return other or newest, reports
