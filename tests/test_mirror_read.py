@@ -231,6 +231,13 @@ def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, phase):
     assert [p.name for p in out.iterdir()] == ["step_00000008"]
 
 
+def test_a_size_in_a_manifest_is_a_number(run):
+    manifest = read_manifest(run / "step_00000008")
+    assert parse_manifest(sealed(manifest)) == manifest
+    manifest["files"]["ckpt.pt"]["bytes"] = "10"
+    assert parse_manifest(sealed(manifest)) == {}
+
+
 @pytest.mark.parametrize("name", ["../evil", "..", "", "/etc/evil", "a/b", "a\nb"])
 def test_a_manifest_does_not_lead_out_of_its_folder(start, name):
     path = Path("mirror/step_00000008/manifest.json")
@@ -318,7 +325,8 @@ def test_many_ranks_on_one_folder_or_on_several_disks(zygote, work):
     whole, new = (read_manifest(work / name / "step_00000012") for name in ("run", "new"))
     shards = [name for name in whole["files"] if name.endswith(".distcp")]
     assert shards and all(whole["files"][name] == new["files"][name] for name in shards)
-    # as on two machines, which share no disk: each downloads the step
+    # as on two machines, which share no disk: each downloads the step, also if rank 0's is new and has none
+    shutil.copytree(work / "mirror/step_00000004", work / "rank1/own/step_00000004")
     ddp = [*RUN, f"--dataset={work / 'data/tiny'}", f"--mirror={url}", "--init_from=resume", "--out_dir=own"]
     apart = start_changed(zygote, APART, ddp, work, 2).wait(120)
     assert "warning: rank 0 keeps this run in" in apart.text()

@@ -11,7 +11,7 @@ from isogpt.checkpoint.manifest import is_run, steps_in
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.remote import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.search import share_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.checkpoint.verify import verify_together
@@ -119,24 +119,8 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     Args:
         from_pretrained: loads a model with weights of transformers, by name.
     """
-    init_from, out_dir = config["init_from"], config["out_dir"]
-    name = init_from.removeprefix("auto:")
-    newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
-    if init_from.split(":")[0] in ("resume", "auto"):
-        with exit_together():
-            check_views(out_dir, newest_steps, rank_names(ranks.hosts))
-    elif config["mirror"] and ranks.launch.requeued and not is_run(out_dir):
-        init_from = f"auto:{name}"  # Slurm has requeued the job, perhaps on a machine with an empty disk
-    known, is_intact, of_mirror = {}, False, []  # what is wrong with checkpoints, on rank 0
-    while not is_intact:
-        if broadcast(config["mirror"]):
-            of_mirror = fetch_newer(config | {"init_from": init_from}, ranks.launch, known)
-        look = (init_from, out_dir, config["resume_step"], ranks.launch, known)
-        stored, is_resume, reports = do_together(look_for_start, *look)
-        is_resume = broadcast(is_resume)
-        stored = share_checkpoint(stored, out_dir if is_resume else name)
-        stored, is_intact = verify_together(stored, known)
-    reports = of_mirror + reports
+    out_dir, name = config["out_dir"], config["init_from"].removeprefix("auto:")
+    stored, is_resume, reports = find_stored(config, ranks)
     if not stored and is_url(name):
         stored, name = fetch_weights(name, out_dir), without_credentials(name)
     for report in reports:
@@ -149,6 +133,33 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if name in ("scratch", "auto"):
         return Start(name)
     return Start(name, pretrained=do_together(from_pretrained, name))
+
+
+def find_stored(config: dict, ranks: Ranks) -> tuple[StoredCheckpoint | None, bool, list[str]]:
+    """
+    Find and verify the checkpoint on the disk, after what a mirror contains in addition is there (all ranks).
+
+    Returns:
+        (the checkpoint or None, whether to resume from it, on rank 0 sentences for the user)
+    """
+    init_from, out_dir = config["init_from"], config["out_dir"]
+    if config["mirror"] and ranks.launch.requeued and not is_run(out_dir) and init_from != "resume":
+        # Slurm has requeued the job, perhaps on a machine with an empty disk
+        init_from = "auto" if init_from == "auto" else f"auto:{init_from.removeprefix('auto:')}"
+    looked_for, has_mirror = config | {"init_from": init_from}, broadcast(bool(config["mirror"]))
+    known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
+    while not is_intact:
+        of_mirror = fetch_newer(looked_for, ranks.launch, known) if has_mirror else []
+        if config["init_from"].split(":")[0] in ("resume", "auto"):
+            newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
+            with exit_together():
+                check_views(out_dir, newest_steps, rank_names(ranks.hosts))
+        look = (init_from, out_dir, config["resume_step"], ranks.launch, known)
+        stored, is_resume, reports = do_together(look_for_start, *look)
+        is_resume = broadcast(is_resume)
+        folder = out_dir if is_resume else init_from.removeprefix("auto:")
+        stored, is_intact = verify_together(share_checkpoint(stored, folder), known)
+    return stored, is_resume, of_mirror + reports
 
 
 def check_views(out_dir: str, newest_steps: list[int], names: list[str]) -> None:
