@@ -149,7 +149,6 @@ def test_a_mirror_that_cannot_be_read(start, run, at, capsys):
         assert "new contains no checkpoint to resume from: check" in failed(
             capsys, start, init_from=init_from
         )
-    assert "may contain a run, which a new one would replace" in failed(capsys, start, init_from="scratch")
     shutil.copytree(run / "step_00000004", "new/step_00000004")
     assert start().resumed.stored.step == 4
     printed = capsys.readouterr().out
@@ -177,15 +176,9 @@ def test_a_download_that_fails_now_and_then_is_repeated(start, at, capsys):
     assert steps_in("other") == [] and not list(Path("other").iterdir())
 
 
-def test_a_new_run_does_not_replace_the_mirror_of_another(start, run, capsys):
-    for init_from in ("scratch", str(run), Path("mirror").absolute().as_uri()):
-        line = failed(capsys, start, init_from=init_from)
-        assert "contains a run, up to step 8" in line and "set --init_from=resume to continue it" in line
-    DAMAGE["manifest"](Path("mirror/step_00000004"))
-    shutil.rmtree("mirror/step_00000008")
-    assert "contains a run, up to step 4" in failed(capsys, start, init_from="scratch")
-    DAMAGE["torn upload"](Path("mirror/step_00000004"))
-    assert not start(init_from="scratch").checkpoint
+def test_a_new_run_reads_nothing_of_the_mirror(start, run):
+    for init_from in ("scratch", str(run)):
+        assert not start(init_from=init_from, mirror="xyz://nothing").is_resume
     assert not start(init_from="auto", mirror=Path("nothing").absolute().as_uri()).checkpoint
 
 

@@ -288,7 +288,7 @@ def fetch_newer(config: dict, launch: Launch, known: dict[Path, str]) -> list[st
     """
     Before a run looks for what it starts from: if it resumes and the mirror contains a newer step than
     out_dir, download this step into out_dir, after the best one if it is not there (all ranks). Exits with a
-    message if the mirror contains a run that this one would replace, or is needed and cannot be read.
+    message if the mirror is needed and cannot be read.
 
     Args:
         known: what is wrong with the folders in out_dir, on rank 0, see search.newest_checkpoint.
@@ -319,9 +319,7 @@ def look_at_mirror(
         return step_to_download(config | {"resume_step": -1}, known, damaged)
     if config["init_from"].split(":")[0] in ("resume", "auto"):
         return step_to_download(config, known, damaged)
-    if config["save_checkpoint"] and not config["eval_only"]:
-        check_empty(config["mirror"])
-    return None, []
+    return None, []  # mirror.py refuses to replace another run's checkpoints
 
 
 def step_to_download(
@@ -364,27 +362,10 @@ def best_beside(newest: RemoteStep, damaged: dict[int, str], there: Iterable[int
     return read_step(newest.url, step)[0]
 
 
-def check_empty(url: str) -> None:
-    """Raise ValueError if a mirror contains a run's checkpoints, which those of a new run would replace."""
-    try:
-        present = [step for step in list_steps(url) if read_step(url, step)[1] != MISSING]
-    except ConnectionError as e:
-        raise ValueError(
-            f"mirror {e}, and may contain a run, which a new one would replace: {ADVICE}, or set --mirror= "
-            "for no mirror"
-        ) from e
-    if present:
-        raise ValueError(
-            f"mirror {without_credentials(url)} contains a run, up to step {present[0]}, which a new one "
-            "would replace: set --init_from=resume to continue it, or --mirror= to a different URL"
-        )
-
-
 def abandon_newer(url: str, step: int) -> None:
     """
     After a resume from an older step, let the newer steps of a mirror count no longer, as does
-    folder.continue_from on the disk: their manifests are renamed, and their files stay. Prints a warning if
-    this is not possible.
+    folder.continue_from on the disk: their manifests are renamed. Prints a warning if this is not possible.
     """
     try:
         files, path = open_url(url)
