@@ -23,7 +23,6 @@ from torch import Tensor
 from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.folder import free_name
 from isogpt.checkpoint.manifest import (
     damage,
     is_run,
@@ -39,9 +38,11 @@ from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder,
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
+from isogpt.common.files import free_name
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.nn import huggingface
+from isogpt.options.values import is_url
 from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim, optimizer_state
@@ -327,6 +328,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
+        if is_url(options.out_dir):
+            raise ValueError(f"{options.out_dir} is a URL: download it to a folder, and give the folder")
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder: give the run's folder")
         if options.to:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from configurator import configure, fail
 from isogpt.checkpoint.manifest import is_run
+from isogpt.checkpoint.remote import discard_weights, fetch_weights
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import advice_on_folder
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
@@ -40,6 +41,7 @@ from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
+from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
@@ -50,7 +52,7 @@ from isogpt.training.settings import check_sampling, notes_about_text, read_prom
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
-init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of transformers
+init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], a folder of transformers, a URL
 out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
@@ -91,11 +93,13 @@ check_start(ranks, config)
 # the checkpoint and the prompt, on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
 # (an error on any rank ends all ranks)
 stored = text = None
-if init_from == "resume":
+if is_url(init_from):
+    stored, damaged = fetch_weights(init_from, out_dir, best), []
+elif init_from == "resume":
     stored, damaged = find_together(out_dir, best)
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
-    if init_from == "resume" and ranks.is_main:
+    if (stored or init_from == "resume") and ranks.is_main:
         if not stored:
             problems = damaged or [advice_on_folder(out_dir)]
             raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
@@ -104,7 +108,8 @@ with exit_together():
         loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
         if bits := stored.bits_per_byte:
             loss += f" ({bits:.4f} bits per byte)"
-        console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
+        place = without_credentials(init_from) if is_url(init_from) else stored.path
+        console.print_to_stderr(f"{place}: step {stored.step}, val loss {loss}")
     if ranks.is_main:
         for note in notes_about_text(start, stop):
             console.print_to_stderr(f"note: {note}")
@@ -125,7 +130,8 @@ with exit_together():
     model_args = source.run["model_args"] if source else pretrained.describe()
     if source or dataset:
         run = source.run if source else {"model_args": model_args}
-        vocabulary = vocabulary_of_run(run, Path(out_dir), dataset)
+        folder = stored.folder if is_url(init_from) else Path(out_dir)
+        vocabulary = vocabulary_of_run(run, folder, dataset)
     else:
         vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
     tokenizer = load_tokenizer(vocabulary, special_tokens)
@@ -161,6 +167,8 @@ else:
     do_together(load_weights, model, pretrained.state_dict())
 do_together(check_finite, model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
+if is_url(init_from):  # all ranks have read what was downloaded
+    discard_weights(stored)
 model.eval().to(ranks.device)
 context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
 if mesh.splits_model:

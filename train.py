@@ -70,7 +70,9 @@ compile = True  # torch.compile; not used on a CPU, or if it does not work on th
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 eval_only = False  # evaluate once, then exit
 # -- checkpoints ---------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
+init_from = (
+    "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, folder, file, URL
+)
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ schedule = make_schedule(config)
 # exits if ranks differ in settings, data or code
 code = start_checks.check_start(ranks, config | data.facts())  # digest of the code that trains
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
-start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
+start = find_start(config, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
@@ -216,8 +218,7 @@ precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32
 logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
-# they may contain a token, and checkpoints and logs are passed on
-del recorded["alert_command"], recorded["mirror"]
+recorded = settings.without_secrets(recorded)  # tokens: checkpoints and logs are passed on
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns

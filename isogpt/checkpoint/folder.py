@@ -18,7 +18,6 @@ import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +36,7 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
+from isogpt.checkpoint.remote import abandon_newer
 from isogpt.checkpoint.search import (
     StoredCheckpoint,
     about_folder,
@@ -47,7 +47,7 @@ from isogpt.checkpoint.search import (
     open_bare,
 )
 from isogpt.common import console
-from isogpt.common.files import TEMPORARY, iterate_records, remove, write_whole
+from isogpt.common.files import TEMPORARY, free_name, iterate_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import (
@@ -235,9 +235,17 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     return owner
 
 
-def claim(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
-    """What `enter_folder` returns on rank 0, which enters; '' on other ranks."""
-    return enter_folder(out_dir, resumed, launch) if is_main() else ""
+def claim(config: dict, resumed: StoredCheckpoint | None, launch: Launch) -> str:
+    """
+    What `enter_folder` returns on rank 0, which enters; '' on other ranks. In a mirror, steps after one that
+    was chosen do not count any more either.
+    """
+    if not is_main():
+        return ""
+    owner = enter_folder(config["out_dir"], resumed, launch)
+    if config["mirror"] and config["resume_step"] != -1 and resumed:
+        abandon_newer(config["mirror"], resumed.step)
+    return owner
 
 
 @dataclass(frozen=True)
@@ -262,7 +270,7 @@ def claim_folder(
     """
     owner = ""
     if not config["eval_only"]:  # removing and copying what earlier runs left may take a while
-        owner = broadcast(do_together(claim, config["out_dir"], resumed and resumed.stored, ranks.launch))
+        owner = broadcast(do_together(claim, config, resumed and resumed.stored, ranks.launch))
     folder = RunFolder(Path(config["out_dir"]), owner, ranks.launch)
     if folder.owner and config["save_checkpoint"]:
         check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
@@ -365,11 +373,6 @@ def abandon_bare(bare: Path, step: int | None = None) -> None:
         if "isogpt" in state and step in (None, state["iter_num"]):
             return
     os.rename(bare, free_name(bare.parent, f"abandoned_{bare.name}"))
-
-
-def free_name(out: Path, name: str, first: int = 0) -> Path:
-    """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
-    return next(p for n in count(first) if not os.path.lexists(p := out / (f"{name}_{n}" if n else name)))
 
 
 def set_aside(out_dir: str) -> Path | None:

@@ -90,10 +90,17 @@ def sealed(manifest: dict) -> str:
 def read_manifest(folder: Path) -> dict:
     """The manifest of a step folder; empty if it is missing or damaged, or not one that a run writes."""
     try:
-        text = read_utf8(folder / "manifest.json")
+        return parse_manifest(read_utf8(folder / "manifest.json"))
+    except (OSError, ValueError):
+        return {}
+
+
+def parse_manifest(text: str) -> dict:
+    """The content of a manifest.json; empty if it is damaged, or not one that a run writes."""
+    try:
         manifest = {k: v for k, v in parse_json(text).items() if k != "manifest_sha256"}
         is_valid = is_manifest(manifest) and text == sealed(manifest)
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         return {}
     return manifest if is_valid else {}
 
@@ -107,8 +114,9 @@ def is_manifest(content: dict) -> bool:
     return (
         all(name in content and isinstance(content[name], kind) for name, kind in FIELDS.items())
         and all(-1 <= content[name] < LARGEST_STEP for name in ("step", "best_step"))
-        and all(Path(name).name == name and name.isprintable() for name in files)
+        and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
         and all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in files.values())
+        and all(isinstance(entry.get("bytes", 0), int) for entry in files.values())
         and ("ckpt.pt" in files or isinstance(content.get("run"), dict))  # of shards
     )
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from torch import nn
 
 from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import steps_in
+from isogpt.checkpoint.manifest import is_run, steps_in
 from isogpt.checkpoint.owner import was_entered_by
+from isogpt.checkpoint.remote import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.search import share_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.checkpoint.verify import verify_together
@@ -22,6 +23,7 @@ from isogpt.data.vocabulary import Vocabulary
 from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
+from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
@@ -59,6 +61,8 @@ class Start:
         """Where the weights are from, for the user."""
         if not self.checkpoint:
             return self.name
+        if is_url(self.name):
+            return f"{self.name}, step {self.checkpoint.stored.step}"
         return f"{self.checkpoint.stored.path}, step {self.checkpoint.stored.step}"
 
     def model_args(self, config: dict, vocab_size: int) -> dict:
@@ -108,11 +112,11 @@ class Start:
             do_together(state.check_finite, self.checkpoint.stored.path if self.checkpoint else self.name)
         if not self.is_resume:
             state.slow_network.restart(state.step)
+        if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded
+            discard_weights(self.checkpoint.stored)
 
 
-def find_start(
-    init_from: str, out_dir: str, resume_step: int, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]
-) -> Start:
+def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]) -> Start:
     """
     Find and open what `init_from` asks for (all ranks; rank 0 looks for a checkpoint). Exits with a message
     if a checkpoint is needed and there is none, or if weights cannot be loaded.
@@ -120,18 +124,10 @@ def find_start(
     Args:
         from_pretrained: loads a model with weights of transformers, by name.
     """
-    name = init_from.removeprefix("auto:")
-    newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
-    if init_from.split(":")[0] in ("resume", "auto"):
-        with exit_together():
-            check_views(out_dir, newest_steps, rank_names(ranks.hosts))
-    known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
-    while not is_intact:
-        look = (init_from, out_dir, resume_step, ranks.launch, known)
-        stored, is_resume, reports = do_together(look_for_start, *look)
-        is_resume = broadcast(is_resume)
-        stored = share_checkpoint(stored, out_dir if is_resume else name)
-        stored, is_intact = verify_together(stored, known)
+    out_dir, name = config["out_dir"], config["init_from"].removeprefix("auto:")
+    stored, is_resume, reports = find_stored(config, ranks)
+    if not stored and is_url(name):
+        stored, name = fetch_weights(name, out_dir), without_credentials(name)
     for report in reports:
         console.print_line(f"warning: {console.visible(report)}")
     if is_resume and ranks.is_main and was_entered_by(Path(out_dir), ranks.launch):
@@ -142,6 +138,33 @@ def find_start(
     if name in ("scratch", "auto"):
         return Start(name)
     return Start(name, pretrained=do_together(from_pretrained, name))
+
+
+def find_stored(config: dict, ranks: Ranks) -> tuple[StoredCheckpoint | None, bool, list[str]]:
+    """
+    Find and verify the checkpoint on the disk, after what a mirror contains in addition is there (all ranks).
+
+    Returns:
+        (the checkpoint or None, whether to resume from it, on rank 0 sentences for the user)
+    """
+    init_from, out_dir = config["init_from"], config["out_dir"]
+    if config["mirror"] and ranks.launch.requeued and not is_run(out_dir) and init_from != "resume":
+        # Slurm has requeued the job, perhaps on a machine with an empty disk
+        init_from = "auto" if init_from == "auto" else f"auto:{init_from.removeprefix('auto:')}"
+    looked_for, has_mirror = config | {"init_from": init_from}, broadcast(bool(config["mirror"]))
+    known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
+    while not is_intact:
+        of_mirror = fetch_newer(looked_for, ranks.launch, known) if has_mirror else []
+        if config["init_from"].split(":")[0] in ("resume", "auto"):
+            newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
+            with exit_together():
+                check_views(out_dir, newest_steps, rank_names(ranks.hosts))
+        look = (init_from, out_dir, config["resume_step"], ranks.launch, known)
+        stored, is_resume, reports = do_together(look_for_start, *look)
+        is_resume = broadcast(is_resume)
+        folder = out_dir if is_resume else init_from.removeprefix("auto:")
+        stored, is_intact = verify_together(share_checkpoint(stored, folder), known)
+    return stored, is_resume, of_mirror + reports
 
 
 def check_views(out_dir: str, newest_steps: list[int], names: list[str]) -> None:

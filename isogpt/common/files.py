@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import EnumMeta
+from itertools import count
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -39,6 +40,11 @@ def path_of_script(name: str) -> str:
 def temporary_name(path: Path) -> Path:
     """A name beside `path` that nobody can foresee: a link of this name would lead to a different file."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def free_name(out: Path, name: str, first: int = 0) -> Path:
+    """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
+    return next(p for n in count(first) if not os.path.lexists(p := out / (f"{name}_{n}" if n else name)))
 
 
 def remove(path: Path) -> None:

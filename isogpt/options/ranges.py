@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Mapping
 
-from isogpt.options.values import FRACTIONS, Setting, Value, problem_of_folder
+from isogpt.options.values import FRACTIONS, Setting, Value, is_url, problem_of_folder
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
@@ -36,9 +36,10 @@ def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> li
     Raises:
         ValueError: a range is not understood.
     """
-    sentences = [
-        problem_of_folder(name, values[name].removeprefix("auto:")) for name in FOLDERS if name in values
-    ]
+    folders = {name: values[name].removeprefix("auto:") for name in FOLDERS if name in values}
+    if is_url(folders.get("init_from", "")):
+        del folders["init_from"]
+    sentences = [problem_of_folder(name, path) for name, path in folders.items()]
     sentences += [
         problem_of_folder(name, part) for name in SEVERAL for part in values.get(name, "").split(",")
     ]

@@ -30,6 +30,7 @@ FIXED = {
     "always_save_checkpoint": False,
     "save_interval": 0,
     "keep_last": 0,
+    "mirror": "",
     "time_limit_s": 0,
     "wandb_log": False,
     "tensorboard_log": False,

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
+from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.recompute import fits_schedule
@@ -49,6 +50,15 @@ def check_training(config: dict) -> dict:
     return normalized(config)
 
 
+def without_secrets(config: dict) -> dict:
+    """
+    The settings that checkpoints and logs record: not alert_command, which often contains a token, and URLs
+    without credentials.
+    """
+    urls = {name: without_credentials(config[name]) for name in ("init_from", "mirror")}
+    return {name: value for name, value in (config | urls).items() if name != "alert_command"}
+
+
 def check_layout(plan: Plan) -> None:
     """
     Check that a plan's settings fit each other.
@@ -74,10 +84,10 @@ def rules_of_start(c: Settings) -> Iterator[str]:
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
-    if weights not in ("scratch", *GPT2) and not os.path.exists(weights):
+    if weights not in ("scratch", *GPT2) and not is_url(weights) and not os.path.exists(weights):
         yield (
             f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
-            "folder of a run or of Hugging Face weights, or a ckpt.pt"
+            "folder of a run or of Hugging Face weights, a ckpt.pt, or the URL of a run's mirror"
         )
     if c.resume_step != -1 and c.init_from != "resume":
         yield f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume"
@@ -350,10 +360,10 @@ def check_sampling(config: dict) -> None:
             f"init_from {init_from} is a file: set --out_dir={folder} for a run's ckpt.pt in this folder, or "
             f"--init_from={folder} for a model of transformers"
         )
-    if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
+    if init_from not in ("resume", *GPT2) and not is_url(init_from) and not os.path.isdir(init_from):
         raise ValueError(
-            f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], or "
-            "a folder of Hugging Face weights"
+            f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], a "
+            "folder of Hugging Face weights, or the URL of a run's mirror"
         )
 
 
