@@ -257,9 +257,7 @@ def open_dataset(
     )
 
 
-def open_source(
-    meta: Metadata, known_size: int, vocab_size: int, block_size: int, data_order: str
-) -> Source:
+def open_source(meta: Metadata, known_size: int, vocab_size: int, block_size: int, data_order: str) -> Source:
     """
     Open the token files of one folder and check them, see open_dataset.
 

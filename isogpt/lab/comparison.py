@@ -23,6 +23,7 @@ NOT_COMPARED = {
     "always_save_checkpoint",
     "save_checkpoint",
     "keep_last",
+    "mirror",
     "resume_step",
     "wandb_log",
     "wandb_project",

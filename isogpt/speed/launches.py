@@ -35,7 +35,6 @@ FIXED = {
     "wandb_log": False,
     "tensorboard_log": False,
     "alert_command": "",
-    "mirror": "",
     "print_result": False,
     "sample_interval": 0,
     "stats_interval": 0,
