@@ -178,7 +178,7 @@ def test_ranks_compare_documents(tmp_path):
         begins[-1:].tofile(folder / "documents.bin")
         np.concatenate([[0], begins[-2:]]).tofile(folder / "documents.bin")
         data = open_dataset(str(folder), BLOCK, data_order="documents")
-        digests.append(data.facts()["the digest of documents.bin"][str(folder)])
+        digests.append(data.facts()["the digest of documents.bin"][name])
     assert digests[0] != digests[1]
 
 
@@ -276,9 +276,9 @@ def test_a_resume_says_that_windows_are_cut_anew():
     config = dict.fromkeys(OF_UPDATES, 0) | {"dataset": "a", "seed": 1, "gradient_accumulation_steps": 1}
     config |= {"batch_size": 1, "block_size": 8, "data_order": "documents"}
     run = {"config": config | {"block_size": 16}}
-    (sentence,) = changes_of_curve(config, run)
+    (sentence,) = changes_of_curve(config, run, {})
     assert "block_size 8 (was 16)" in sentence
-    (sentence,) = changes_of_curve(config, {"config": config | {"data_order": "shuffle"}})
+    (sentence,) = changes_of_curve(config, {"config": config | {"data_order": "shuffle"}}, {})
     assert "data_order documents (was shuffle)" in sentence
 
 
@@ -290,8 +290,6 @@ def test_a_run_reads_documents(zygote, tmp_path):
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
     (windows,) = open_dataset(str(folder), 8, data_order="documents").documents.values()
     left_out, repeated = (f"{n / len(ids):.1%}" for n in (windows.left_out, windows.repeated))
-    begin = (
-        f"windows: {len(windows)}, each of which begins with one of 240 documents; {left_out} of the tokens"
-    )
+    begin = f"windows: tiny: {len(windows)}, each of which begins with one of 240 documents; {left_out} of the tokens"
     assert f"{begin} are left out" in text and f" {repeated} are read twice" in text
     assert "iter 3: loss" in text

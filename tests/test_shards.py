@@ -218,10 +218,9 @@ def test_what_to_type_for_other_names(folder):
         path.unlink()
     for name in "tiny_shakespeare_train", "tiny_shakespeare_val":  # llm.c's script
         (folder / f"{name}.bin").write_bytes(content(IDS.astype(np.uint16), "llm.c"))
-        message = refused(f"type: mv data/text/{name}.bin ") if name.endswith("train") else message
-    typed(message.partition("type: ")[2])
-    typed(refused("mv .*shakespeare_val.bin data/text/val.bin$").partition("type: ")[2])
     assert open_dataset("text", BLOCK).train.offset == 1024
+    for path in folder.iterdir():
+        path.unlink()
     assert names_of(folder, "a.npy", "b.npy", "c.npy") == []
     refused("a.npy and 2 other files are not called train.bin, .* as in mv .* data/text/train_000000.npy$")
 

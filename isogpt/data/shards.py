@@ -50,12 +50,13 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 def shards_of(folder: Path, split: str) -> list[Path]:
     """
-    The files train*.bin and train*.npy in a folder, else *_train_*.bin and *_train_*.npy, as others call
-    them; in the order of their names.
+    The files train*.bin and train*.npy in a folder, else *_train_*.bin, *_train.bin and the same with .npy,
+    as others call them; in the order of their names.
     """
     names = names_in(folder)
-    for pattern in (f"{split}*", f"*_{split}_*"):
-        if shards := matching(names, f"{pattern}.bin") + matching(names, f"{pattern}.npy"):
+    names = [name for name in names if name.endswith((".bin", ".npy"))]
+    for pattern in (f"{split}*", f"*_{split}[_.]*"):
+        if shards := matching(names, pattern):
             return [folder / name for name in sorted(shards)]
     return []
 
@@ -102,7 +103,7 @@ def advice_about_names(folder: Path, split: str) -> str:
 
 def is_of_split(name: str) -> bool:
     """Whether a file belongs to a split by its name."""
-    return any(name.startswith(split) or f"_{split}_" in name for split in SPLITS)
+    return any(name.startswith(split) or f"_{split}_" in name or f"_{split}." in name for split in SPLITS)
 
 
 def about_megatron(path: Path, target: Path) -> str:

@@ -4,7 +4,7 @@ import os
 import socket
 from contextlib import suppress
 
-BASE = 300  # of a process without connections between ranks: libraries, data, a GPU
+BASE = 600  # of a process without connections between ranks: libraries, a GPU, 256 shards of data
 OF_A_RANK = 3  # connections to the store: two of the rank, and at most one of its launcher's agent
 TOO_MANY = "too many open files"  # as the C library says it, in lower case
 

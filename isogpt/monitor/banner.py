@@ -29,7 +29,7 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
     return [
         f"data:    {folders}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
-        *(f"windows: {windows.about()}" for windows in data.documents.values()),
+        *(f"windows: {name}: {windows.about()}" for name, windows in data.documents.items()),
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]
 
