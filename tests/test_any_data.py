@@ -17,6 +17,7 @@ MIXTURE = ["--dataset=shards:0.7,file:0.3", "--data_order=documents"]
 # 48 sequences a step: 23 steps go beyond the first 1,000 sequences, over which the sources are spread
 STEP = ["--gradient_accumulation_steps=4", "--batch_size=12", "--max_iters=22", "--eval_interval=12"]
 RUN = [*MIXTURE, *STEP]
+SHORT = [*STEP, "--max_iters=9", "--eval_interval=5"]
 LAYOUTS = {
     "3": (3, ""),
     "zero3": (2, "--zero=3"),
@@ -94,13 +95,13 @@ def test_a_mixture_of_shards_has_one_curve_on_every_layout(zygote, work, one, na
 def test_shards_have_the_bits_of_one_file(zygote, work):
     """In every order; and their curve on 2 and 3 ranks is that of one process."""
     for order in ("random", "shuffle", "documents"):
-        args = [*STEP, f"--data_order={order}"]
+        args = [*SHORT, f"--data_order={order}"]
         zygote.train([*args, "--dataset=tiny", f"--out_dir=file-{order}"], work)
         zygote.train([*args, "--dataset=shards", f"--out_dir=shards-{order}"], work)
         for key in ("loss", "grad_norm", "train_loss", "val_loss"):
             assert column(work / f"file-{order}", key) == column(work / f"shards-{order}", key), key
     for processes, order in ((3, "shuffle"), (2, "random")):
-        args = [*STEP, f"--data_order={order}", f"--out_dir=many-{order}"]
+        args = [*SHORT, f"--data_order={order}", f"--out_dir=many-{order}"]
         zygote.train([*args, "--dataset=shards"], work, processes)
         same(column(work / f"file-{order}", "loss"), column(work / f"many-{order}", "loss"), absolute=1e-5)
 
