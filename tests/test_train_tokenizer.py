@@ -20,7 +20,15 @@ pytest.importorskip("tokenizers")
 TEXT = (REPO / "docs/design.md").read_text() + "naïve Ünits²; 東京 🙂\r\n\t\tdef f(x):\n\n"
 NAMES = ("Lily", "Tom", "Mia")
 STORIES = [f"{name} saw {n} birds.\n\n“How nice!” said {name}." for n in range(40) for name in NAMES]
-FILES = {"prepare.py", "train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json"}
+FILES = {
+    "prepare.py",
+    "documents.bin",
+    "train.bin",
+    "val.bin",
+    "meta.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 
 def train(documents, n_ids):
