@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -290,6 +291,84 @@ def killing(wait):
         return wait(pipes)
 
     return waiting
+
+
+def test_no_more_processes_than_batches_and_all_ignore_ctrl_c(source, tmp_path, monkeypatch):
+    """From their first moment on, since imports that Ctrl-C interrupts print a traceback each."""
+    from multiprocessing import active_children
+
+    wait, numbers = tokenize_documents.wait, []
+
+    def counting(pipes):
+        numbers.append(len(active_children()))
+        for process in active_children():
+            status = Path(f"/proc/{process.pid}/status")
+            if status.exists():
+                ignored = re.search(r"SigIgn:\s*(\w+)", status.read_text())[1]
+                assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+        return wait(pipes)
+
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(tokenize_documents, "wait", counting)
+    prepare(source, tmp_path / "out", "--num_proc=16")
+    assert numbers and set(numbers) == {2}
+
+
+def test_a_full_disk_leaves_nothing_behind(source, tmp_path):
+    """What is buffered does not fit either when the files are closed; the message names the folder."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError, match=f"too large: '{tmp_path / 'out'}"):
+            prepare(source, tmp_path / "out")
+
+    assert forked(limited) == 0
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_start_that_only_completes_says_so(source, tmp_path, monkeypatch, capsys):
+    """Since the documents may have changed after what was interrupted."""
+    import unfinished
+
+    def fails(*args):
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "move_in", fails)
+        with pytest.raises(OSError, match="interrupted"):
+            prepare(source, tmp_path / "out")
+    monkeypatch.setattr(tokenize_documents, "ids_of", fails)
+    prepare(source, tmp_path / "out")
+    assert "is what an earlier start, which was interrupted at its end," in capsys.readouterr().out
+
+
+def test_a_killed_prepare_of_a_text_is_cleaned_up(tmp_path):
+    """By the next one, since nothing of it is continued."""
+    text = [f"--out={tmp_path}"], lambda _: ("some text " * 20, {})
+    assert forked(killed_at, 2, bins.prepare_text, __file__, "", *text) == -signal.SIGKILL
+    assert list(tmp_path.glob("*.tmp"))
+    bins.prepare_text(__file__, "", *text)
+    assert set(contents(tmp_path)) == {"train.bin", "val.bin", "meta.json", "meta.pkl"}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_characters_are_for_one_text(source, tmp_path):
+    with pytest.raises(ValueError, match="data/shakespeare_char, or for documents --train_tokenizer=257"):
+        bins.prepare_documents(__file__, "", [f"--data_files={source}", "--tokenizer=char"], "", {})
+
+
+def test_a_row_group_of_parquet_is_streamed(tmp_path):
+    """A file may consist of one, which would need as much memory."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = np.random.default_rng(0).bytes(5_000_000).hex()  # which cannot be compressed to less than half
+    rows = [text[i : i + 500] for i in range(0, len(text), 500)]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", use_dictionary=False)
+    size, before = (tmp_path / "a.parquet").stat().st_size, pyarrow.total_allocated_bytes()
+    documents = bins.read_documents(str(tmp_path))
+    assert next(documents) == rows[0]
+    assert pyarrow.total_allocated_bytes() - before < size / 2
+    assert list(documents) == rows[1:]
 
 
 def test_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
