@@ -23,6 +23,7 @@ from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
+ENDED = (EOFError, OSError)  # what a pipe raises if the other side has ended, also in the middle of a message
 IN_FLIGHT = 3  # batches for each process that wait for an earlier batch, at most
 
 
@@ -154,8 +155,8 @@ def start_without_ctrl_c(process: BaseProcess) -> None:
 
 def answer_batches(pipe: Connection, vocabulary: Vocabulary, special_tokens: bool) -> None:
     """What a tokenizing process does, until the main process ends, which closes the pipe."""
-    with suppress(EOFError, ConnectionError):
-        tokenizer = load(vocabulary, special_tokens)
+    tokenizer = load(vocabulary, special_tokens)
+    with suppress(*ENDED):
         while True:
             batch = pipe.recv()
             try:
@@ -199,7 +200,7 @@ def collect(busy: dict[Connection, Entry], idle: list[Connection]) -> None:
     for pipe in wait(list(busy)):
         try:
             answer = pipe.recv()
-        except (EOFError, ConnectionError) as error:
+        except ENDED as error:
             raise process_ended() from error
         if isinstance(answer, ValueError):
             raise answer
@@ -211,7 +212,7 @@ def send(pipe: Connection, batch: Batch) -> None:
     """Give a batch to a process. Raises ValueError if the process has ended."""
     try:
         pipe.send(batch)
-    except ConnectionError as error:
+    except ENDED as error:
         raise process_ended() from error
 
 

@@ -3,10 +3,12 @@
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -278,6 +280,14 @@ def test_a_process_that_ends_is_reported(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_documents, "wait", killing(tokenize_documents.wait))
     with pytest.raises(ValueError, match="a tokenizing process has ended, .*: set a smaller --num_proc"):
         prepare(source, tmp_path / "out", "--num_proc=2")
+
+
+def test_a_process_that_ends_while_it_answers_is_reported():
+    pipe, other_end = multiprocessing.Pipe()
+    os.write(other_end.fileno(), struct.pack("!i", 100) + b"the beginning of 100 bytes")
+    other_end.close()
+    with pytest.raises(ValueError, match="a tokenizing process has ended"):
+        tokenize_documents.collect({pipe: None}, [])
 
 
 def killing(wait):
