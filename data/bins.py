@@ -32,7 +32,7 @@ from write_files import (
     atomic_folder,
     dtype_for,
     pack_ids,
-    remove_left,
+    remove_leftovers,
     write_meta,
 )
 
@@ -200,7 +200,7 @@ def prepare_text(
                 texts[split].add(part.encode())
                 counts[f"{split}_tokens"] = writer.tokens
             meta = write_meta(temporary, vocabulary, loaded.n_ids, source, texts, **counts)
-        remove_left(folder)
+        remove_leftovers(folder)
     report(folder, meta)
 
 

@@ -24,7 +24,7 @@ LAST_SHARD = 999_999  # names with more digits would not be in order
 # what a new data set replaces, whether the earlier one consists of shards or not
 OF_DATA_SET = re.compile(r"(train|val)(_\d{6})?\.bin|documents\.bin|meta\.(json|pkl)")
 LAST_MOVED = ("documents", "val", "train")  # after the others
-LEFT = ("unfinished.", ".tmp")  # how the names of temporary folders begin and end
+TEMPORARY = ("unfinished.", ".tmp")  # how the names of temporary folders begin and end
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 
@@ -120,7 +120,7 @@ def sync(file: BinaryIO) -> None:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, whose files are moved to `folder` on exit: all or none, see `move_in`."""
-    with TemporaryDirectory(prefix=LEFT[0], suffix=LEFT[1], dir=folder) as temporary:
+    with TemporaryDirectory(prefix=TEMPORARY[0], suffix=TEMPORARY[1], dir=folder) as temporary:
         yield Path(temporary)
         names = os.listdir(temporary)
         for name in names:
@@ -129,9 +129,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         move_in(Path(temporary), folder, names)
 
 
-def remove_left(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders of `atomic_folder` in processes that were killed."""
-    for path in folder.glob("?*".join(LEFT)):
+    for path in folder.glob("?*".join(TEMPORARY)):
         shutil.rmtree(path, ignore_errors=True)
 
 
