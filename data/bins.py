@@ -25,7 +25,16 @@ from summary import report
 from tokenize_documents import batches_of, goes_to_val, tokenize
 from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
 from unfinished import complete_moves, only_writer, unfinished_in
-from write_files import OF_DATA_SET, SplitText, SplitWriter, atomic_folder, dtype_for, pack_ids, write_meta
+from write_files import (
+    OF_DATA_SET,
+    SplitText,
+    SplitWriter,
+    atomic_folder,
+    dtype_for,
+    pack_ids,
+    remove_leftovers,
+    write_meta,
+)
 
 from isogpt.common.console import visible
 from isogpt.data.dataset import read_dict
@@ -191,6 +200,7 @@ def prepare_text(
                 texts[split].add(part.encode())
                 counts[f"{split}_tokens"] = writer.tokens
             meta = write_meta(temporary, vocabulary, loaded.n_ids, source, texts, **counts)
+        remove_leftovers(folder)
     report(folder, meta)
 
 
@@ -231,6 +241,11 @@ def prepare_documents(
             return open_hub(dataset, selection, options, args.text_key, rows)
         return read_documents(args.data_files, args.text_key, args.document_separator, place), None
 
+    if args.tokenizer == "char":
+        raise ValueError(
+            "--tokenizer=char is for one text: use the prepare.py of data/shakespeare_char, or for documents "
+            "--train_tokenizer=257, which has an id for each byte"
+        )
     if isinstance(args.tokenizer, int):
         vocabulary = train_tokenizer(open_documents()[0], args.tokenizer)
     else:
@@ -244,6 +259,7 @@ def prepare_documents(
     with only_writer(folder):
         arguments = what_decides(args, source, vocabulary)
         if complete_moves(folder) == arguments:
+            print(f"note: {folder} is what an earlier start, which was interrupted at its end, has prepared")
             meta = read_dict(folder / "meta.json")
         else:
             source |= {"val_fraction": args.val_fraction, "seed": args.seed}

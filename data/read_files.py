@@ -39,7 +39,7 @@ PANDAS = {
 }
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 BATCH_ROWS = 1000
-BLOCK = 1 << 20  # characters of a .txt file that are read at once
+BLOCK = 1 << 20  # characters of a .txt file, or bytes of a .parquet file, that are read at once
 
 
 def read_documents(
@@ -197,7 +197,8 @@ def read_parquet(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
+        # by default, a column of a whole row group would be in memory, which may be as large as the file
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
             # None reads all columns, for the error message
             columns = [text_key] if text_key in table.schema_arrow.names else None
             batches = table.iter_batches(batch_size=BATCH_ROWS, columns=columns)

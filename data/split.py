@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import add_val_fraction, cut_for, run
 from count_bytes import count_bytes
-from write_files import atomic_files
+from write_files import atomic_files, remove_leftovers
 
 from isogpt.common.files import write_whole
 from isogpt.data.dataset import how_to_split, parts_of, read_dict, read_meta
@@ -62,6 +62,7 @@ def split(folder: Path, val_fraction: float) -> None:
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():
             files[name].writelines(part)
+    remove_leftovers(folder)
     if vocabulary_of_data(meta, folder) or "val_bytes" in meta:  # otherwise they need not be GPT-2's
         try:
             count_bytes(folder)

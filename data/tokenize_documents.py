@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
+ENDED = (EOFError, OSError)  # what a pipe raises if the other side has ended, also in the middle of a message
 IN_FLIGHT = 3  # batches for each process that wait for an earlier batch, at most
 
 
@@ -98,15 +100,16 @@ def tokenize(
     batches: Iterator[Batch], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
 ) -> Iterator[tuple[Batch, BatchIds]]:
     """
-    Yield each batch with its ids, in order. With one process, or a single batch, none is started.
+    Yield each batch with its ids, in order. No more processes are started than there are batches; with one
+    process, or a single batch, none is started.
 
     Raises:
         ValueError: a text cannot be encoded, or a process has ended.
     """
-    first = list(islice(batches, 2))
+    first = list(islice(batches, num_proc))
     batches = chain(first, batches)
-    if num_proc > 1 and len(first) == 2:
-        with tokenizing_processes(num_proc, vocabulary, special_tokens) as pipes:
+    if len(first) > 1:
+        with tokenizing_processes(len(first), vocabulary, special_tokens) as pipes:
             yield from in_order(batches, pipes)
     else:
         tokenizer = load(vocabulary, special_tokens)
@@ -126,7 +129,7 @@ def tokenizing_processes(
             pipe, other_end = context.Pipe()
             arguments = (other_end, vocabulary, special_tokens)
             process = context.Process(target=answer_batches, args=arguments, daemon=True)
-            process.start()
+            start_without_ctrl_c(process)
             other_end.close()
             pipes.append(pipe)
             processes.append(process)
@@ -138,11 +141,22 @@ def tokenizing_processes(
             process.join()
 
 
+def start_without_ctrl_c(process: BaseProcess) -> None:
+    """
+    Start a process that ignores Ctrl-C from its first moment on, as it inherits this: Ctrl-C reaches all
+    processes, and the main one ends the others.
+    """
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def answer_batches(pipe: Connection, vocabulary: Vocabulary, special_tokens: bool) -> None:
     """What a tokenizing process does, until the main process ends, which closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the main one ends the others
-    with suppress(EOFError, ConnectionError):
-        tokenizer = load(vocabulary, special_tokens)
+    tokenizer = load(vocabulary, special_tokens)
+    with suppress(*ENDED):
         while True:
             batch = pipe.recv()
             try:
@@ -186,7 +200,7 @@ def collect(busy: dict[Connection, Entry], idle: list[Connection]) -> None:
     for pipe in wait(list(busy)):
         try:
             answer = pipe.recv()
-        except (EOFError, ConnectionError) as error:
+        except ENDED as error:
             raise process_ended() from error
         if isinstance(answer, ValueError):
             raise answer
@@ -198,7 +212,7 @@ def send(pipe: Connection, batch: Batch) -> None:
     """Give a batch to a process. Raises ValueError if the process has ended."""
     try:
         pipe.send(batch)
-    except ConnectionError as error:
+    except ENDED as error:
         raise process_ended() from error
 
 

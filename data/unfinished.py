@@ -3,12 +3,13 @@ A data set of documents while it is written, in the folder unfinished.tmp. A jou
 the disk, so that the same command continues after a kill.
 """
 
+import errno
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +27,7 @@ FOLDER = "unfinished.tmp"
 JOURNAL = "journal.json"
 POSITIONS = "documents.bin"
 POSITION = np.dtype(np.int64)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit of the size of files
 EVERY = 1 << 25  # tokens between two entries in the journal: seconds of work
 SPLITS = ("train", "val")
 
@@ -44,6 +46,10 @@ def only_writer(folder: Path) -> Iterator[None]:
             advice = "wait for it, or set a different folder with --out="
             raise ValueError(f"a different prepare.py is writing to {folder}: {advice}")
         yield
+    except OSError as error:
+        if error.errno in FULL:  # these name no file
+            error.filename = error.filename or str(folder)
+        raise
     finally:
         os.close(descriptor)
 
@@ -198,8 +204,9 @@ class Unfinished:
 
     def stop(self) -> None:
         """After an error: keep what the journal counts, if anything."""
-        for file in (self.positions, *(writer.file for writer in self.writers.values())):
-            if file:
+        files = [self.positions, *(writer.file for writer in self.writers.values())]
+        for file in filter(None, files):
+            with suppress(OSError):  # a full disk has no space for what is buffered either
                 file.close()
         if read_journal(self.path):
             print(f"note: what is finished is kept in {self.path}: the same command continues")

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ LAST_SHARD = 999_999  # names with more digits would not be in order
 # what a new data set replaces, whether the earlier one consists of shards or not
 OF_DATA_SET = re.compile(r"(train|val)(_\d{6})?\.bin|documents\.bin|meta\.(json|pkl)")
 LAST_MOVED = ("documents", "val", "train")  # after the others
+TEMPORARY = ("unfinished.", ".tmp")  # how the names of temporary folders begin and end
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 
@@ -118,13 +120,19 @@ def sync(file: BinaryIO) -> None:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, whose files are moved to `folder` on exit: all or none, see `move_in`."""
-    with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
+    with TemporaryDirectory(prefix=TEMPORARY[0], suffix=TEMPORARY[1], dir=folder) as temporary:
         yield Path(temporary)
         names = os.listdir(temporary)
         for name in names:
             with open(Path(temporary, name), "rb") as file:
                 os.fsync(file.fileno())
         move_in(Path(temporary), folder, names)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of `atomic_folder` in processes that were killed."""
+    for path in folder.glob("?*".join(TEMPORARY)):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -477,10 +477,12 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
     assert "val.bin exists already: delete it" in divide()[1]
     (folder / "val.bin").unlink()
     assert "of 5,000 tokens leaves train.bin or val.bin empty" in divide("--val_fraction=0.99999")[1]
+    (folder / "unfinished.a.tmp").mkdir()  # as a kill leaves it
     for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
         assert divide(*args) == (0, "")
         train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
         assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
+        assert not list(folder.glob("*.tmp"))
 
     def killed(*_):
         raise KeyboardInterrupt

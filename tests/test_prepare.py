@@ -3,9 +3,12 @@
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
+import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -279,6 +282,14 @@ def test_a_process_that_ends_is_reported(source, tmp_path, monkeypatch):
         prepare(source, tmp_path / "out", "--num_proc=2")
 
 
+def test_a_process_that_ends_while_it_answers_is_reported():
+    pipe, other_end = multiprocessing.Pipe()
+    os.write(other_end.fileno(), struct.pack("!i", 100) + b"the beginning of 100 bytes")
+    other_end.close()
+    with pytest.raises(ValueError, match="a tokenizing process has ended"):
+        tokenize_documents.collect({pipe: None}, [])
+
+
 def killing(wait):
     """Kill the processes before the first answer is read."""
     from multiprocessing import active_children
@@ -290,6 +301,84 @@ def killing(wait):
         return wait(pipes)
 
     return waiting
+
+
+def test_no_more_processes_than_batches_and_all_ignore_ctrl_c(source, tmp_path, monkeypatch):
+    """From their first moment on, since imports that Ctrl-C interrupts print a traceback each."""
+    from multiprocessing import active_children
+
+    wait, numbers = tokenize_documents.wait, []
+
+    def counting(pipes):
+        numbers.append(len(active_children()))
+        for process in active_children():
+            status = Path(f"/proc/{process.pid}/status")
+            if status.exists():
+                ignored = re.search(r"SigIgn:\s*(\w+)", status.read_text())[1]
+                assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
+        return wait(pipes)
+
+    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(tokenize_documents, "wait", counting)
+    prepare(source, tmp_path / "out", "--num_proc=16")
+    assert numbers and set(numbers) == {2}
+
+
+def test_a_full_disk_leaves_nothing_behind(source, tmp_path):
+    """What is buffered does not fit either when the files are closed; the message names the folder."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError, match=f"too large: '{tmp_path / 'out'}"):
+            prepare(source, tmp_path / "out")
+
+    assert forked(limited) == 0
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_start_that_only_completes_says_so(source, tmp_path, monkeypatch, capsys):
+    """Since the documents may have changed after what was interrupted."""
+    import unfinished
+
+    def fails(*args):
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "move_in", fails)
+        with pytest.raises(OSError, match="interrupted"):
+            prepare(source, tmp_path / "out")
+    monkeypatch.setattr(tokenize_documents, "ids_of", fails)
+    prepare(source, tmp_path / "out")
+    assert "is what an earlier start, which was interrupted at its end," in capsys.readouterr().out
+
+
+def test_a_killed_prepare_of_a_text_is_cleaned_up(tmp_path):
+    """By the next one, since nothing of it is continued."""
+    text = [f"--out={tmp_path}"], lambda _: ("some text " * 20, {})
+    assert forked(killed_at, 2, bins.prepare_text, __file__, "", *text) == -signal.SIGKILL
+    assert list(tmp_path.glob("*.tmp"))
+    bins.prepare_text(__file__, "", *text)
+    assert set(contents(tmp_path)) == {"train.bin", "val.bin", "meta.json", "meta.pkl"}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_characters_are_for_one_text(source, tmp_path):
+    with pytest.raises(ValueError, match="data/shakespeare_char, or for documents --train_tokenizer=257"):
+        bins.prepare_documents(__file__, "", [f"--data_files={source}", "--tokenizer=char"], "", {})
+
+
+def test_a_row_group_of_parquet_is_streamed(tmp_path):
+    """A file may consist of one, which would need as much memory."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = np.random.default_rng(0).bytes(5_000_000).hex()  # which cannot be compressed to less than half
+    rows = [text[i : i + 500] for i in range(0, len(text), 500)]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", use_dictionary=False)
+    size, before = (tmp_path / "a.parquet").stat().st_size, pyarrow.total_allocated_bytes()
+    documents = bins.read_documents(str(tmp_path))
+    assert next(documents) == rows[0]
+    assert pyarrow.total_allocated_bytes() - before < size / 2
+    assert list(documents) == rows[1:]
 
 
 def test_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
@@ -322,7 +411,11 @@ def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in of_run):
         assert time.monotonic() < end
         time.sleep(0.05)
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    # in a small process, since what a process starts counts the memory of this one until it runs
+    measuring = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+    measuring += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    measured = [sys.executable, "-c", measuring, *command]
+    run = subprocess.run(measured, capture_output=True, text=True, check=True)
     assert "continuing at document " in run.stdout
     assert len(list((tmp_path / "out").glob("train_*.bin"))) > 20
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 400_000  # KB, of the largest process
+    assert int(run.stdout.split()[-1]) < 400_000  # KB, of the largest process

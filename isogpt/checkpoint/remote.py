@@ -255,7 +255,7 @@ def fetch_together(remote: RemoteStep, target: Path) -> str:
     """
     if is_main():
         size = sum(entry.get("bytes", 0) for entry in remote.manifest["files"].values())
-        console.print_to_stderr(f"downloading {remote.shown} ({size / 1e9:.3g} GB) to {target.parent}")
+        console.print_to_stderr(f"downloading {remote.shown} ({size / 1e6:,.1f} MB) to {target.parent}")
     if problem := broadcast(do_together(download_if, is_main(), remote, target)):
         return problem
     seen = gather_objects((place_of(target.parent), do_together(lacks, target)))

@@ -540,6 +540,8 @@ def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens
 def how_to_split(folder: Path) -> str:
     """What gives a data set without validation files a validation set."""
     train = files_of(folder, "train")
+    if not train:
+        return "give the folder that contains the data set"
     if len(train) == 1:
         return f"take it from the end of {train[0].name}: python {path_of_script('split.py')} {folder}"
     return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
