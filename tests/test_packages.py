@@ -212,7 +212,7 @@ def test_each_package_stands_in_the_file_of_its_use():
         lines = (REPO / file).read_text().splitlines()
         return {name_of(line) for line in lines if line and line[0] not in "#-"}
 
-    needed = {"torch", "numpy", "tiktoken", "wandb", "datasets", "matplotlib", "scipy"}
+    needed = {"torch", "numpy", "tiktoken", "wandb", "datasets", "matplotlib", "scipy", "tokenizers"}
     assert names("requirements.txt") == needed
     assert names("requirements-transformers.txt") == {"transformers"}
     assert names("requirements-tensorboard.txt") == {"tensorboard"}
