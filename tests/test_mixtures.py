@@ -129,7 +129,7 @@ def test_every_1000_sequences_have_the_proportions_and_every_epoch_each_window_o
 def test_a_single_data_set_draws_as_without_mixtures(three):
     for name in ("b", "b:3", str(three / "data/b")):
         data = open_dataset(name, BLOCK)
-        assert [*data.splits] == ["train", "val"] and data.describe_sources() == {}
+        assert [*data.splits] == ["train", "val"] and data.describe() == {}
         starts = reader_of(data, "shuffle", 4, shift=990).starts(5)
         assert (
             starts.tolist()
@@ -289,9 +289,8 @@ def test_what_a_resume_says(three):
     settings = train_defaults(data_order="shuffle")
 
     def said(now, was, **changes):
-        described = [open_dataset(name, BLOCK).describe_sources() for name in (now, was)]
-        ours = {"sources": described[1]} if described[1] else {}
-        run = {"config": settings | {"dataset": was}, "isogpt": {"shuffle_version": 2, **ours}}
+        described = [open_dataset(name, BLOCK).describe() for name in (now, was)]
+        run = {"config": settings | {"dataset": was}, "isogpt": {"shuffle_version": 2, **described[1]}}
         assert not problem_of_run(run | {"model_args": {}, "iter_num": 0, "best_val_loss": 1.0})
         return changes_of_curve(settings | {"dataset": now} | changes, run, described[0])
 
@@ -304,9 +303,9 @@ def test_what_a_resume_says(three):
     assert "dataset a:500,c:500 (was a), data_order random (was shuffle)" in note
     (note,) = said("b", "a:1,b:1")
     assert f"dataset b (was a:500,b:500){epoch}" in note
-    before = open_dataset("a:1,b:1", BLOCK).describe_sources()
+    before = open_dataset("a:1,b:1", BLOCK).describe()["sources"]
     run = {"config": settings, "isogpt": {"shuffle_version": 2, "sources": before}}
-    (note,) = changes_of_curve(settings, run, before | {"b": before["b"] | {"digest": "other"}})
+    (note,) = changes_of_curve(settings, run, {"sources": before | {"b": before["b"] | {"digest": "other"}}})
     assert f"with other tokens in b of dataset a:500,b:500{epoch}" in note
     for sources in ({"a": 1}, {"a": {"digest": 1, "of_1000": 5}}, {"a": {"digest": "x"}}, {5: before["b"]}):
         run = {"model_args": {}, "config": {}, "isogpt": {"sources": sources}}

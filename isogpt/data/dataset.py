@@ -25,6 +25,7 @@ from isogpt.data.windows import Windows
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
+PART = 2**18  # ids that are read at a time of all ids of a file
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -165,22 +166,25 @@ class Dataset:
         """What metrics.jsonl records of the validation text."""
         return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
 
-    def describe_sources(self) -> dict[str, dict]:
-        """What a checkpoint records of a mixture, by name; {} for a single source."""
-        described = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
-        return described if self.is_mixture else {}
+    def describe(self) -> dict[str, dict]:
+        """
+        What a checkpoint records of the data besides the digest: of a mixture, `sources`, and of windows that
+        begin with a document, `documents`, both by the source's name.
+        """
+        sources = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
+        described = {
+            "sources": sources if self.is_mixture else {},
+            "documents": {name: windows.digest for name, windows in self.documents.items()},
+        }
+        return {name: value for name, value in described.items() if value}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
         facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
-        if self.is_mixture:
-            facts["the data's sources"] = self.describe_sources()
+        facts |= {f"the data's {name}": value for name, value in self.describe().items()}
         if self.further:
             digests = {one.name: digest_of({"val": one.val}) for one in self.further}
             facts["the digest of eval_datasets"] = digests
-        if self.documents:
-            digests = {name: digest_of({"train": windows.index}) for name, windows in self.documents.items()}
-            facts["the digest of documents.bin"] = digests
         return facts
 
 
@@ -550,33 +554,41 @@ def highest_id(tokens: Tokens, vocab_size: int) -> int:
     Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
     when it is read). Raises DataError if an id is outside the vocabulary.
     """
-    lowest = highest = 0
-    for part in parts_of(tokens) if len(tokens) <= 2**26 else [samples(tokens, 1000)]:
-        lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-    check_ids(highest, vocab_size, tokens.path, lowest)
-    return highest
+    if len(tokens) > 2**26:
+        return check_ids(samples(tokens, 1000), vocab_size, tokens, sample_starts(tokens, 1000))
+    parts = enumerate(parts_of(tokens))
+    return max(check_ids(part, vocab_size, tokens, np.array([i * PART])) for i, part in parts)
 
 
-def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> None:
+def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.ndarray) -> int:
     """
-    Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque
-    error.
+    Return the highest id in windows (len(starts), length) of `tokens`. Raises DataError if an id is outside
+    the vocabulary: on a GPU the embedding would fail with an opaque error.
     """
+    lowest, highest = int(windows.min()), int(windows.max())
+    if lowest >= 0 and highest < vocab_size:
+        return highest
+    row, column = np.unravel_index(windows.argmin() if lowest < 0 else windows.argmax(), windows.shape)
+    path = tokens.file_at(int(starts[row] + column))
     if lowest < 0:
         raise DataError(
             f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
         )
-    if highest >= vocab_size:
+    raise DataError(f"{path} holds token id {highest}, but {about_id(highest, vocab_size, path)}")
+
+
+def about_id(highest: int, vocab_size: int, path: Path) -> str:
+    """What to do about a file that contains an id outside the vocabulary."""
+    advice = (
+        f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or the "
+        "metadata next to it is wrong: prepare it again"
+    )
+    if highest >= MOST_IDS:
         advice = (
-            f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or "
-            "the metadata next to it is wrong: prepare it again"
+            'no tokenizer has so many ids: declare the dtype of its ids, as in {"dtype": "uint16"} in '
+            f"{path.with_name('meta.json')}, or prepare it again"
         )
-        if highest >= MOST_IDS:
-            advice = (
-                'no tokenizer has so many ids: declare the dtype of its ids, as in {"dtype": "uint16"} in '
-                f"{path.with_name('meta.json')}, or prepare it again"
-            )
-        raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
+    return f"the vocabulary size is {vocab_size}: {advice}"
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:
@@ -590,12 +602,16 @@ def digest_of(splits: dict[str, Tokens]) -> str:
 
 def samples(tokens: Tokens, n: int) -> np.ndarray:
     """n evenly spaced samples of a file: 4096 tokens each, or all of a shorter file."""
-    starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
-    return tokens.read(starts, min(4096, len(tokens)))
+    return tokens.read(sample_starts(tokens, n), min(4096, len(tokens)))
+
+
+def sample_starts(tokens: Tokens, n: int) -> np.ndarray:
+    """Where `samples` begin."""
+    return np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
 
 
 def parts_of(tokens: Tokens, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most 2**18."""
+    """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most PART."""
     end = len(tokens) if end is None else end
-    for start in range(begin, end, 2**18):
-        yield tokens.read(np.array([start]), min(2**18, end - start))
+    for start in range(begin, end, PART):
+        yield tokens.read(np.array([start]), min(PART, end - start))

@@ -167,6 +167,10 @@ class Shard:
         """
         return opened(self).read(starts, length)
 
+    def file_at(self, position: int) -> Path:
+        """The file that contains the id at `position`: this one."""
+        return self.path
+
 
 @lru_cache(maxsize=MOST_OPEN)
 def opened(shard: Shard) -> TokenFile:
@@ -234,6 +238,8 @@ def find_shard(path: Path, declared: str | None) -> Shard:
     start, status = read_start(path, HEADER_READ)
     found = format_of(path, start, status.st_size, declared)
     size, dtype = status.st_size - found.offset, np.dtype(found.dtype)
+    if size == 0 < found.offset:
+        raise ValueError(f"{path} contains no tokens, as its header says: delete it, or write it again")
     if size == 0 or size % dtype.itemsize:
         problem = f"{path} contains {size} bytes, not a multiple of {dtype.itemsize} ({dtype})"
         problem = problem if size else f"{path} is empty"
