@@ -4,6 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,8 +182,20 @@ def test_names_of_mixtures(three):
     assert open_dataset("x:3:1,b:1", BLOCK).quotas == [500, 500]
 
 
+def test_a_mixture_longer_than_the_name_of_a_file(three):
+    names = [f"{'long' * 10}{i}" for i in range(9)]
+    for name in names:
+        write(three / "data" / name, np.arange(30), train=np.arange(30), vocab_size=50)
+    assert len(",".join(names)) > 255 and len(open_dataset(",".join(names), BLOCK).sources) == 9
+    with pytest.raises(ValueError, match=r"no train.bin in data/x+:x.*; prepared data sets: a, b, c, long"):
+        open_dataset(f"{300 * 'x'}:x:1,a:1", BLOCK)
+    with pytest.raises(ValueError, match=r"no train.bin in data/~nosuch/x or "):
+        open_dataset("~nosuch/x", BLOCK)
+
+
 def test_mixtures_that_are_refused(three, at, capsys):
     write(three / "elsewhere/a", np.arange(30), train=np.arange(30))
+    Path("data/link").symlink_to("a")
     for name, message in {
         "a:1,b": "gives no weight to b: type a weight after each name, such as --dataset=a:1,b:1, or after",
         "a:0,b:1": "'0' is not a positive number, and there is no folder a:0: type NAME:WEIGHT",
@@ -193,8 +206,9 @@ def test_mixtures_that_are_refused(three, at, capsys):
         "a:x,b:1": "'x' is not a positive",
         "a:1,b:1e9": "a is 1e-06 of each 1,000 sequences of the mixture, which is rounded to 0: give it",
         "a:1,data/a:2": "contains data/a twice: name it once, with the sum of the weights",
+        "a:1,link:2": r"contains data/link twice \(data/a is the same folder\): name it once",
         "a:1,elsewhere/a:2": "losses are reported by the folder's name, 'a': rename one",
-        "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c",
+        "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c, link",
     }.items():
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)

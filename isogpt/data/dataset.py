@@ -3,15 +3,17 @@
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from isogpt.common.console import visible
+from isogpt.common.console import shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
 from isogpt.data import tokenizer
 from isogpt.data.documents import DocumentWindows, windows_of
@@ -120,7 +122,7 @@ class Dataset:
         of_sources = tuple(source.validation for source in self.sources) if self.is_mixture else ()
         return of_sources + self.further
 
-    @property
+    @cached_property
     def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
         val = {} if self.is_mixture else {"val": self.val}
@@ -343,21 +345,23 @@ def find_sources(name: str) -> dict[Path, Fraction | None]:
     Raises:
         ValueError: a folder is missing, is named twice, or is called like another one; or see parse_mixture.
     """
-    found = {}
+    found, weights = {}, {}  # by the folder's name
     for part, weight in parse_mixture(name, is_folder):
         folder = find_dataset(part)
-        for other in found:
-            if folder.resolve() == other.resolve():
-                raise ValueError(
-                    f"--dataset={name} contains {folder} twice: name it once, with the sum of the weights"
-                )
-            if folder.resolve().name == other.resolve().name:
-                raise ValueError(
-                    f"--dataset={name} contains {other} and {folder}, but losses are reported by the "
-                    f"folder's name, {folder.resolve().name!r}: rename one of the folders"
-                )
-        found[folder] = weight
-    return dict(sorted(found.items(), key=lambda item: item[0].resolve().name))
+        label = folder.resolve().name
+        other = found.setdefault(label, folder)
+        if label in weights and folder.resolve() == other.resolve():
+            alike = f" ({other} is the same folder)" if folder != other else ""
+            raise ValueError(
+                f"--dataset={name} contains {folder} twice{alike}: name it once, with the sum of the weights"
+            )
+        if label in weights:
+            raise ValueError(
+                f"--dataset={name} contains {other} and {folder}, but losses are reported by the folder's "
+                f"name, {label!r}: rename one of the folders"
+            )
+        weights[label] = weight
+    return {found[label]: weights[label] for label in sorted(found)}
 
 
 def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
@@ -435,13 +439,13 @@ def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[Ev
 
 def places_of(name: str) -> list[Path]:
     """The folders that data set `name` may be in, the first choice first."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
 
 
 def is_folder(name: str) -> bool:
     """Whether a folder has this name, though its files may not be prepared."""
-    return any(place.is_dir() for place in places_of(name))
+    return any(map(os.path.isdir, places_of(name)))
 
 
 def find_dataset(name: str, split: str = "train") -> Path:
@@ -456,7 +460,7 @@ def find_dataset(name: str, split: str = "train") -> Path:
     for place in places:
         if files_of(place, split):
             return place
-    prepared = f"prepared data sets: {', '.join(prepared_datasets(split)) or 'none'}"
+    prepared = f"prepared data sets: {shortened(prepared_datasets(split), 20) or 'none'}"
     advice = [*map(how_to_prepare, places), *(advice_about_names(place, split) for place in places), prepared]
     raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {next(filter(None, advice))}")
 
