@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from isogpt.parallel.mesh import Mesh
 
 sys.path.insert(0, str(REPO / "data"))
 import count_bytes
+import find_documents
 import split
 
 BLOCK = 16
@@ -278,6 +280,24 @@ def test_bytes_of_validation_shards(folder):
     count_bytes.count_bytes(folder)
     recorded = json.loads((folder / "meta.json").read_text())
     assert (recorded["val_bytes"], recorded["val_tokens"]) == (18, 18)
+
+
+def test_folders_without_files(folder):
+    for script in count_bytes.count_bytes, partial(find_documents.find_documents, token=0):
+        with pytest.raises(ValueError, match=r"\.bin does not exist; give the folder that contains the token"):
+            script(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every folder")
+def test_folders_that_cannot_be_read(folder):
+    write(folder)
+    folder.chmod(0)
+    try:
+        refused("data/text cannot be read: Permission denied")
+        with pytest.raises(ValueError, match="no train.bin in data/nosuch .*; prepared data sets: none"):
+            open_dataset("nosuch", BLOCK)
+    finally:
+        folder.chmod(0o700)
 
 
 # ------------------------------------------------------------------------------------------------------------

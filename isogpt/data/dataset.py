@@ -468,8 +468,8 @@ def find_dataset(name: str, split: str = "train") -> Path:
 def prepared_datasets(split: str = "train") -> list[str]:
     """Names of the data sets that contain files of a split."""
     roots = (Path("data"), REPOSITORY / "data")
-    folders = (folder for root in roots for folder in root.glob("*/") if files_of(folder, split))
-    return sorted({visible(folder.name) for folder in folders})
+    folders = [folder for root in roots for folder in root.glob("*/") if os.access(folder, os.R_OK)]
+    return sorted({visible(folder.name) for folder in folders if files_of(folder, split)})
 
 
 def read_meta(folder: Path) -> dict:
@@ -546,8 +546,10 @@ def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens
 
 
 def how_to_split(folder: Path) -> str:
-    """What gives a data set without validation files a validation set."""
+    """What to do about a folder without token files of a split: what gives it a validation set."""
     train = files_of(folder, "train")
+    if not train:
+        return "give the folder that contains the token files"
     if len(train) == 1:
         return f"take it from the end of {train[0].name}: python {path_of_script('split.py')} {folder}"
     return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
