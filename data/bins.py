@@ -28,7 +28,7 @@ from unfinished import complete_moves, only_writer, unfinished_in
 from write_files import OF_DATA_SET, SplitText, SplitWriter, atomic_folder, dtype_for, pack_ids, write_meta
 
 from isogpt.common.console import visible
-from isogpt.data.dataset import read_dict
+from isogpt.data.data_folder import read_dict
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
 from isogpt.options.values import problem_of_folder

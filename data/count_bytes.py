@@ -14,7 +14,8 @@ from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.dataset import GPT2_VOCAB, open_tokens, parts_of, read_dict, read_meta
+from isogpt.data.data_folder import open_tokens, read_dict, read_meta
+from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import bytes_by_id
 from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
 

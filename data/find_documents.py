@@ -17,7 +17,8 @@ from bins import run
 from count_bytes import record
 
 from isogpt.common.files import write_whole
-from isogpt.data.dataset import GPT2_VOCAB, open_split, parts_of, read_meta
+from isogpt.data.data_folder import open_split, read_meta
+from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.documents import FILE
 from isogpt.data.token_array import Tokens
 from isogpt.data.tokenizer import load

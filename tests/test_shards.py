@@ -17,8 +17,9 @@ import pytest
 import torch
 from runs import REPO, TINY, column, default_plan
 
-from isogpt.data import dataset, shards
-from isogpt.data.dataset import digest_of, find_dataset, highest_id, open_dataset, parts_of, prepared_datasets
+from isogpt.data import data_folder, dataset, shards
+from isogpt.data.data_folder import find_dataset, prepared_datasets
+from isogpt.data.dataset import digest_of, highest_id, open_dataset, parts_of
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.shards import MOST_OPEN, files_of, notes_about_files, opened
 from isogpt.data.token_array import TokenArray
@@ -39,7 +40,7 @@ CUTS = [2500, 2501, 2503, 2510, 3700, 3705, 3709, 4990]  # a window crosses up t
 def folder(tmp_path, monkeypatch):
     """An empty data/text in the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path / "repository")
+    monkeypatch.setattr(data_folder, "REPOSITORY", tmp_path / "repository")
     Path("data/text").mkdir(parents=True)
     return Path("data/text")
 
@@ -284,7 +285,7 @@ def test_bytes_of_validation_shards(folder):
 
 def test_folders_without_files(folder):
     for script in count_bytes.count_bytes, partial(find_documents.find_documents, token=0):
-        with pytest.raises(ValueError, match=r"\.bin does not exist; give the folder that contains the token"):
+        with pytest.raises(ValueError, match=r"\.bin does not exist; give the folder that contains"):
             script(folder)
 
 
