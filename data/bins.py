@@ -37,7 +37,7 @@ from write_files import (
 )
 
 from isogpt.common.console import visible
-from isogpt.data.dataset import read_dict
+from isogpt.data.data_folder import read_dict
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
 from isogpt.options.values import problem_of_folder

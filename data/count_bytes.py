@@ -14,7 +14,8 @@ from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.dataset import GPT2_VOCAB, open_tokens, parts_of, read_dict, read_meta
+from isogpt.data.data_folder import open_tokens, read_dict, read_meta
+from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import bytes_by_id
 from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
 
@@ -29,11 +30,11 @@ def count_bytes(folder: Path) -> None:
     """
     meta = read_meta(folder)
     size = meta.get("vocab_size", 0)
+    tokens, text = open_tokens(folder, "val", meta, size), SplitText()
     vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
     table, end = bytes_by_id(vocabulary), None
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = {token: i for i, token in table.items()}.get(vocabulary.end_of_text.encode())
-    tokens, text = open_tokens(folder, "val", meta, size), SplitText()
     for part in parts_of(tokens):
         try:
             pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]

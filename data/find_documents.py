@@ -17,7 +17,8 @@ from bins import run
 from count_bytes import record
 
 from isogpt.common.files import write_whole
-from isogpt.data.dataset import GPT2_VOCAB, open_split, parts_of, read_meta
+from isogpt.data.data_folder import open_split, read_meta
+from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.documents import FILE
 from isogpt.data.token_array import Tokens
 from isogpt.data.tokenizer import load
@@ -26,7 +27,7 @@ from isogpt.data.vocabulary import GPT2_IDS, Vocabulary, gpt2_or_unknown, vocabu
 
 def find_documents(folder: Path, token: int | None) -> None:
     """
-    Write documents.bin, and its number of positions to meta.json.
+    Write documents.bin, and its number of positions and that of the tokens to meta.json.
 
     Args:
         token: the id with which documents begin or end; None: the end-of-text token of the vocabulary.
@@ -49,7 +50,8 @@ def find_documents(folder: Path, token: int | None) -> None:
             raise ValueError(f"{problem}: {advice()}")
         positions.seek(0)
         write_whole(path, positions)
-    record(folder, {"train_documents": count})  # a kill before this leaves a count that train.py refuses
+    # a kill before this leaves a count that train.py refuses, as it does other numbers of tokens
+    record(folder, {"train_documents": count, "searched_tokens": len(tokens)})
     mean = len(tokens) / count
     print(f"{path}: {count:,} documents of {mean:,.0f} tokens on average, separated by token {token}")
 

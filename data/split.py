@@ -18,7 +18,8 @@ from count_bytes import count_bytes
 from write_files import atomic_files, remove_leftovers
 
 from isogpt.common.files import write_whole
-from isogpt.data.dataset import how_to_split, parts_of, read_dict, read_meta
+from isogpt.data.data_folder import how_to_split, read_dict, read_meta
+from isogpt.data.dataset import parts_of
 from isogpt.data.shards import files_of, open_files
 from isogpt.data.token_files import declared_dtype
 from isogpt.data.vocabulary import vocabulary_of_data

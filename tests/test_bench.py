@@ -15,7 +15,7 @@ import torch
 from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
 
 from configurator import settings_of
-from isogpt.data import dataset
+from isogpt.data import data_folder
 from isogpt.speed import step_report
 from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import reason_for
@@ -483,7 +483,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     ],
 )
 def test_mistakes_are_reported_at_once(at, capsys, args, messages):
-    at.set(dataset, "REPOSITORY", at.path)  # where no data set is prepared
+    at.set(data_folder, "REPOSITORY", at.path)  # where no data set is prepared
     errors = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args]).err.splitlines()
     assert len(errors) == len(messages) and all(map(str.__contains__, errors, messages)), errors
 

@@ -7,8 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from runs import REPO, TINY
+from runs import REPO, TINY, train_defaults
 
+from isogpt.checkpoint.source import problem_of_run
 from isogpt.checkpoint.start import OF_UPDATES, changes_of_curve
 from isogpt.data import documents
 from isogpt.data.dataset import open_dataset
@@ -147,7 +148,12 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
     meta = json.loads((folder / "meta.json").read_text())
-    assert meta == {"dtype": "uint16", "vocab_size": END + 1, "train_documents": 60}
+    assert meta == {
+        "dtype": "uint16",
+        "vocab_size": END + 1,
+        "train_documents": 60,
+        "searched_tokens": len(ids),
+    }
     data = open_dataset(str(folder), BLOCK, data_order="documents")
     (windows,) = (source.windows for source in data.sources)
     starts = windows.starts(np.arange(len(windows)))
@@ -178,7 +184,7 @@ def test_ranks_compare_documents(tmp_path):
         begins[-1:].tofile(folder / "documents.bin")
         np.concatenate([[0], begins[-2:]]).tofile(folder / "documents.bin")
         data = open_dataset(str(folder), BLOCK, data_order="documents")
-        digests.append(data.facts()["the digest of documents.bin"][name])
+        digests.append(data.facts()["the data's documents"][name])
     assert digests[0] != digests[1]
 
 
@@ -222,6 +228,10 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     assert "483 bytes" in refusal(folder)
     find_documents.main([str(folder), f"--id={END}"])
     assert len(open_dataset(str(folder), BLOCK, data_order="documents").sources[0].windows) > 10
+    with open(folder / "train.bin", "ab") as f:
+        f.write(np.array([5, END], np.uint16).tobytes())
+    said = refusal(folder)
+    assert f"is of {len(ids)} tokens, but train contains {len(ids) + 2}" in said and said.endswith(command)
 
 
 def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
@@ -285,6 +295,35 @@ def test_a_resume_says_that_windows_are_cut_anew():
     assert "block_size 8 (was 16)" in sentence
     (sentence,) = changes_of_curve(config, {"config": config | {"data_order": "shuffle"}}, {})
     assert "data_order documents (was shuffle)" in sentence
+
+
+def test_a_resume_says_that_documents_have_changed(tmp_path):
+    ids = np.array(ids_of_documents(False))
+    begins = np.append(0, np.flatnonzero(ids == END)[:-1])
+    folder = write(tmp_path / "data", ids, {"train_documents": 60})
+
+    def described(begins):
+        begins.tofile(folder / "documents.bin")
+        changed(folder, train_documents=len(begins))
+        return open_dataset(str(folder), BLOCK, data_order="documents").describe()
+
+    config = train_defaults(data_order="documents", block_size=BLOCK)
+    now, before = described(begins), described(begins[begins != begins[30]])
+    assert [*now] == ["documents"] and open_dataset(str(folder), BLOCK).describe() == {}
+
+    def said(data, recorded, **was):
+        run = {"config": config | was, "isogpt": recorded}
+        assert not problem_of_run(run | {"model_args": {}, "iter_num": 0, "best_val_loss": 1.0})
+        return changes_of_curve(config, run, data)
+
+    assert said(now, now) == said(now, {}) == []
+    (sentence,) = said(now, before)
+    other = "windows that begin with other documents of data"
+    assert sentence == f"this run continues with {other}: the loss curve changes"
+    (sentence,) = said(now, before, block_size=4)
+    assert "block_size 8 (was 4):" in sentence and other not in sentence
+    (sentence,) = said({}, before, data_order="shuffle")
+    assert other not in sentence
 
 
 def test_a_run_reads_documents(zygote, tmp_path):

@@ -23,7 +23,8 @@ SMALL = [
     "--batch_size=4",
     "--dtype=float32",
     "--device=cpu",
-    "--dataset=not_there",
+    "--dataset=not_there:1,nor_there:2",
+    "--data_order=documents",
     "--eval_iters=1",
 ]
 MEMORY = r"^  (parameters|gradients|optimizer state|activations, temporary|total) +([\d.e-]+) +([\d.e-]+)$"

@@ -527,10 +527,10 @@ UNREADABLE = """
 from isogpt.data import dataset, reader
 from isogpt.monitor import run_report
 check_ids, report_step, is_late = dataset.check_ids, run_report.RunReport.step, []
-def check(highest, vocab_size, path, *lowest):
-    if is_late and path.name == "SPLIT.bin" and os.environ.get("RANK", "1") == "1":
-        raise dataset.DataError(f"{path} has been truncated since the start of the run")
-    check_ids(highest, vocab_size, path, *lowest)
+def check(windows, vocab_size, tokens, starts):
+    if is_late and tokens.path.name == "SPLIT.bin" and os.environ.get("RANK", "1") == "1":
+        raise dataset.DataError(f"{tokens.path} has been truncated since the start of the run")
+    check_ids(windows, vocab_size, tokens, starts)
 def noted(report, *args):
     if report.progress.step == LAST:
         is_late.append(True)

@@ -25,8 +25,9 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
-from isogpt.data import dataset
-from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset, read_meta
+from isogpt.data import data_folder
+from isogpt.data.data_folder import read_meta
+from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.token_files import DataError, TokenFile
 from isogpt.data.windows import EvenWindows, permuted, random_windows, shuffled_windows
@@ -363,7 +364,7 @@ def fails(window):
 def folder(tmp_path, monkeypatch):
     """data/text in the working folder: 100 and 50 tokens, highest id 89, no metadata."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path / "repository")
+    monkeypatch.setattr(data_folder, "REPOSITORY", tmp_path / "repository")
     return write_data(tmp_path / "data" / "text")
 
 
@@ -503,7 +504,7 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     working.mkdir()
     monkeypatch.chdir(working)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(dataset, "REPOSITORY", repository)
+    monkeypatch.setattr(data_folder, "REPOSITORY", repository)
     beside = write_data(repository / "data" / "text")
     assert open_dataset("text", BLOCK).folder == open_dataset("data/text", BLOCK).folder == beside
     write_data(working / "data" / "text", highest=77)  # the working folder's takes precedence

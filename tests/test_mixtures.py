@@ -4,6 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_every_1000_sequences_have_the_proportions_and_every_epoch_each_window_o
 def test_a_single_data_set_draws_as_without_mixtures(three):
     for name in ("b", "b:3", str(three / "data/b")):
         data = open_dataset(name, BLOCK)
-        assert [*data.splits] == ["train", "val"] and data.describe_sources() == {}
+        assert [*data.splits] == ["train", "val"] and data.describe() == {}
         starts = reader_of(data, "shuffle", 4, shift=990).starts(5)
         assert (
             starts.tolist()
@@ -181,8 +182,20 @@ def test_names_of_mixtures(three):
     assert open_dataset("x:3:1,b:1", BLOCK).quotas == [500, 500]
 
 
+def test_a_mixture_longer_than_the_name_of_a_file(three):
+    names = [f"{'long' * 10}{i}" for i in range(9)]
+    for name in names:
+        write(three / "data" / name, np.arange(30), train=np.arange(30), vocab_size=50)
+    assert len(",".join(names)) > 255 and len(open_dataset(",".join(names), BLOCK).sources) == 9
+    with pytest.raises(ValueError, match=r"no train.bin in data/x+:x.*; prepared data sets: a, b, c, long"):
+        open_dataset(f"{300 * 'x'}:x:1,a:1", BLOCK)
+    with pytest.raises(ValueError, match=r"no train.bin in data/~nosuch/x or "):
+        open_dataset("~nosuch/x", BLOCK)
+
+
 def test_mixtures_that_are_refused(three, at, capsys):
     write(three / "elsewhere/a", np.arange(30), train=np.arange(30))
+    Path("data/link").symlink_to("a")
     for name, message in {
         "a:1,b": "gives no weight to b: type a weight after each name, such as --dataset=a:1,b:1, or after",
         "a:0,b:1": "'0' is not a positive number, and there is no folder a:0: type NAME:WEIGHT",
@@ -193,8 +206,9 @@ def test_mixtures_that_are_refused(three, at, capsys):
         "a:x,b:1": "'x' is not a positive",
         "a:1,b:1e9": "a is 1e-06 of each 1,000 sequences of the mixture, which is rounded to 0: give it",
         "a:1,data/a:2": "contains data/a twice: name it once, with the sum of the weights",
+        "a:1,link:2": r"contains data/link twice \(data/a is the same folder\): name it once",
         "a:1,elsewhere/a:2": "losses are reported by the folder's name, 'a': rename one",
-        "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c",
+        "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c, link",
     }.items():
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)
@@ -289,9 +303,8 @@ def test_what_a_resume_says(three):
     settings = train_defaults(data_order="shuffle")
 
     def said(now, was, **changes):
-        described = [open_dataset(name, BLOCK).describe_sources() for name in (now, was)]
-        ours = {"sources": described[1]} if described[1] else {}
-        run = {"config": settings | {"dataset": was}, "isogpt": {"shuffle_version": 2, **ours}}
+        described = [open_dataset(name, BLOCK).describe() for name in (now, was)]
+        run = {"config": settings | {"dataset": was}, "isogpt": {"shuffle_version": 2, **described[1]}}
         assert not problem_of_run(run | {"model_args": {}, "iter_num": 0, "best_val_loss": 1.0})
         return changes_of_curve(settings | {"dataset": now} | changes, run, described[0])
 
@@ -304,9 +317,9 @@ def test_what_a_resume_says(three):
     assert "dataset a:500,c:500 (was a), data_order random (was shuffle)" in note
     (note,) = said("b", "a:1,b:1")
     assert f"dataset b (was a:500,b:500){epoch}" in note
-    before = open_dataset("a:1,b:1", BLOCK).describe_sources()
+    before = open_dataset("a:1,b:1", BLOCK).describe()["sources"]
     run = {"config": settings, "isogpt": {"shuffle_version": 2, "sources": before}}
-    (note,) = changes_of_curve(settings, run, before | {"b": before["b"] | {"digest": "other"}})
+    (note,) = changes_of_curve(settings, run, {"sources": before | {"b": before["b"] | {"digest": "other"}}})
     assert f"with other tokens in b of dataset a:500,b:500{epoch}" in note
     for sources in ({"a": 1}, {"a": {"digest": 1, "of_1000": 5}}, {"a": {"digest": "x"}}, {5: before["b"]}):
         run = {"model_args": {}, "config": {}, "isogpt": {"sources": sources}}

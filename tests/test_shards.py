@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ import pytest
 import torch
 from runs import REPO, TINY, column, default_plan
 
-from isogpt.data import dataset, shards
-from isogpt.data.dataset import digest_of, find_dataset, highest_id, open_dataset, parts_of, prepared_datasets
-from isogpt.data.reader import Reader
+from isogpt.data import data_folder, dataset, shards
+from isogpt.data.data_folder import find_dataset, prepared_datasets
+from isogpt.data.dataset import digest_of, highest_id, open_dataset, parts_of
+from isogpt.data.reader import Reader, read_rows
 from isogpt.data.shards import MOST_OPEN, files_of, notes_about_files, opened
 from isogpt.data.token_array import TokenArray
 from isogpt.data.token_files import DataError, TokenFile
@@ -26,6 +28,7 @@ from isogpt.parallel.mesh import Mesh
 
 sys.path.insert(0, str(REPO / "data"))
 import count_bytes
+import find_documents
 import split
 
 BLOCK = 16
@@ -37,7 +40,7 @@ CUTS = [2500, 2501, 2503, 2510, 3700, 3705, 3709, 4990]  # a window crosses up t
 def folder(tmp_path, monkeypatch):
     """An empty data/text in the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path / "repository")
+    monkeypatch.setattr(data_folder, "REPOSITORY", tmp_path / "repository")
     Path("data/text").mkdir(parents=True)
     return Path("data/text")
 
@@ -280,6 +283,24 @@ def test_bytes_of_validation_shards(folder):
     assert (recorded["val_bytes"], recorded["val_tokens"]) == (18, 18)
 
 
+def test_folders_without_files(folder):
+    for script in count_bytes.count_bytes, partial(find_documents.find_documents, token=0):
+        with pytest.raises(ValueError, match=r"\.bin does not exist; give the folder that contains"):
+            script(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every folder")
+def test_folders_that_cannot_be_read(folder):
+    write(folder)
+    folder.chmod(0)
+    try:
+        refused("data/text cannot be read: Permission denied")
+        with pytest.raises(ValueError, match="no train.bin in data/nosuch .*; prepared data sets: none"):
+            open_dataset("nosuch", BLOCK)
+    finally:
+        folder.chmod(0o700)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # files that are refused
 
@@ -297,6 +318,8 @@ def test_shards_that_do_not_belong_together(folder):
             content(third, "npy")[:-1],
             "contains 141 bytes, but the header announces 7 tokens, that is 142 bytes",
         ),
+        (content(third[:0], "llm.c"), "contains no tokens, as its header says: delete it, or write it"),
+        (content(third[:0], "npy"), "contains no tokens, as its header says: delete it"),
         (b"123", "contains 3 bytes, not a multiple of 2"),
         (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS"),
         (b"\x1f\x8b\x08" + bytes(9), "is compressed by gzip: type: gzip -d < train_000003.bin"),
@@ -365,6 +388,33 @@ def test_shards_that_change_during_the_run(folder):
     os.truncate("moved", 998)
     with pytest.raises(DataError, match=message + "has been truncated since the start of the run"):
         train.read(np.array([1490]), 17)
+
+
+def test_an_id_outside_the_vocabulary_names_its_shard(folder):
+    """At the start, and while it is read; also of a mixture."""
+    paths = write(folder, cuts=range(500, 5000, 500), dtype=np.int32)
+    (folder.parent / "other").mkdir()
+    write(folder.parent / "other", ids=IDS[:900], cuts=[])
+    (folder / "meta.json").write_text('{"dtype": "int32"}')
+    for place, value, message in (
+        (0, 60000, r"but the vocabulary size is 50304: set --vocab_size=60001 or more"),
+        (499, -1, "remove the ids below 0"),
+        (7, 2**24, r"but .*, as in {.*} in data/text/meta\.json"),
+    ):
+        ids = IDS.astype(np.int32)
+        ids[1500 + place] = value
+        paths[3].write_bytes(IDS.astype(np.int32)[1500:2000].tobytes())
+        status, all_data = paths[3].stat(), [open_dataset(name, BLOCK) for name in ("text", "text:1,other:1")]
+        paths[3].write_bytes(ids[1500:2000].tobytes())
+        os.utime(paths[3], ns=(status.st_atime_ns, status.st_mtime_ns))  # as if it had not been noticed
+        opened.cache_clear()
+        message = rf"^data/text/train_000003\.bin holds token id {value}[:,] {message}"
+        for data in all_data:
+            starts = data.begins[-1] + np.array([40, 1500 + place - 5])
+            with pytest.raises(DataError, match=message):
+                read_rows(data.train, starts, 8, vocab_size=50304)
+            read_rows(data.train, starts[:1], 8, vocab_size=50304)
+        refused(message)
 
 
 @pytest.mark.parametrize("name", ["my_text_document", "train_text_document", "train"])

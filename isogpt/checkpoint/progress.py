@@ -32,7 +32,7 @@ class Progress:
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
     kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
-    sources: dict[str, dict] = field(default_factory=dict)  # of a mixture, see Dataset.describe_sources
+    data: dict[str, dict] = field(default_factory=dict)  # see Dataset.describe
 
     def begin(
         self,
@@ -41,7 +41,7 @@ class Progress:
         source: OpenCheckpoint | None,
         kind_of_device: dict[str, str],
         bytes_per_token: float | None = None,
-        sources: dict[str, dict] | None = None,
+        data: dict[str, dict] | None = None,
     ) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
@@ -50,11 +50,11 @@ class Progress:
             digest: of the data. It determines, with settings in `config`, the run's validation losses.
             kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
             bytes_per_token: of the validation text; None: not known.
-            sources: of a mixture, see Dataset.describe_sources.
+            data: see Dataset.describe.
         """
         self.measures = what_is_measured(config, digest, bytes_per_token)
         self.kind_of_device = kind_of_device
-        self.sources = sources or {}
+        self.data = data or {}
         return self.load(source) if source else []
 
     def load(self, source: OpenCheckpoint) -> list[str]:
@@ -131,7 +131,7 @@ class Progress:
             "shares": list(self.shares),
             "kind_of_device": self.kind_of_device,
             "shuffle_version": SHUFFLE_VERSION,
-            **({"sources": self.sources} if self.sources else {}),
+            **self.data,
         }
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.dataset import Dataset, EvalDataset, common_vocabulary, find_sources, read_metadata
+from isogpt.data.data_folder import read_metadata
+from isogpt.data.dataset import Dataset, EvalDataset, common_vocabulary, find_sources
 from isogpt.data.vocabulary import (
     Vocabulary,
     check_size,

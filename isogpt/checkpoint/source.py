@@ -30,6 +30,7 @@ OF_CONFIG = dict.fromkeys(("gradient_accumulation_steps", "batch_size", "block_s
 OF_CONFIG |= {"optimizer": str, "dataset": str}
 OF_ISOGPT = {
     "best_step": int,
+    "documents": dict,
     "dtype": str,
     "kind_of_device": dict,
     "left_out": list,

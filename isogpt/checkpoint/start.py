@@ -84,7 +84,7 @@ class Start:
             )
             args = self.model_args(config, data.vocab_size)
             files = [note for source in data.sources for note in notes_about_files(source.folder)]
-            changes = differences(config, args, self.checkpoint, self.is_resume, data.describe_sources())
+            changes = differences(config, args, self.checkpoint, self.is_resume, data.describe())
             return vocabulary, changes + notes + files
 
     def check(self, model: nn.Module) -> None:
@@ -186,7 +186,7 @@ def differences(
     model_args: dict,
     source: OpenCheckpoint | None,
     is_resume: bool = False,
-    sources: dict[str, dict] | None = None,
+    data: dict[str, dict] | None = None,
 ) -> list[str]:
     """
     Describe settings that differ from the model's or the checkpoint's, a sentence for each.
@@ -194,7 +194,7 @@ def differences(
     Args:
         model_args: the fields of GPTConfig of the model that the run starts with.
         source: the checkpoint that contains the model, if there is one.
-        sources: of a mixture, see Dataset.describe_sources.
+        data: see Dataset.describe.
     """
     model, sentences = settings_of_model(model_args, config), []
     names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
@@ -210,15 +210,16 @@ def differences(
         sentences.append(
             f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
         )
-    return sentences + (changes_of_curve(config, source.run, sources or {}) if is_resume else [])
+    return sentences + (changes_of_curve(config, source.run, data or {}) if is_resume else [])
 
 
-def changes_of_curve(config: dict, run: dict, sources: dict[str, dict]) -> list[str]:
+def changes_of_curve(config: dict, run: dict, data: dict[str, dict]) -> list[str]:
     """
     Describe in what a resumed run differs from the run before, whose checkpoint contains `run`, in what it
-    reads or how it updates the weights, all in one sentence. For `sources`, see `differences`.
+    reads or how it updates the weights, all in one sentence. For `data`, see `differences`.
     """
-    before, sources_before = run["config"], run.get("isogpt", {}).get("sources", {})
+    before, recorded = run["config"], run.get("isogpt", {})
+    sources, sources_before = data.get("sources", {}), recorded.get("sources", {})
     is_mixture = bool(sources or sources_before)
     names = [*["dataset"] * (not is_mixture), "seed", "data_order", *OF_UPDATES]
     if {config["data_order"], before.get("data_order")} & {"shuffle", "documents"}:  # windows are cut anew
@@ -231,12 +232,20 @@ def changes_of_curve(config: dict, run: dict, sources: dict[str, dict]) -> list[
     if was != now:
         pairs.insert(0, f"{now} sequences per step (was {was})")
     is_shuffled = config["data_order"] == before.get("data_order") == "shuffle"
-    if is_shuffled and run.get("isogpt", {}).get("shuffle_version", 1) != SHUFFLE_VERSION:
+    if is_shuffled and recorded.get("shuffle_version", 1) != SHUFFLE_VERSION:
         pairs.append(
             "data_order shuffle in a different order (of a different version of isoGPT), in which this epoch "
             "repeats some windows and leaves out others"
         )
+    if "block_size" not in changed and (other := other_documents(data, recorded)):
+        pairs.append(f"windows that begin with other documents of {', '.join(map(visible, other))}")
     return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []
+
+
+def other_documents(data: dict[str, dict], recorded: dict) -> list[str]:
+    """The names of sources whose windows of documents are not those that a checkpoint has recorded."""
+    now, before = data.get("documents", {}), recorded.get("documents", {})
+    return [name for name in now if now[name] != before.get(name, now[name])]
 
 
 def change_of_sources(config: dict, before: dict, sources: dict, sources_before: dict) -> str:

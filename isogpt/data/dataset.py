@@ -1,31 +1,36 @@
-"""A data set on disk: find, open and check the files of token ids, and read the metadata."""
+"""The data of a run: one data set or a mixture, whose tokens are opened and checked."""
 
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from isogpt.common.console import visible
-from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
 from isogpt.data import tokenizer
+from isogpt.data.data_folder import (
+    Metadata,
+    find_dataset,
+    is_folder,
+    open_split,
+    read_meta,
+    read_metadata,
+    text_facts,
+)
 from isogpt.data.documents import DocumentWindows, windows_of
 from isogpt.data.mixture import PER, parse_mixture, quotas_of
-from isogpt.data.shards import advice_about_names, files_of, how_to_prepare, open_files
 from isogpt.data.token_array import TokenArray, Tokens
-from isogpt.data.token_files import DataError, declared_dtype
+from isogpt.data.token_files import DataError
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 from isogpt.data.windows import Windows
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
-META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
-SHA256 = re.compile("[0-9a-f]{64}")
+PART = 2**18  # ids that are read at a time of all ids of a file
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Dataset:
         of_sources = tuple(source.validation for source in self.sources) if self.is_mixture else ()
         return of_sources + self.further
 
-    @property
+    @cached_property
     def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
         val = {} if self.is_mixture else {"val": self.val}
@@ -165,22 +170,25 @@ class Dataset:
         """What metrics.jsonl records of the validation text."""
         return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
 
-    def describe_sources(self) -> dict[str, dict]:
-        """What a checkpoint records of a mixture, by name; {} for a single source."""
-        described = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
-        return described if self.is_mixture else {}
+    def describe(self) -> dict[str, dict]:
+        """
+        What a checkpoint records of the data besides the digest: of a mixture, `sources`, and of windows that
+        begin with a document, `documents`, both by the source's name.
+        """
+        sources = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
+        described = {
+            "sources": sources if self.is_mixture else {},
+            "documents": {name: windows.digest for name, windows in self.documents.items()},
+        }
+        return {name: value for name, value in described.items() if value}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
         facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
-        if self.is_mixture:
-            facts["the data's sources"] = self.describe_sources()
+        facts |= {f"the data's {name}": value for name, value in self.describe().items()}
         if self.further:
             digests = {one.name: digest_of({"val": one.val}) for one in self.further}
             facts["the digest of eval_datasets"] = digests
-        if self.documents:
-            digests = {name: digest_of({"train": windows.index}) for name, windows in self.documents.items()}
-            facts["the digest of documents.bin"] = digests
         return facts
 
 
@@ -190,26 +198,6 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
     None if its length in bytes is not known (0).
     """
     return loss / math.log(2) * tokens / text_bytes if text_bytes else None
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What the files next to the token files of a folder say."""
-
-    folder: Path
-    content: dict  # see read_meta
-    vocabulary: Vocabulary | None  # None: they do not say what the ids mean
-    vocab_size: int  # 0: they do not say
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read what a folder says of its token ids. Raises ValueError if a file cannot be read."""
-    meta = read_meta(folder)
-    vocabulary = vocabulary_of_data(meta, folder)
-    vocab_size = meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)
-    if not isinstance(vocab_size, int):
-        raise ValueError(f"the metadata in {folder}: vocab_size is {vocab_size!r}, not an integer")
-    return Metadata(folder, meta, vocabulary, vocab_size)
 
 
 def open_dataset(
@@ -339,21 +327,23 @@ def find_sources(name: str) -> dict[Path, Fraction | None]:
     Raises:
         ValueError: a folder is missing, is named twice, or is called like another one; or see parse_mixture.
     """
-    found = {}
+    found, weights = {}, {}  # by the folder's name
     for part, weight in parse_mixture(name, is_folder):
         folder = find_dataset(part)
-        for other in found:
-            if folder.resolve() == other.resolve():
-                raise ValueError(
-                    f"--dataset={name} contains {folder} twice: name it once, with the sum of the weights"
-                )
-            if folder.resolve().name == other.resolve().name:
-                raise ValueError(
-                    f"--dataset={name} contains {other} and {folder}, but losses are reported by the "
-                    f"folder's name, {folder.resolve().name!r}: rename one of the folders"
-                )
-        found[folder] = weight
-    return dict(sorted(found.items(), key=lambda item: item[0].resolve().name))
+        label = folder.resolve().name
+        other = found.setdefault(label, folder)
+        if label in weights and folder.resolve() == other.resolve():
+            alike = f" ({other} is the same folder)" if folder != other else ""
+            raise ValueError(
+                f"--dataset={name} contains {folder} twice{alike}: name it once, with the sum of the weights"
+            )
+        if label in weights:
+            raise ValueError(
+                f"--dataset={name} contains {other} and {folder}, but losses are reported by the folder's "
+                f"name, {label!r}: rename one of the folders"
+            )
+        weights[label] = weight
+    return {found[label]: weights[label] for label in sorted(found)}
 
 
 def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
@@ -386,20 +376,6 @@ def how_to_mix(one: Metadata, other: Metadata) -> str:
     return "Run the prepare.py of both with the same tokenizer, such as --tokenizer=gpt2"
 
 
-def text_facts(meta: dict, folder: Path) -> dict:
-    """
-    The length and the digest of the validation text, as Dataset contains them. Raises ValueError if the
-    metadata contains something else under their names.
-    """
-    size, digest = meta.get("val_bytes", 0), meta.get("val_text", "")
-    advice = f"prepare the data set again, or type: python {path_of_script('count_bytes.py')} {folder}"
-    if type(size) is not int or size < 0:
-        raise ValueError(f"val_bytes in {folder / 'meta.json'} is {size!r}, not a number of bytes: {advice}")
-    if not isinstance(digest, str) or (digest and not SHA256.fullmatch(digest)):
-        raise ValueError(f"val_text in {folder / 'meta.json'} is {digest!r}, not a SHA-256: {advice}")
-    return {"val_bytes": size, "val_text": digest}
-
-
 def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[EvalDataset, ...]:
     """
     Open further validation sets: the files of val suffice. Whether their ids mean what the model's ids mean
@@ -429,156 +405,46 @@ def open_eval_datasets(names: str, block_size: int, vocab_size: int) -> tuple[Ev
     return tuple(further.values())
 
 
-def places_of(name: str) -> list[Path]:
-    """The folders that data set `name` may be in, the first choice first."""
-    path = Path(name).expanduser()
-    return list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
-
-
-def is_folder(name: str) -> bool:
-    """Whether a folder has this name, though its files may not be prepared."""
-    return any(place.is_dir() for place in places_of(name))
-
-
-def find_dataset(name: str, split: str = "train") -> Path:
-    """
-    Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
-    the folder.
-
-    Raises:
-        ValueError: none of these folders contains files of the split, see shards.files_of.
-    """
-    places = places_of(name)
-    for place in places:
-        if files_of(place, split):
-            return place
-    prepared = f"prepared data sets: {', '.join(prepared_datasets(split)) or 'none'}"
-    advice = [*map(how_to_prepare, places), *(advice_about_names(place, split) for place in places), prepared]
-    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {next(filter(None, advice))}")
-
-
-def prepared_datasets(split: str = "train") -> list[str]:
-    """Names of the data sets that contain files of a split."""
-    roots = (Path("data"), REPOSITORY / "data")
-    folders = (folder for root in roots for folder in root.glob("*/") if files_of(folder, split))
-    return sorted({visible(folder.name) for folder in folders})
-
-
-def read_meta(folder: Path) -> dict:
-    """
-    Read a data set's metadata: meta.json, which prepare.py writes, over the vocabulary in nanoGPT's meta.pkl;
-    empty if there is neither file. The pickle may contain only plain values: nothing in it runs.
-
-    Raises:
-        ValueError: one of the files cannot be read, or a meta.pkl does not contain a vocabulary.
-    """
-    pkl, ours = folder / "meta.pkl", folder / "meta.json"
-    content = read_dict(pkl) if pkl.exists() else {}
-    meta = {name: content[name] for name in META_PKL if name in content}
-    if ours.exists():
-        meta |= read_dict(ours)
-    if content and not meta.keys() & {*META_PKL, "tokenizer"}:
-        problem = f"{pkl} contains neither vocab_size nor stoi nor itos, which nanoGPT reads"
-        raise ValueError(f'{problem}: write {{"vocab_size": N}} with the number of ids to {ours}')
-    return meta
-
-
-def read_dict(path: Path) -> dict:
-    """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
-    try:
-        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else parse_json(read_utf8(path))
-        if not isinstance(content, dict):
-            raise TypeError(f"it holds a {type(content).__name__}, not a dict")
-    except Exception as e:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{path} cannot be read: {e}") from e
-    return content
-
-
-def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> Tokens:
-    """
-    Open the files of train or val.
-
-    Args:
-        vocab_size: the size in the metadata or the settings; 0: unknown.
-
-    Raises:
-        ValueError: the files are missing, too short, of an unknown format or not as long as prepare.py has
-            recorded.
-    """
-    tokens = open_tokens(folder, split, meta, vocab_size)
-    recorded = meta.get(f"{split}_tokens", len(tokens))
-    if recorded != len(tokens):  # some of the files were copied or written separately
-        problem = f"{tokens.path} contains {len(tokens)} tokens, but meta.json says {recorded}"
-        raise ValueError(f"{problem}: they come from different prepare.py runs; prepare the data set again")
-    if len(tokens) < block_size + 1:
-        need = f"block_size {block_size} needs {block_size + 1} or more"
-        shorter = f"set --block_size={len(tokens) - 1} or less, or " if len(tokens) > 1 else ""
-        more = (
-            "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
-        )
-        raise ValueError(f"{tokens.path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
-    return tokens
-
-
-def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens:
-    """
-    Open the files of a split, whatever their length.
-
-    Args:
-        vocab_size: the size in the metadata or the settings; 0: unknown.
-
-    Raises:
-        ValueError: the files are missing, see `how_to_split`, or cannot be opened, see shards.open_files.
-    """
-    files = files_of(folder, split)
-    if not files:
-        advice = how_to_prepare(folder) or advice_about_names(folder, split) or how_to_split(folder)
-        raise ValueError(f"{folder / split}.bin does not exist; {advice}")
-    return open_files(files, declared_dtype(meta, folder), vocab_size)
-
-
-def how_to_split(folder: Path) -> str:
-    """What gives a data set without validation files a validation set."""
-    train = files_of(folder, "train")
-    if not train:
-        return "give the folder that contains the data set"
-    if len(train) == 1:
-        return f"take it from the end of {train[0].name}: python {path_of_script('split.py')} {folder}"
-    return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
-
-
 def highest_id(tokens: Tokens, vocab_size: int) -> int:
     """
     Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
     when it is read). Raises DataError if an id is outside the vocabulary.
     """
-    lowest = highest = 0
-    for part in parts_of(tokens) if len(tokens) <= 2**26 else [samples(tokens, 1000)]:
-        lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-    check_ids(highest, vocab_size, tokens.path, lowest)
-    return highest
+    if len(tokens) > 2**26:
+        return check_ids(samples(tokens, 1000), vocab_size, tokens, sample_starts(tokens, 1000))
+    parts = enumerate(parts_of(tokens))
+    return max(check_ids(part, vocab_size, tokens, np.array([i * PART])) for i, part in parts)
 
 
-def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> None:
+def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.ndarray) -> int:
     """
-    Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque
-    error.
+    Return the highest id in windows (len(starts), length) of `tokens`. Raises DataError if an id is outside
+    the vocabulary: on a GPU the embedding would fail with an opaque error.
     """
+    lowest, highest = int(windows.min()), int(windows.max())
+    if lowest >= 0 and highest < vocab_size:
+        return highest
+    row, column = np.unravel_index(windows.argmin() if lowest < 0 else windows.argmax(), windows.shape)
+    path = tokens.file_at(int(starts[row] + column))
     if lowest < 0:
         raise DataError(
             f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
         )
-    if highest >= vocab_size:
+    raise DataError(f"{path} holds token id {highest}, but {about_id(highest, vocab_size, path)}")
+
+
+def about_id(highest: int, vocab_size: int, path: Path) -> str:
+    """What to do about a file that contains an id outside the vocabulary."""
+    advice = (
+        f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or the "
+        "metadata next to it is wrong: prepare it again"
+    )
+    if highest >= MOST_IDS:
         advice = (
-            f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or "
-            "the metadata next to it is wrong: prepare it again"
+            'no tokenizer has so many ids: declare the dtype of its ids, as in {"dtype": "uint16"} in '
+            f"{path.with_name('meta.json')}, or prepare it again"
         )
-        if highest >= MOST_IDS:
-            advice = (
-                'no tokenizer has so many ids: declare the dtype of its ids, as in {"dtype": "uint16"} in '
-                f"{path.with_name('meta.json')}, or prepare it again"
-            )
-        raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
+    return f"the vocabulary size is {vocab_size}: {advice}"
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:
@@ -592,12 +458,16 @@ def digest_of(splits: dict[str, Tokens]) -> str:
 
 def samples(tokens: Tokens, n: int) -> np.ndarray:
     """n evenly spaced samples of a file: 4096 tokens each, or all of a shorter file."""
-    starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
-    return tokens.read(starts, min(4096, len(tokens)))
+    return tokens.read(sample_starts(tokens, n), min(4096, len(tokens)))
+
+
+def sample_starts(tokens: Tokens, n: int) -> np.ndarray:
+    """Where `samples` begin."""
+    return np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
 
 
 def parts_of(tokens: Tokens, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most 2**18."""
+    """Yield the ids from `begin` to `end`, by default all, in parts (1, tokens) of at most PART."""
     end = len(tokens) if end is None else end
-    for start in range(begin, end, 2**18):
-        yield tokens.read(np.array([start]), min(2**18, end - start))
+    for start in range(begin, end, PART):
+        yield tokens.read(np.array([start]), min(PART, end - start))

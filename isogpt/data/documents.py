@@ -5,6 +5,7 @@ documents.bin contains the positions in train at which documents begin, as int64
 data/find_documents.py writes it.
 """
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ class DocumentWindows:
 
     def __init__(self, index: Tokens, n_tokens: int, block_size: int) -> None:
         self.index, self.n_tokens, self.block_size = index, n_tokens, block_size
-        counts, covered = [], 0
+        counts, covered, digest = [], 0, hashlib.sha256()
         sections = np.arange(-(-len(index) // SECTION))
         for part in np.split(sections, range(AT_ONCE, len(sections), AT_ONCE)):
             begins = self.begins_of(part)
@@ -50,6 +51,8 @@ class DocumentWindows:
             is_first = self.begin_windows(begins)
             counts.append(is_first.sum(axis=1))
             covered += self.covered_by(begins, is_first)
+            digest.update(begins[is_first])
+        self.digest = digest.hexdigest()[:12]  # of where windows begin
         self.ends = np.cumsum(np.concatenate(counts))  # (sections,): the windows up to the end of each
         self.left_out = n_tokens - covered  # tokens that no window reads as input
         self.repeated = len(self) * block_size - covered  # how many tokens more than that the windows contain
@@ -156,6 +159,9 @@ def open_index(folder: Path, train: Tokens, meta: dict) -> TokenFile:
     recorded = meta.get("train_documents")
     if not size or size / index.dtype.itemsize != recorded:
         problem = f"{path} contains {size} bytes, not the train_documents of meta.json, {recorded} of 8 bytes"
+        raise ValueError(f"{problem}: {how_to_find(path)}")
+    if meta.get("searched_tokens", len(train)) != len(train):  # train.bin has become longer or shorter since
+        problem = f"{path} is of {meta['searched_tokens']} tokens, but train contains {len(train)}"
         raise ValueError(f"{problem}: {how_to_find(path)}")
     places = np.linspace(0, len(index) - 1, 1000).astype(np.int64)
     begins = index.read(np.unique(places), 1)[:, 0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN, random_bits
-from isogpt.data.dataset import Dataset, check_ids
+from isogpt.data.dataset import MOST_IDS, Dataset, check_ids
 from isogpt.data.mixture import drawn_sources, spread_sources
 from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import DataError
@@ -25,17 +25,22 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 
 
 def read_rows(
-    tokens: Tokens, starts: np.ndarray, block_size: int, positions: Tensor | None = None
+    tokens: Tokens,
+    starts: np.ndarray,
+    block_size: int,
+    positions: Tensor | None = None,
+    vocab_size: int = MOST_IDS,
 ) -> tuple[Tensor, Tensor]:
     """
     Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
     padding row consists of zeros with targets of -1, and so does the end of a row that reaches beyond the end
-    of the file.
+    of the file. Raises DataError, see Tokens.read, and if an id is not below vocab_size.
     """
     padding = starts == PADDING
     begins = np.where(padding, 0, starts)
     beyond = np.maximum(begins + block_size + 1 - len(tokens), 0)
     windows = tokens.read(begins - beyond, block_size + 1).astype(np.int64)
+    check_ids(windows, vocab_size, tokens, begins - beyond)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     for row in np.flatnonzero(beyond):  # has been read to the end of the file, and moves to the left
         for values, padded in ((x, 0), (y, -1)):
@@ -203,9 +208,8 @@ class Reader:
         is_pinned = self.device.type == "cuda"
 
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
-            highest, vocab_size = max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"]
-            check_ids(highest, vocab_size, tokens.path, int(x.min()))
+            starts, vocab_size = share.pick(starts_of(step), micro_step), self.plan.model_args["vocab_size"]
+            x, y = read_rows(tokens, starts, self.block_size, positions, vocab_size)
             # copies to a GPU from memory that is not pinned block the CPU
             return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
 

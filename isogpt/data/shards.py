@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from functools import lru_cache, partial
@@ -45,7 +44,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     nanoGPT, else its shards. [] if there are none.
     """
     whole = folder / f"{split}.bin"
-    return [whole] if whole.exists() else shards_of(folder, split)
+    return [whole] if os.path.exists(whole) else shards_of(folder, split)
 
 
 def shards_of(folder: Path, split: str) -> list[Path]:
@@ -62,10 +61,16 @@ def shards_of(folder: Path, split: str) -> list[Path]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, in order, without hidden ones; [] if there is no such folder."""
-    with suppress(FileNotFoundError, NotADirectoryError):
+    """
+    The names in a folder, in order, without hidden ones; [] if there is no such folder. Raises ValueError if
+    it cannot be read.
+    """
+    if not os.path.isdir(folder):  # also of a mixture, whose text may be longer than a name
+        return []
+    try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    return []
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be read: {e.strerror}") from e
 
 
 def notes_about_files(folder: Path) -> list[str]:
@@ -137,7 +142,7 @@ def about_megatron(path: Path, target: Path) -> str:
 def how_to_prepare(folder: Path) -> str:
     """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
     script = folder / "prepare.py"
-    return f"run: python {script}" if script.exists() else ""
+    return f"run: python {script}" if os.path.exists(script) else ""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -166,6 +171,10 @@ class Shard:
         the start of the run.
         """
         return opened(self).read(starts, length)
+
+    def file_at(self, position: int) -> Path:
+        """The file that contains the id at `position`: this one."""
+        return self.path
 
 
 @lru_cache(maxsize=MOST_OPEN)
@@ -234,6 +243,8 @@ def find_shard(path: Path, declared: str | None) -> Shard:
     start, status = read_start(path, HEADER_READ)
     found = format_of(path, start, status.st_size, declared)
     size, dtype = status.st_size - found.offset, np.dtype(found.dtype)
+    if size == 0 < found.offset:
+        raise ValueError(f"{path} contains no tokens, as its header says: delete it, or write it again")
     if size == 0 or size % dtype.itemsize:
         problem = f"{path} contains {size} bytes, not a multiple of {dtype.itemsize} ({dtype})"
         problem = problem if size else f"{path} is empty"

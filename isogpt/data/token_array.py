@@ -19,6 +19,9 @@ class Tokens(Protocol):
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Read windows (len(starts), length) that begin at the ids `starts`. Raises DataError."""
 
+    def file_at(self, position: int) -> Path:
+        """The file that contains the id at `position`."""
+
 
 class TokenArray:
     """
@@ -56,6 +59,11 @@ class TokenArray:
         for row in np.flatnonzero(is_crossing).tolist():
             self.read_across(int(starts[row]), windows[row])
         return windows
+
+    def file_at(self, position: int) -> Path:
+        """The file that contains the id at `position`."""
+        number = int(np.searchsorted(self.ends, position, side="right"))
+        return self.parts[number].file_at(position - int(self.begins[number]))
 
     def read_across(self, start: int, window: np.ndarray) -> None:
         """Fill a window that several parts contain."""

@@ -96,6 +96,10 @@ class TokenFile:
             raise DataError(f"{self.path} has been truncated since the start of the run")
         return windows
 
+    def file_at(self, position: int) -> Path:
+        """The file that contains the id at `position`: this one."""
+        return self.path
+
     def read_at(self, begin: int, window: np.ndarray) -> int:
         """Fill a window from byte `begin`, or its beginning if the file ends. Returns the bytes read."""
         buffer, count = memoryview(window).cast("B"), 0

@@ -273,7 +273,7 @@ def start(config: dict, script: str) -> None:
             settings["local_steps"] = 1  # the second step averages
         if not is_prepared(config):
             write_random_tokens(Path(folder.name), config)
-            settings["dataset"] = folder.name
+            settings |= {"dataset": folder.name, "data_order": "random"}
         # PowerSGD begins later
         steps = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
         settings["max_iters"] = steps - 1

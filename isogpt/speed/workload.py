@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
+from isogpt.data.data_folder import prepared_datasets
+from isogpt.data.dataset import GPT2_VOCAB, open_dataset
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.nn.huggingface import GPT2
