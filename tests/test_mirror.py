@@ -468,7 +468,8 @@ def test_a_run_is_mirrored_to_a_server_of_s3(zygote, work, s3):  # noqa: F811
     assert "copied step_00000009 to s3://bucket/a/run" in text and "Unclosed" not in text
     fs.invalidate_cache()
     names = fs.find("bucket/a/run")
-    assert names == [f"bucket/a/run/step_00000009/{name}" for name in ("ckpt.pt", "manifest.json")]
+    whole = [f"step_00000009/{name}" for name in ("ckpt.pt", "manifest.json")]
+    assert names == [f"bucket/a/run/{name}" for name in ("mirror_owner", *whole)]
     fs.get("bucket/a/run", str(work / "back"), recursive=True)
     assert whole_steps(work / "back") == [9]
     again = zygote.train([*args, "--out_dir=other"], work, ok=False, env=env)
