@@ -93,13 +93,10 @@ class Saver:
 
             # long, since disks may be slow. The ranks connect in the first checkpoint: this limits that, too
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        self.mirror_step()  # the launch before may have been killed while it copied this one
-
-    def mirror_step(self) -> None:
-        """Copy the checkpoint of `step`, if there is one and it is not copied yet, to the mirror."""
-        folder = step_folder(self.run_folder.path, self.step)
-        if self.mirror and is_main() and read_manifest(folder):
-            self.mirror.request(folder)
+        resumed = step_folder(self.run_folder.path, self.step)
+        if self.mirror and is_main() and read_manifest(resumed):
+            # the launch before may have been killed while it copied this one; newer steps count no longer
+            self.mirror.request(resumed)
 
     @property
     def seconds_at_end(self) -> float:
@@ -337,4 +334,3 @@ class Saver:
         checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
         do_together(state.load, checkpoint, on_error=self.log.failed)
         self.step = state.step
-        self.mirror_step()  # after which newer steps do not count there either
