@@ -73,12 +73,11 @@ def choose_step(
     url: str, asked: int, beyond: int, damaged: dict[int, str]
 ) -> tuple[RemoteStep | None, RemoteStep | None, dict[int, str]]:
     """
-    Look at a URL for the newest step whose manifest is intact, and for the best one by that manifest. Raises
-    nearly any exception: see remote.reaching.
+    Find the newest step at a URL whose manifest is intact, and the best one by that manifest, among those
+    beyond a step, or only the one that is asked for (-1: any). Raises nearly any exception: see
+    remote.reaching.
 
     Args:
-        asked: only this step; -1: any.
-        beyond: only newer steps than this one.
         damaged: what is wrong with steps, as far as it is known.
 
     Returns:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from isogpt.checkpoint.manifest import parse_manifest, read_manifest, step_of
+from isogpt.checkpoint.manifest import read_manifest, step_of
 from isogpt.checkpoint.remote import (
     ABANDONED,
     MANIFEST,
@@ -30,7 +30,6 @@ from isogpt.checkpoint.remote import (
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
 from isogpt.common.console import duration
-from isogpt.common.files import read_utf8
 from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import do_together, is_main
 from isogpt.options.values import without_credentials
@@ -79,9 +78,7 @@ class Mirror:
     wanted: Path | None = None  # the step folder to copy next
     copying: Path | None = None  # the one that is being copied
     skipped: list[str] = field(default_factory=list)  # names of those that a newer one has replaced
-    idle: threading.Event = field(
-        default_factory=threading.Event
-    )  # set: there is nothing to do, and no thread
+    idle: threading.Event = field(default_factory=threading.Event)  # set: there is no thread
 
     def __post_init__(self) -> None:
         self.owner = uuid.uuid4().hex
@@ -112,10 +109,8 @@ class Mirror:
 
     def finish(self, seconds_left: float) -> None:
         """
-        At the end of a run, wait until nothing is left to copy, and report at a limit what is.
-
-        Args:
-            seconds_left: until the run must have ended.
+        Wait until nothing is left to copy, but not without a limit, and no longer than `seconds_left`; then
+        report what is left.
         """
         manifests = filter(None, map(read_manifest, self.held()))
         size = sum(entry.get("bytes", 0) for m in manifests for entry in m["files"].values())
@@ -168,8 +163,8 @@ class Mirror:
 
     def connect(self) -> str:
         """
-        Open the folder at the URL and claim it for this launch, unless this has succeeded before. Returns why
-        nothing may be copied there; '' if nothing is wrong.
+        Open the folder at the URL and claim it for this launch, unless that has been done. Returns why nothing
+        may be copied there; '' if it may.
         """
         remote = self.remote or open_url(self.url)
         is_first = self.start is None and not self.has_claimed
@@ -194,20 +189,20 @@ class Mirror:
         Copy a step folder and report it, unless it is there. If its files are there, since only the loss was
         recorded later, copy the manifest alone.
         """
-        began, step, text = time.perf_counter(), step_of(folder), read_utf8(folder / MANIFEST)
-        there, _ = self.remote.manifest(step)
-        manifest = parse_manifest(text)
-        files = manifest["files"]
+        began, step, manifest = time.perf_counter(), step_of(folder), read_manifest(folder)
+        there, files = self.remote.manifest(step)[0], manifest["files"]
         if there == manifest:
             return
-        is_missing = there.get("files") != files
-        if is_missing:
+        if there.get("files") == files:
+            return repeated(self.upload, folder / MANIFEST)
+        try:
             self.remove(step)
-            for name, entry in files.items():
-                repeated(self.upload, folder / name, entry["bytes"])
-        repeated(self.upload, folder / MANIFEST, len(text.encode()))
-        if not is_missing:
-            return
+            for name in (*files, MANIFEST):
+                repeated(self.upload, folder / name)
+        except Exception:
+            with suppress(Exception):  # makes room, as far as possible
+                self.remove(step)
+            raise
         size, self.seconds = sum(entry["bytes"] for entry in files.values()), time.perf_counter() - began
         text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
         if skipped:
@@ -215,8 +210,8 @@ class Mirror:
         facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": [*skipped]}
         self.outcomes.append(Outcome("mirror", text, step, facts))
 
-    def upload(self, path: Path, size: int) -> None:
-        """Upload a file of a step, whole or not at all. Raises OSError if its size is not `size` there."""
+    def upload(self, path: Path) -> None:
+        """Upload a file of a step, whole or not at all. Raises OSError if its size is different there."""
         files, final = self.remote.files, self.remote.path(step_of(path.parent), path.name)
         target = final
         if not self.remote.is_object_store:
@@ -224,7 +219,8 @@ class Mirror:
             target = f"{final}.tmp"
         files.put_file(str(path), target)
         files.invalidate_cache()
-        if (written := files.size(target)) != size:
+        size, written = path.stat().st_size, files.size(target)
+        if written != size:
             raise OSError(f"{path.name} has {written:,} bytes there, and {size:,} here")
         if target != final:
             files.mv(target, final)
@@ -245,15 +241,15 @@ class Mirror:
         no longer, as on the disk, see folder.continue_from. Then delete what the run's folder would not keep
         either, see commit.prune_checkpoints, and steps without a manifest.
         """
-        steps = self.remote.steps()
-        manifests = {step: self.remote.manifest(step)[0] for step in steps if step > newest["step"]}
-        for step in filter(manifests.get, manifests):
-            self.remote.files.mv(self.remote.path(step, MANIFEST), self.remote.path(step, ABANDONED))
+        steps, remote = self.remote.steps(), self.remote
+        for step in steps:
+            if step > newest["step"] and remote.manifest(step)[0]:
+                remote.files.mv(remote.path(step, MANIFEST), remote.path(step, ABANDONED))
         if not self.keep_last:
             return
-        manifests = {step: self.remote.manifest(step)[0] for step in steps if step <= newest["step"]}
+        manifests = {step: remote.manifest(step)[0] for step in steps if step <= newest["step"]}
         complete = [step for step, manifest in manifests.items() if manifest]
-        kept = {*complete[: self.keep_last], newest["best_step"], *([step_of(best)] if best else [])}
+        kept = {*complete[: self.keep_last], newest["best_step"], best and step_of(best)}
         for step in manifests.keys() - kept:
             if manifests[step].get("block_size", newest["block_size"]) == newest["block_size"]:
                 self.remove(step)
