@@ -163,8 +163,8 @@ class Mirror:
 
     def connect(self) -> str:
         """
-        Open the folder at the URL and claim it for this launch, unless that has been done. Returns why nothing
-        may be copied there; '' if it may.
+        Open the folder at the URL and claim it for this launch, unless that has been done. Returns why
+        nothing may be copied there, or ''.
         """
         remote = self.remote or open_url(self.url)
         is_first = self.start is None and not self.has_claimed
