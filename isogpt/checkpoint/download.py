@@ -97,9 +97,10 @@ def choose_step(
 
 def reports_of(url: str, problems: dict[int, str]) -> list[str]:
     """A sentence for each step that is not whole."""
-    states = {step: "not complete" if text == MISSING else "damaged" for step, text in problems.items()}
-    shown = without_credentials(url)
-    return [f"{shown}/{name_of(step)} is {state}: {problems[step]}" for step, state in states.items()]
+    shown, states = without_credentials(url), {MISSING: "not complete"}
+    return [
+        f"{shown}/{name_of(step)} is {states.get(text, 'damaged')}: {text}" for step, text in problems.items()
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def reports_of(url: str, problems: dict[int, str]) -> list[str]:
 
 def download(is_chosen: bool, step: RemoteStep, target: Path) -> str:
     """
-    Download a step into a new folder, on a rank that is step. Returns what is wrong with the step's files;
+    Download a step into a new folder, on a rank that is chosen. Returns what is wrong with the step's files;
     '' if the folder is there now. If it was there before, it is renamed, since its content is damaged.
 
     Raises:
