@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
+from isogpt.checkpoint.download import discard_weights, fetch_weights
 from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.remote import discard_weights, fetch_weights
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import advice_on_folder
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint

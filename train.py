@@ -70,9 +70,7 @@ compile = True  # torch.compile; not used on a CPU, or if it does not work on th
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 eval_only = False  # evaluate once, then exit
 # -- checkpoints ---------------------------------------------------------------------------------------------
-init_from = (
-    "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, folder, file, URL
-)
+init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a path, a URL
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------

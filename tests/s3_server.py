@@ -37,7 +37,8 @@ def s3():
                 time.sleep(0.05)
             import s3fs
 
-            s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+            s3fs.S3FileSystem.clear_instance_cache()  # of a server before
+            s3fs.S3FileSystem().mkdir("bucket")
             yield "s3://bucket"
         finally:
             server.kill()

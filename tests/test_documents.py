@@ -246,7 +246,7 @@ def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
 
 
 def test_a_folder_without_a_data_set_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"train.bin does not exist; give the folder that contains the token"):
+    with pytest.raises(ValueError, match=r"train.bin does not exist; give the folder that contains"):
         find_documents.main([str(tmp_path), "--id=9"])
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from runs import TINY, accepted, records, start_changed, wait_for
 from s3_server import environment, s3  # noqa: F401  (s3 is a fixture)
 
-from isogpt.checkpoint import mirror
+from isogpt.checkpoint import mirror, remote
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
@@ -25,11 +26,12 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     steps_in,
 )
-from isogpt.checkpoint.mirror import Mirror, check_url, start_mirror
+from isogpt.checkpoint.mirror import Mirror, start_mirror
 from isogpt.common.files import write_whole
 from isogpt.monitor.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
+LEFT = {*FILES, "manifest.json", "mirror_owner"}
 
 
 class Faulty(LocalFileSystem):
@@ -65,7 +67,7 @@ fsspec.register_implementation("faulty", Faulty, clobber=True)
 
 @pytest.fixture
 def at(monkeypatch):
-    monkeypatch.setattr(mirror, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
     return monkeypatch
 
@@ -89,12 +91,13 @@ def commit(out, step, best=0, keep_last=2, held=()):
 
 def copies(path, step=None, url="faulty://", keep_last=2):
     """A mirror of path/out at path/there."""
-    return Mirror(f"{url}{path}/there", path / "out", keep_last, step=step)
+    return Mirror(f"{url}{path}/there", path / "out", keep_last, step)
 
 
 def outcomes(mirror):
     assert mirror.idle.wait(60)
-    return [*iter(mirror.next_outcome, None)]
+    there, mirror.outcomes = [*mirror.outcomes], deque()
+    return there
 
 
 def whole_steps(folder):
@@ -115,7 +118,7 @@ def test_the_mirror_keeps_what_the_folder_keeps(tmp_path, at):
         (outcome,) = outcomes(copied)
         assert outcome.event == "mirror" and outcome.step == step and outcome.facts["bytes"] == 2800
     assert whole_steps(tmp_path / "there") == steps_in(tmp_path / "out") == [6, 5, 2]
-    assert {f.name for f in (tmp_path / "there").rglob("*.*")} == {*FILES, "manifest.json"}, "no leftovers"
+    assert {f.name for f in (tmp_path / "there").rglob("*") if f.is_file()} == LEFT, "no leftovers"
 
 
 def test_object_stores_get_files_under_their_names(tmp_path, at):
@@ -125,7 +128,7 @@ def test_object_stores_get_files_under_their_names(tmp_path, at):
         copied.request(commit(tmp_path / "out", step, best=1, keep_last=1))
         assert [o.event for o in outcomes(copied)] == ["mirror"]
     names = [f"{root}/step_{step:08d}/{name}" for step in (1, 3) for name in (*FILES, "manifest.json")]
-    assert sorted(fs.find(root)) == sorted(names)
+    assert sorted(fs.find(root)) == sorted([*names, f"{root}/mirror_owner"])
     newest = tmp_path / "out" / "step_00000003"
     assert all(fs.cat_file(f"{root}/{newest.name}/{n}") == (newest / n).read_bytes() for n in FILES)
 
@@ -180,10 +183,43 @@ def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
     again = copies(tmp_path, step=2)
     again.request(newest)
     assert outcomes(again) == [], "nothing is copied twice"
-    back = copies(tmp_path, step=1)
-    back.request(tmp_path / "out" / "step_00000001")
-    (warning,) = outcomes(back)
-    assert "contains step_00000002, which is beyond step 1" in warning.text
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at, keep_last):
+    """After a rollback or resume_step: a later start would return to them."""
+    copied, there = copies(tmp_path, keep_last=keep_last), tmp_path / "there"
+    for step in (1, 2, 3):
+        copied.request(commit(tmp_path / "out", step, keep_last=0))
+        outcomes(copied)
+    os.rename(tmp_path / "out/step_00000003", tmp_path / "out/damaged_step_00000003")
+    copied.request(tmp_path / "out/step_00000002")
+    assert outcomes(copied) == [] and whole_steps(there)[0] == 2
+    names = {file.name for file in (there / "step_00000003").iterdir()}
+    assert names == {*FILES, "abandoned_manifest.json"}
+    copied.request(commit(tmp_path / "out", 3, keep_last=0))
+    assert [o.step for o in outcomes(copied)] == [3] and whole_steps(there)[0] == 3
+
+
+def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
+    first, second = copies(tmp_path), Mirror(f"faulty://{tmp_path}/there", tmp_path / "2", 2, start=1)
+    first.request(commit(tmp_path / "out", 1))
+    outcomes(first)
+    second.request(commit(tmp_path / "2", 5))
+    outcomes(second)
+    first.request(commit(tmp_path / "out", 2))
+    (warning,) = outcomes(first)
+    assert "fails at step_00000002: a different run copies there now, and this one does not" in warning.text
+    assert whole_steps(tmp_path / "there") == [5, 1]
+
+
+def test_a_mirror_that_somebody_deletes_is_written_again(tmp_path, at):
+    copied = copies(tmp_path, keep_last=1)
+    for step in (1, 2, 3):
+        copied.request(commit(tmp_path / "out", step, best=1))
+        assert {o.event for o in outcomes(copied)} == {"mirror"}
+        assert whole_steps(tmp_path / "there") == sorted({step, 1}, reverse=True)
+        shutil.rmtree(tmp_path / "there")
 
 
 def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at):
@@ -231,7 +267,7 @@ def check_and_heal(path, at):
     copied.request(step_folder(path / "out", newest))
     assert all(o.event == "mirror" for o in outcomes(copied))
     assert whole_steps(path / "there") == sorted({newest, 1}, reverse=True)
-    assert {f.name for f in (path / "there").rglob("*.*")} == {*FILES, "manifest.json"}, "no leftovers"
+    assert {f.name for f in (path / "there").rglob("*") if f.is_file()} == LEFT, "no leftovers"
     shutil.rmtree(path)
     return steps
 
@@ -264,7 +300,7 @@ def test_a_failure_warns_once_for_each_checkpoint(tmp_path, at):
     attempts = []
 
     def fail(operation, path):
-        if "step" in path:
+        if "step" in path and operation == "put more":
             attempts.append(path)
             raise PermissionError(f"faulty://me:secret@{tmp_path} says no")
 
@@ -276,6 +312,7 @@ def test_a_failure_warns_once_for_each_checkpoint(tmp_path, at):
         (outcome,) = outcomes(copied)
         assert outcome.event == "mirror_failed" and f"fails at step_0000000{step}: " in outcome.text
         assert "says no; the next checkpoint is tried" in outcome.text and "secret" not in str(outcome)
+        assert not list((tmp_path / "there").glob("step_*")), "makes room"
     assert len(attempts) == 6, "three for each"
     at.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
     copied.request(commit(tmp_path / "out", 3))
@@ -290,17 +327,20 @@ def test_a_size_that_differs_is_noticed(tmp_path, at):
     assert "ckpt.pt has 1 bytes there, and 1,200 here" in outcome.text and not whole_steps(tmp_path / "there")
 
 
-def test_the_end_waits_with_a_limit(tmp_path, at, monkeypatch):
+def test_the_end_waits_with_a_limit(tmp_path, at, capsys):
     copied = copies(tmp_path)
-    assert copied.limit_s(1000.0) == mirror.PATIENCE_S and copied.about_rest(5.0) == ""
+    copied.finish(0.0)
     go = threading.Event()
     at.setattr(Faulty, "before", staticmethod(lambda operation, path: go.wait(60)))
     copied.request(commit(tmp_path / "out", 1))
     wait_for(copied.held)
-    assert 60.0 < copied.limit_s(1000.0) < 61.0 and copied.limit_s(3.0) == 3.0 and copied.limit_s(-3.0) == 0.0
-    assert re.fullmatch(r"copying step_00000001 to \S+: this may take up to 1:15", copied.about_rest(75.0))
-    copied.finish(0.01)
-    assert "it takes longer than 0:00, and the run ends" in copied.next_outcome().text
+    assert capsys.readouterr().err == "" and not copied.outcomes
+    for patience_s, seconds_left in ((0.1, 1000.0), (60.0, 0.1), (60.0, -3.0)):
+        at.setattr(mirror, "PATIENCE_S", patience_s)
+        copied.finish(seconds_left)
+        assert "it takes longer than 0:00, and the run ends" in copied.outcomes.popleft().text
+        err = capsys.readouterr().err
+        assert re.fullmatch(r"copying step_00000001 to \S+: this may take up to 0:00\n", err)
     go.set()
     copied.finish(60.0)
     assert [o.event for o in outcomes(copied)] == ["mirror"]
@@ -312,22 +352,24 @@ def test_the_end_waits_with_a_limit(tmp_path, at, monkeypatch):
 
 
 def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
+    fsspec.register_implementation("lacking", "no_such_package.fs.Class", clobber=True)
+    at.chdir(tmp_path)
     for url, advice in {
-        "/mnt/disk": "'/mnt/disk' is no URL: set --mirror= to one such as s3://bucket/run",
-        "s4://bucket/run": "fsspec does not know s4://: set --mirror=",
+        "s4://bucket/run": "fsspec does not know s4://: set a URL such as s3://bucket/run",
+        "lacking://bucket/run": "needs the package no_such_package: type pip install no_such_package",
     }.items():
         with pytest.raises(ValueError, match=re.escape(advice)):
-            check_url(url)
-    fsspec.register_implementation("lacking", "no_such_package.fs.Class")
-    with pytest.raises(
-        ValueError, match="lacking:// needs no_such_package: type pip install no_such_package"
-    ):
-        check_url("lacking://bucket/run")
-    with pytest.raises(
-        ValueError, match="mirror copies what save_checkpoint writes: set --save_checkpoint=True"
-    ):
-        accepted("train.py", "--mirror=s3://bucket/run", "--save_checkpoint=False")
+            remote.check_url(url)
+    for arguments, advice in {
+        "--mirror=/mnt/disk": "mirror is '/mnt/disk', which is no URL: set --mirror=s3://bucket/run or",
+        "--mirror=s3://bucket/run --save_checkpoint=False": "what save_checkpoint writes: set --save",
+        "--mirror=file://out": "mirror is in out_dir out, with which it is lost: set a URL",
+        f"--mirror=local://{tmp_path}/a/b/.. --out_dir=./a": "mirror is in out_dir ./a",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            accepted("train.py", *arguments.split())
     accepted("train.py", "--mirror=", "--save_checkpoint=False")
+    accepted("train.py", "--mirror=file://out-2", "--out_dir=out")
 
 
 def test_a_server_that_does_not_answer_is_only_reported(tmp_path, at):
@@ -335,13 +377,13 @@ def test_a_server_that_does_not_answer_is_only_reported(tmp_path, at):
     at.setattr(mirror, "START_S", 0.05)
     at.setattr(Faulty, "ls", lambda *args, **kw: go.wait(60) and [])
     start_mirror(copied)
-    assert "fails: no answer within 0.05 s; the next" in copied.next_outcome().text
+    assert "fails: no answer within 0.05 s; the next" in copied.outcomes.popleft().text
     go.set()
     at.setattr(Faulty, "pipe_file", lambda *args: 1 / 0)
     other = copies(tmp_path)
     at.setattr(mirror, "START_S", 60)
     start_mirror(other)
-    assert "fails: division by zero" in other.next_outcome().text
+    assert "fails: division by zero" in other.outcomes.popleft().text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -352,7 +394,7 @@ CHANGES = """
 import threading
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from isogpt.checkpoint import mirror
+from isogpt.checkpoint import mirror, remote
 
 class Odd(LocalFileSystem):
     protocol = ("odd",)
@@ -369,41 +411,24 @@ class Odd(LocalFileSystem):
         super().put_file(path1, path2)
 
 fsspec.register_implementation("odd", Odd)
-mirror.PAUSES_S, mirror.PATIENCE_S = (), 0.5
+remote.PAUSES_S, mirror.PATIENCE_S = (), 0.5
 """
 
 
-def test_a_mirror_that_fails_and_stalls_changes_and_ends_no_run(zygote, work):
-    ends = {}
-    for name, url in (
-        ("fails", f"odd://me:secret@host{work}/fails-there"),
-        ("works", f"file://{work}/there"),
-    ):
-        args = ["--max_iters=5", "--eval_interval=2", "--keep_last=1", "--exact=True", "--print_result=True"]
-        args += [f"--out_dir={name}", f"--mirror={url}"]
-        run = (
-            start_changed(zygote, CHANGES, args, work)
-            if name == "fails"
-            else zygote.start([*TINY, *args], work)
-        )
-        run.wait()
-        events = [r for r in records(work / name) if "event" in r]
-        ends[name] = run.text(), events, next(r["weights"] for r in events if r["event"] == "end")
-        assert "secret" not in run.text()
-        files = [path for path in (work / name).rglob("*.*") if path.is_file()]
-        assert not any(b"secret" in path.read_bytes() for path in files)
-    assert ends["fails"][2] == ends["works"][2]
-    text, events, _ = ends["fails"]
-    assert [r["iter"] for r in events if r["event"] == "mirror_failed"] == [2, 6]
-    there = f"odd://host{work}/fails-there"
+def test_a_mirror_that_fails_and_stalls_ends_no_run(zygote, work):
+    there = f"odd://host{work}/there"
+    args = ["--max_iters=5", "--eval_interval=2", "--keep_last=1", "--print_result=True", "--out_dir=out"]
+    url = there.replace("host", "me:secret@host")
+    text = start_changed(zygote, CHANGES, [*args, f"--mirror={url}"], work).wait().text()
+    files = [path for path in (work / "out").rglob("*.*") if path.is_file()]
+    assert "secret" not in text and not any(b"secret" in path.read_bytes() for path in files)
+    copied = [(r["event"], r["iter"]) for r in records(work / "out") if "mirror" in r.get("event", "")]
+    assert copied == [("mirror_failed", 2), ("mirror", 4), ("mirror_failed", 6)]
     refusal = f"{there}/step_00000002/ckpt.pt.tmp says no; the next checkpoint is tried"
     assert f"warning: the mirror {there} fails at step_00000002: {refusal}\n" in text
     assert f"copying step_00000006 to {there}: this may take up to 0:01\n" in text
     assert "fails at step_00000006: it takes longer than 0:01, and the run ends" in text
-    assert whole_steps(work / "fails-there") == [4]
-    text, events, _ = ends["works"]
-    assert [r["folder"] for r in events if r["event"] == "mirror"] == [f"step_0000000{n}" for n in (2, 4, 6)]
-    assert whole_steps(work / "there") == steps_in(work / "works")
+    assert whole_steps(work / "there") == [4] and steps_in(work / "out") == [6]
 
 
 @pytest.mark.slow
@@ -427,7 +452,8 @@ def test_a_run_is_mirrored_to_a_server_of_s3(zygote, work, s3):  # noqa: F811
     assert "copied step_00000009 to s3://bucket/a/run" in text and "Unclosed" not in text
     fs.invalidate_cache()
     names = fs.find("bucket/a/run")
-    assert names == [f"bucket/a/run/step_00000009/{name}" for name in ("ckpt.pt", "manifest.json")]
+    whole = [f"step_00000009/{name}" for name in ("ckpt.pt", "manifest.json")]
+    assert names == [f"bucket/a/run/{name}" for name in ("mirror_owner", *whole)]
     fs.get("bucket/a/run", str(work / "back"), recursive=True)
     assert whole_steps(work / "back") == [9]
     again = zygote.train([*args, "--out_dir=other"], work, ok=False, env=env)
@@ -435,4 +461,4 @@ def test_a_run_is_mirrored_to_a_server_of_s3(zygote, work, s3):  # noqa: F811
     assert "s3://bucket/a/run contains step_00000009 of an earlier run: set --mirror= to" in again.text()
     lacking = Mirror("s3://no-such-bucket/run", work / "out", keep_last=1)
     start_mirror(lacking)
-    assert "fails: The specified bucket does not exist" in lacking.next_outcome().text
+    assert "fails: The specified bucket does not exist" in lacking.outcomes.popleft().text

@@ -1,21 +1,25 @@
 """Reading a mirror: a resume on a machine whose disk is empty, and --init_from=URL."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import records, script, start_changed, train_defaults
 from s3_server import environment, s3  # noqa: F401  (a fixture)
 
-from isogpt.checkpoint import remote
+from isogpt.checkpoint import download, remote
 from isogpt.checkpoint.folder import clean_up, enter_folder
-from isogpt.checkpoint.manifest import damage, parse_manifest, read_manifest, sealed, steps_in
+from isogpt.checkpoint.manifest import damage, entry_of, parse_manifest, read_manifest, sealed, steps_in
+from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
@@ -31,7 +35,7 @@ def mirrored(run, folder, steps):
     """A copy of steps of a run, as a mirror contains them; returns its URL."""
     for step in steps:
         shutil.copytree(run / f"step_{step:08d}", folder / f"step_{step:08d}")
-    return folder.as_uri()
+    return f"file://{folder}"  # fsspec does not decode %20
 
 
 def losses_since(out, step):
@@ -142,10 +146,8 @@ def test_the_newer_of_folder_and_mirror_continues(start, run, at, capsys):
 
 
 def test_a_mirror_that_cannot_be_read(start, run, at, capsys):
-    def refuse(*_, **__):
-        raise ConnectionResetError(104, "Connection reset by peer")
-
-    at.set("fsspec.implementations.local.LocalFileSystem.ls", refuse)
+    reset = ConnectionResetError(104, "Connection reset by peer")
+    at.set("fsspec.implementations.local.LocalFileSystem.ls", raising(reset))
     for init_from in ("resume", "auto", "auto:gpt2"):
         assert "new contains no checkpoint to resume from: check" in failed(
             capsys, start, init_from=init_from
@@ -155,7 +157,7 @@ def test_a_mirror_that_cannot_be_read(start, run, at, capsys):
     printed = capsys.readouterr().out
     assert "cannot be read ([Errno 104] Connection reset by peer): the run continues with new/" in printed
     assert "xyz://a: fsspec does not know xyz://" in failed(capsys, start, mirror="xyz://key:secret@a")
-    assert "gs:// needs the package gcsfs: pip install gcsfs" in failed(capsys, start, mirror="gs://a/b")
+    assert "gs:// needs the package gcsfs: type pip install gcsfs" in failed(capsys, start, mirror="gs://a/b")
 
 
 def test_a_download_that_fails_now_and_then_is_repeated(start, at, capsys):
@@ -190,37 +192,30 @@ def test_a_job_that_slurm_requeues_to_an_empty_disk_resumes(start, at):
     assert start(replace(launch, requeued=2), init_from="scratch").resumed.stored.step == 8
 
 
-def test_after_a_resume_from_an_older_step_newer_ones_do_not_count(start):
-    url = Path("mirror").absolute().as_uri()
-    remote.abandon_newer(url, 4)
-    assert remote.newest_whole(url, remote.list_steps(url), {})[0].step == 4
-    assert {p.name for p in Path("mirror/step_00000008").iterdir()} == {"abandoned_manifest.json", "ckpt.pt"}
-
-
 PHASES = {
     "a file": "LocalFileSystem.get_file = die",
-    "the manifest": "remote.write_whole = die",
+    "the manifest": "download.write_whole = die",
     "the rename": "os.rename = die",
-    "after the rename": "remote.sync_folder = die",
+    "after the rename": "download.sync_folder = die",
 }
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, phase):
     out = Path("new")
-    step, _ = remote.read_step(Path("mirror").absolute().as_uri(), 8)
+    step, *_ = download.choose_step(Path("mirror").absolute().as_uri(), 8, -1, {})
     if not (child := os.fork()):
         from fsspec.implementations.local import LocalFileSystem
 
         def die(*_, **__):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        exec(PHASES[phase], {"LocalFileSystem": LocalFileSystem, "remote": remote, "os": os, "die": die})
-        remote.download(step, out / step.name)
+        exec(PHASES[phase], {"LocalFileSystem": LocalFileSystem, "download": download, "os": os, "die": die})
+        download.download(True, step, out / "step_00000008")
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert steps_in(out) == ([8] if phase == "after the rename" else [])
-    assert start().resumed.stored.step == 8 and not damage(out / step.name)
+    assert start().resumed.stored.step == 8 and not damage(out / "step_00000008")
     clean_up(out)
     assert [p.name for p in out.iterdir()] == ["step_00000008"]
 
@@ -228,8 +223,9 @@ def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, phase):
 def test_a_size_in_a_manifest_is_a_number(run):
     manifest = read_manifest(run / "step_00000008")
     assert parse_manifest(sealed(manifest)) == manifest
-    manifest["files"]["ckpt.pt"]["bytes"] = "10"
-    assert parse_manifest(sealed(manifest)) == {}
+    for size in ("10", -1, 10**400):  # of the last one, a float cannot be made
+        manifest["files"]["ckpt.pt"]["bytes"] = size
+        assert parse_manifest(sealed(manifest)) == {}
 
 
 @pytest.mark.parametrize("name", ["../evil", "..", "", "/etc/evil", "a/b", "a\nb"])
@@ -240,8 +236,53 @@ def test_a_manifest_does_not_lead_out_of_its_folder(start, name):
     path.write_text(sealed(manifest))
     assert parse_manifest(path.read_text()) == {}
     url = Path("mirror").absolute().as_uri()
-    assert remote.read_step(url, 8) == (None, "manifest.json is damaged")
+    assert remote.open_url(url).manifest(8) == ({}, "manifest.json is damaged")
     assert start().resumed.stored.step == 4
+
+
+class Evil:
+    """A pickle that writes a file when it is loaded without care."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("evil"),))
+
+
+def test_what_a_url_contains_runs_no_code(start, capsys):
+    folder = Path("mirror/step_00000008")
+    torch.save({"model": Evil(), "iter_num": 8}, folder / "ckpt.pt")
+    entries = {"files": {"ckpt.pt": entry_of(folder / "ckpt.pt")}}
+    (folder / "manifest.json").write_text(sealed(read_manifest(folder) | entries))
+    for settings in ({}, {"init_from": Path("mirror").absolute().as_uri(), "mirror": ""}):
+        assert "ckpt.pt" in failed(capsys, start, **settings)
+    assert not Path("evil").exists()
+
+
+def test_a_disk_that_is_too_small_or_full(start, at, capsys):
+    at.set("shutil.disk_usage", lambda path: SimpleNamespace(free=1000, total=2000))
+    line = failed(capsys, start)
+    assert "step_00000008 has 0.000" in line and "1e-06 GB of free space: make room, or set --out" in line
+    at.set("shutil.disk_usage", lambda path: SimpleNamespace(free=0, total=0))  # not known
+    failing = OSError(errno.ENOSPC, "No space left on device", "ckpt.pt")
+    at.set("fsspec.implementations.local.LocalFileSystem.get_file", raising(failing))
+    assert "No space left on device" in failed(capsys, start)
+    assert not list(Path("new").iterdir())
+
+
+def raising(error):
+    def refuse(*_, **__):
+        raise error
+
+    return refuse
+
+
+def test_a_server_that_does_not_answer_does_not_hang_the_start(start, run, at, capsys):
+    go = threading.Event()
+    at.set(download, "ANSWER_S", 0.05)
+    at.set("fsspec.implementations.local.LocalFileSystem.ls", lambda *_, **__: go.wait(60) and [])
+    assert "cannot be read (no answer within 0.05 s), and new contains no" in failed(capsys, start)
+    url = Path("mirror").absolute().as_uri()
+    assert "cannot be read (no answer" in failed(capsys, start, init_from=url, mirror="")
+    go.set()
 
 
 def test_weights_from_a_url(start, run, at, capsys):
@@ -251,7 +292,7 @@ def test_weights_from_a_url(start, run, at, capsys):
         assert not found.is_resume and found.checkpoint.stored.step == step
         assert found.description == f"{init_from.removeprefix('auto:')}, step {step}"
         assert found.checkpoint.shapes and len(list(Path("new").iterdir())) == 1
-        remote.discard_weights(found.checkpoint.stored)
+        download.discard_weights(found.checkpoint.stored)
         assert not Path("new").exists()
     manifest = read_manifest(run / "step_00000008") | {"best_step": 4}
     Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
@@ -304,8 +345,8 @@ import os
 import re
 os.makedirs("rank" + os.environ["RANK"], exist_ok=True)
 os.chdir("rank" + os.environ["RANK"])
-from isogpt.checkpoint import remote
-remote.VIEW_S = 0.1
+from isogpt.checkpoint import download
+download.VIEW_S = 0.1
 """
 
 
@@ -321,6 +362,7 @@ def test_many_ranks_on_one_folder_or_on_several_disks(zygote, work):
     shards = [name for name in whole["files"] if name.endswith(".distcp")]
     assert shards and all(whole["files"][name] == new["files"][name] for name in shards)
     # as on two machines, which share no disk: each downloads the step, also if rank 0's is new and has none
+    url = mirrored(work / "run", work / "other mirror", [4, 8])
     shutil.copytree(work / "mirror/step_00000004", work / "rank1/own/step_00000004")
     ddp = [*RUN, f"--dataset={work / 'data/tiny'}", f"--mirror={url}", "--init_from=resume", "--out_dir=own"]
     apart = start_changed(zygote, APART, ddp, work, 2).wait(120)
@@ -329,7 +371,7 @@ def test_many_ranks_on_one_folder_or_on_several_disks(zygote, work):
     weights = start_changed(
         zygote, APART, [*ddp[:-3], f"--init_from={url}", "--out_dir=weights"], work, 2
     ).wait(120)
-    assert f"from {url}, step 8" in weights.text()
+    assert f"from {url}, step 12" in weights.text()  # which the run before has copied there
     assert not list(work.glob("rank*/weights/unfinished_*"))
 
 
@@ -340,15 +382,20 @@ def test_an_s3_server(zygote, shared_work, run, s3, start):  # noqa: F811
     files, path = fsspec.url_to_fs(f"{s3}/a run")
     files.put(str(Path("mirror").absolute()), path, recursive=True)
     out, url = Path("new").absolute(), f"{s3}/a run"
-    assert remote.list_steps(url) == [8, 4] and remote.list_steps(f"{s3}/nothing") == []
-    assert remote.list_steps("s3://missing/run") == []
+    there = remote.open_url(url)
+    assert there.steps() == [8, 4] and remote.open_url(f"{s3}/nothing").steps() == []
+    assert remote.open_url("s3://missing/run").steps() == []
     flags = [f"--mirror={url}", f"--out_dir={out}", "--init_from=resume"]
     zygote.train([*RUN, *flags], shared_work, env=environment())
     assert losses_since(out, 8) == losses_since(run, 8)
     assert same_checkpoints(out / "step_00000012", run / "step_00000012")
+    assert there.steps() == [12, 8, 4]
+    files.rm(f"{path}/step_00000012", recursive=True)
     files.pipe(f"{path}/step_00000008/ckpt.pt", b"torn")
     assert start(out_dir="other", mirror=url).resumed.stored.step == 4
-    remote.abandon_newer(url, 4)
+    back = Mirror(url, Path("other"), keep_last=0, start=4)
+    back.request(Path("other/step_00000004"))
+    assert back.idle.wait(60) and not back.outcomes
     assert json.loads(files.cat(f"{path}/step_00000008/abandoned_manifest.json"))["step"] == 8
-    assert remote.read_step(url, 8) == (None, remote.MISSING)
+    assert there.manifest(8) == ({}, remote.MISSING)
     assert start(init_from=f"{url}/step_00000004", mirror="").checkpoint.stored.step == 4

@@ -283,11 +283,15 @@ def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(fau
 
 
 def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
-    """The checkpoint that the run resumed from is damaged: the run goes back to an older checkpoint."""
+    """
+    The checkpoint that the run resumed from is damaged: the run goes back to an older checkpoint. After the
+    next one, what the mirror contains beyond it does not count any more either.
+    """
     args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
+    args += [f"--mirror=file://{work}/there"]
     zygote.train([*args, "--max_iters=9"], work)
     args += ["--init_from=resume", "--max_iters=14"]
-    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM=[9, 0], REPORT_S=1e6)
+    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM=[8, 0], REPORT_S=1e6)
     assert run.until(lambda text: "held by the test" in text)
     with open(work / "out" / "step_00000010" / "ckpt.pt", "r+b") as f:
         f.seek(5000)
@@ -303,13 +307,14 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     assert not re.search(r", -\d", text) and max(column(work / "out", "step_ms").values()) < 1e9
     # the step before the signal is saved, although the run began beyond it; what was restored is not saved
     # again
-    assert "saved out/step_00000005" not in text and "saved out/step_00000010" in text
-    assert "stopped: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
-    assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 10
-    assert "step_00000010/ckpt.pt, step 10\n" in faulty(args).wait().text()
+    assert "saved out/step_00000005" not in text and "saved out/step_00000009" in text
+    assert "stopped: 5 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 8
+    assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 9
+    assert (work / "there/step_00000010/abandoned_manifest.json").exists()
+    assert "out/step_00000009/ckpt.pt, step 9\n" in faulty(args).wait().text()
     assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (11, 12, 13)]
     # checkpoints within the loop are written too, and are those of a run that never was interrupted
-    zygote.train([*args[:-2], "--max_iters=14", "--out_dir=straight"], work)
+    zygote.train([*args[:-2], "--max_iters=14", "--out_dir=straight", "--mirror="], work)
     assert_same(weights(work / "straight" / "step_00000010"), weights(work / "out" / "step_00000010"))
 
 
@@ -402,14 +407,16 @@ def test_weights_that_differ_across_ranks_are_detected(faulty, work):
 
 
 def test_ranks_must_start_with_the_same_settings_code_and_data():
-    facts = [start_facts({"seed": 1, "out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
+    settings = {"seed": 1, "mirror": "s3://key:secret@bucket"}
+    facts = [start_facts(settings | {"out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
     names = rank_names(["node-a", "node-a", "node-b"])
     check_alike(facts, names)
     facts[2] |= {"torch": "2.11.0"}
     with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
         check_alike(facts, names)
-    for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2)):
-        with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
+    check_alike([facts[0], facts[0] | {"mirror": "s3://another"}], names)  # only rank 0 copies
+    for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2), ("mirror", "")):
+        with pytest.raises(ValueError, match=f"{key} is (?!.*secret).* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}], names)
     with pytest.raises(ValueError, match=r"1 on rank 0, 2 on rank 900, 1 on rank 1, .* and 992 more$"):
         check_alike([{"seed": 2 if rank == 900 else 1} for rank in range(1000)], rank_names(["a"] * 1000))

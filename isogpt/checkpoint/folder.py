@@ -36,7 +36,6 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
-from isogpt.checkpoint.remote import abandon_newer
 from isogpt.checkpoint.search import (
     StoredCheckpoint,
     about_folder,
@@ -236,16 +235,8 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
 
 
 def claim(config: dict, resumed: StoredCheckpoint | None, launch: Launch) -> str:
-    """
-    What `enter_folder` returns on rank 0, which enters; '' on other ranks. In a mirror, steps after one that
-    was chosen do not count any more either.
-    """
-    if not is_main():
-        return ""
-    owner = enter_folder(config["out_dir"], resumed, launch)
-    if config["mirror"] and config["resume_step"] != -1 and resumed:
-        abandon_newer(config["mirror"], resumed.step)
-    return owner
+    """What `enter_folder` returns on rank 0, which enters; '' on other ranks."""
+    return enter_folder(config["out_dir"], resumed, launch) if is_main() else ""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def is_manifest(content: dict) -> bool:
         and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
         and all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in files.values())
         and all(isinstance(entry.get("bytes", 0), int) for entry in files.values())
+        and all(0 <= entry.get("bytes", 0) < LARGEST_STEP for entry in files.values())
         and ("ckpt.pt" in files or isinstance(content.get("run"), dict))  # of shards
     )
 

@@ -95,7 +95,8 @@ class Saver:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         resumed = step_folder(self.run_folder.path, self.step)
         if self.mirror and is_main() and read_manifest(resumed):
-            self.mirror.request(resumed)  # the launch before may have been killed while it copied this one
+            # the launch before may have been killed while it copied this one; newer steps count no longer
+            self.mirror.request(resumed)
 
     @property
     def seconds_at_end(self) -> float:
@@ -245,7 +246,8 @@ class Saver:
         """Report the checkpoint under way if it has been completed or has failed, and what was copied."""
         if self.pending and self.pending.done():
             self.wait_alone()
-        while self.mirror and (outcome := self.mirror.next_outcome()):
+        while self.mirror and self.mirror.outcomes:
+            outcome = self.mirror.outcomes.popleft()
             self.log.event(outcome.event, outcome.text, iter=outcome.step, **outcome.facts)
 
     def wait(self) -> None:
@@ -278,11 +280,9 @@ class Saver:
         """
         if not self.mirror:
             return
-        limit_s = self.mirror.limit_s(seconds_left)
-        if text := self.mirror.about_rest(limit_s):
-            console.print_to_stderr(text)
-        do_together(self.mirror.finish, limit_s, has_done="has copied the last checkpoint to the mirror")
-        while outcome := self.mirror.next_outcome():
+        do_together(self.mirror.finish, seconds_left, has_done="has copied the last checkpoint to the mirror")
+        while self.mirror.outcomes:
+            outcome = self.mirror.outcomes.popleft()
             console.print_to_stderr(outcome.text)  # the last line of stdout may be the run's result
             self.log.event(outcome.event, iter=outcome.step, **outcome.facts)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run, steps_in
 from isogpt.checkpoint.owner import was_entered_by
-from isogpt.checkpoint.remote import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
@@ -151,10 +151,10 @@ def find_stored(config: dict, ranks: Ranks) -> tuple[StoredCheckpoint | None, bo
     if config["mirror"] and ranks.launch.requeued and not is_run(out_dir) and init_from != "resume":
         # Slurm has requeued the job, perhaps on a machine with an empty disk
         init_from = "auto" if init_from == "auto" else f"auto:{init_from.removeprefix('auto:')}"
-    looked_for, has_mirror = config | {"init_from": init_from}, broadcast(bool(config["mirror"]))
+    looked_for = config | {"init_from": init_from}
     known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
     while not is_intact:
-        of_mirror = fetch_newer(looked_for, ranks.launch, known) if has_mirror else []
+        of_mirror = fetch_newer(looked_for, ranks.launch, known)
         if config["init_from"].split(":")[0] in ("resume", "auto"):
             newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
             with exit_together():

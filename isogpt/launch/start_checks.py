@@ -13,6 +13,7 @@ from isogpt.common.files import REPOSITORY
 from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
+from isogpt.options.values import without_credentials
 
 # scripts that train nothing, and the room that only they use
 OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py")
@@ -50,7 +51,8 @@ def start_facts(config: dict) -> dict:
     file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
     sources += [Path(file).expanduser()] if file else []
     code = f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
-    facts = config | {"torch": torch.__version__, "the code's digest": code}
+    urls = {name: without_credentials(config.get(name, "")) for name in ("init_from", "mirror")}
+    facts = config | urls | {"torch": torch.__version__, "the code's digest": code}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
     if (weights / "config.json").is_file():  # not a run: search.check_same compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
@@ -71,7 +73,9 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     Raises:
         ValueError: the facts differ.
     """
-    may_differ = {"out_dir", "dataset", "eval_datasets", "alert_command", "mirror", "has_weights"}
+    may_differ = {"out_dir", "dataset", "eval_datasets", "alert_command", "has_weights"}
+    if len({bool(f.get("mirror")) for f in facts}) == 1:  # only rank 0 copies
+        may_differ.add("mirror")
     if all(f.get("has_weights") for f in facts):
         may_differ.add("init_from")
     compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]

@@ -72,7 +72,8 @@ class Wandb:
 def start_run(config: dict, run_id: str | None) -> "Run":
     """Start a run of wandb, or continue `run_id`; for errors see `Wandb`."""
     # wandb sends the command line, in which these settings may contain a token
-    sys.argv = [word for word in sys.argv if not word.startswith(("--alert_command=", "--mirror="))]
+    secret = ("--alert_command=", "--mirror=", "--init_from=")
+    sys.argv = [word for word in sys.argv if not word.startswith(secret)]
     try:
         with needed_by("wandb_log", "wandb"):
             import wandb

@@ -10,6 +10,8 @@ import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
 
 from isogpt.common.console import visible
 
@@ -87,6 +89,22 @@ def without_credentials(text: str) -> str:
     if not is_url(text.removeprefix("auto:")):
         return text
     return CREDENTIALS.sub("", text).partition("?")[0]
+
+
+def is_inside(url: str, folder: str) -> bool:
+    """Whether a URL is that of a folder on this machine which is `folder` or inside of it."""
+    protocol, _, path = url.partition("://")
+    path = Path(path).expanduser().resolve()
+    return protocol in ("file", "local") and path.is_relative_to(Path(folder).expanduser().resolve())
+
+
+def hide_credentials(text: str, url: str) -> str:
+    """A text about a URL, such as an error message, without what gives access to the URL."""
+    text = text.replace(url, without_credentials(url))
+    secrets = [url.partition("?")[2], *(c[:-1].rpartition(":")[2] for c in CREDENTIALS.findall(url))]
+    for secret in filter(None, [*secrets, *map(unquote, secrets)]):
+        text = text.replace(secret, "...")
+    return text
 
 
 def problem_of_folder(option: str, path: str) -> str:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
-from isogpt.options.values import is_url, without_credentials
+from isogpt.options.values import is_inside, is_url, without_credentials
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.recompute import fits_schedule
@@ -93,6 +93,10 @@ def rules_of_start(c: Settings) -> Iterator[str]:
         yield f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume"
     if c.mirror and not c.save_checkpoint:
         yield "mirror copies what save_checkpoint writes: set --save_checkpoint=True, or --mirror="
+    if c.mirror and not is_url(c.mirror):
+        yield f"mirror is {c.mirror!r}, which is no URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
+    if c.mirror and is_inside(c.mirror, c.out_dir):
+        yield f"mirror is in out_dir {c.out_dir}, with which it is lost: set a URL of a different folder"
     if c.grad_sync == "never" and c.save_checkpoint:
         yield (
             "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
