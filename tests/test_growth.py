@@ -98,10 +98,10 @@ def test_the_limit_of_open_files_is_raised(at):
 
 def test_too_few_open_files_are_named_before_anything_fails(at):
     at.set(open_limit, "raise_limit", lambda process=0: 1024)
-    open_limit.allow_connections(0, 241)
+    open_limit.allow_connections(0, 141)
     open_limit.allow_connections(1, 4096)  # rank 0 says it
-    text = "the store of 4,096 ranks needs 12588 open files, but rank 0 on .* may have 1024: type ulimit -n"
-    with pytest.raises(ValueError, match=f"{text} 12588 as root"):
+    text = "the store of 4,096 ranks needs 12888 open files, but rank 0 on .* may have 1024: type ulimit -n"
+    with pytest.raises(ValueError, match=f"{text} 12888 as root"):
         open_limit.allow_connections(0, 4096)
     at.set(open_limit, "raise_limit", lambda process=0: None)
     open_limit.allow_connections(0, 4096)  # a system that does not say

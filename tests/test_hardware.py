@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -303,7 +304,9 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
         device=CPU,
         mesh=Mesh(),
         plan=default_plan(),
-        data=SimpleNamespace(splits=read, bits_per_byte=lambda loss: None, further=()),
+        data=SimpleNamespace(
+            splits=read, val_loss=itemgetter("val"), bits_per_byte=lambda loss: None, named=()
+        ),
         evaluation=lambda split, sequences: read[split],
         eval_targets=lambda split, sequences: 32,
     )
@@ -318,7 +321,7 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
         autocast=torch.autocast("cpu", enabled=False),
         clock=Clock(CPU),
         stop=SimpleNamespace(agreed=0, in_evaluation=lambda *args: False),
-        saver=SimpleNamespace(seconds=0.0, save_and_fail=print),
+        saver=SimpleNamespace(seconds_at_end=0.0, save_and_fail=print),
         report=SimpleNamespace(evaluation=lambda *losses: told.append(losses)),
     )
     with Reads() as reads:
