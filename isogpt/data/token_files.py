@@ -84,7 +84,7 @@ class TokenFile:
         windows = np.empty((len(starts), length), self.dtype)
         begins = (self.offset + starts * self.dtype.itemsize).tolist()
         try:
-            if hasattr(os, "posix_fadvise"):
+            if hasattr(os, "posix_fadvise") and len(begins) > 1:
                 window_size = length * self.dtype.itemsize
                 for begin in begins:
                     os.posix_fadvise(self.file.fileno(), begin, window_size, os.POSIX_FADV_WILLNEED)
