@@ -32,5 +32,5 @@ weight_decay = 0.03
 lr_schedule = "linear"
 min_lr = 0.0
 warmup_iters = 5
-max_iters = 999
-lr_decay_iters = 1000
+max_iters = 699
+lr_decay_iters = 700

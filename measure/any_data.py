@@ -25,6 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import numpy as np
 from runs import SHAKESPEARE, tiny_data
 
+from isogpt.data.dataset import open_dataset
+
 SHARDS, TOKENS = 10_000, 50_000_000  # 1 TB with ids of 16 bits
 RUNS = 5
 # nanoGPT's model for a CPU, with steps of some 20 ms
@@ -73,6 +75,16 @@ def time_of_opening(folder: Path, order: str) -> float:
     return float(run.stdout)
 
 
+def time_of_reading(folder: Path) -> float:
+    """Seconds in which a process reads 12 windows of 65 tokens at random positions, the mean of 500."""
+    tokens, times = open_dataset(str(folder), 64).train, 500
+    starts = np.random.default_rng(0).integers(0, len(tokens) - 65, (times, 12))
+    begin = time.perf_counter()
+    for windows in starts:
+        tokens.read(windows, 65)
+    return (time.perf_counter() - begin) / times
+
+
 def start_of(folder: Path, order: str, steps: int = 300) -> Start:
     """Run train.py for so many steps, and watch its memory and its open files."""
     command = command_of(folder, order, steps)
@@ -117,6 +129,8 @@ def compare(work: Path, order: str) -> None:
     print(
         f"{order}: open_dataset takes {statistics.median(many):.3f} s, {statistics.median(few):.3f} s usually"
     )
+    few, many = map(time_of_reading, folders)
+    print(f"{order}: a micro-batch of 12 windows takes {many * 1e3:.2f} ms, {few * 1e3:.2f} ms usually")
     few, many = (
         Start(*map(statistics.median, zip(*starts, strict=True)))
         for starts in in_turn([partial(start_of, folder, order) for folder in folders])
