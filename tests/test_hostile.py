@@ -17,6 +17,7 @@ import signal
 import socket
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def use(out):
     vocabulary_of_run(source.run, out)
     differences(config, source.run["model_args"], source, True)
     progress = Progress(64)
-    progress.begin(config, "digest", source, {})
+    progress.begin(config, SimpleNamespace(digest="digest", bytes_per_token=None, describe=dict), source, {})
     materialize(model, torch.device("cpu"))
     restore_checkpoint(source, model, export.optimizers_of(model, source.run["config"]))
     MetricsFile(config | {"out_dir": str(out)}, progress.step)

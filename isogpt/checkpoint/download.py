@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import STEP, damaged_file, sealed, step_folder, unfinished_folder, wrong_size
+from isogpt.checkpoint.manifest import (
+    STEP,
+    damaged_file,
+    sealed,
+    size_of,
+    step_folder,
+    unfinished_folder,
+    wrong_size,
+)
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.remote import (
     MANIFEST,
@@ -58,11 +66,6 @@ class RemoteStep:
     def shown(self) -> str:
         """Its address, for messages."""
         return f"{without_credentials(self.url)}/{name_of(self.step)}"
-
-    @property
-    def size(self) -> int:
-        """The bytes of its files."""
-        return sum(entry.get("bytes", 0) for entry in self.manifest["files"].values())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -119,10 +122,11 @@ def download(is_chosen: bool, step: RemoteStep, target: Path) -> str:
     if not is_chosen:
         return ""
     target.parent.mkdir(parents=True, exist_ok=True)
+    size = size_of(step.manifest)
     disk = shutil.disk_usage(target.parent)
-    if disk.free < step.size and disk.total > 0:  # some network file systems do not tell
+    if disk.free < size and disk.total > 0:  # some network file systems do not tell
         raise ValueError(
-            f"{step.shown} has {step.size / 1e9:.3g} GB, and the disk of {target.parent.absolute()} has "
+            f"{step.shown} has {size / 1e9:.3g} GB, and the disk of {target.parent.absolute()} has "
             f"{disk.free / 1e9:.3g} GB of free space: make room, or set --out_dir= to a larger disk"
         )
     unfinished = unfinished_folder(target.parent, uuid.uuid4().hex, step.step)
@@ -168,7 +172,7 @@ def fetch_together(step: RemoteStep, target: Path) -> str:
         what is wrong with the step's files; '' if nothing is.
     """
     if is_main():
-        text = f"downloading {step.shown} ({step.size / 1e6:,.1f} MB) to {target.parent}"
+        text = f"downloading {step.shown} ({size_of(step.manifest) / 1e6:,.1f} MB) to {target.parent}"
         console.print_to_stderr(text)
     if problem := broadcast(do_together(download, is_main(), step, target)):
         return problem

@@ -81,6 +81,11 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
     }
 
 
+def size_of(manifest: dict) -> int:
+    """The bytes of a checkpoint's files, by its manifest."""
+    return sum(entry.get("bytes", 0) for entry in manifest["files"].values())
+
+
 def sealed(manifest: dict) -> str:
     """The text of manifest.json, whose last entry is a checksum of all others."""
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()

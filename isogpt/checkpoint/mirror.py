@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from isogpt.checkpoint.manifest import read_manifest, step_of
+from isogpt.checkpoint.manifest import read_manifest, size_of, step_of
 from isogpt.checkpoint.remote import (
     ABANDONED,
     MANIFEST,
@@ -113,7 +113,7 @@ class Mirror:
         report what is left.
         """
         manifests = filter(None, map(read_manifest, self.held()))
-        size = sum(entry.get("bytes", 0) for m in manifests for entry in m["files"].values())
+        size = sum(map(size_of, manifests))
         limit_s = max(0.0, min(PATIENCE_S + size / SLOWEST, seconds_left))
         if self.idle.wait(min(1.0, limit_s)):
             return
@@ -203,7 +203,7 @@ class Mirror:
             with suppress(Exception):  # makes room, as far as possible
                 self.remove(step)
             raise
-        size, self.seconds = sum(entry["bytes"] for entry in files.values()), time.perf_counter() - began
+        size, self.seconds = size_of(manifest), time.perf_counter() - began
         text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
         if skipped:
             text += f", but not {', '.join(skipped)}: it takes longer than the time between two checkpoints"

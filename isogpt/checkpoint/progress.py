@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
+from isogpt.data.dataset import Dataset
 from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.training.recent_steps import RecentSteps
 
@@ -35,26 +36,18 @@ class Progress:
     data: dict[str, dict] = field(default_factory=dict)  # see Dataset.describe
 
     def begin(
-        self,
-        config: dict,
-        digest: str,
-        source: OpenCheckpoint | None,
-        kind_of_device: dict[str, str],
-        bytes_per_token: float | None = None,
-        data: dict[str, dict] | None = None,
+        self, config: dict, data: Dataset, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
     ) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
 
         Args:
-            digest: of the data. It determines, with settings in `config`, the run's validation losses.
+            data: its digest determines, with settings in `config`, the run's validation losses.
             kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
-            bytes_per_token: of the validation text; None: not known.
-            data: see Dataset.describe.
         """
-        self.measures = what_is_measured(config, digest, bytes_per_token)
+        self.measures = what_is_measured(config, data.digest, data.bytes_per_token)
         self.kind_of_device = kind_of_device
-        self.data = data or {}
+        self.data = data.describe()
         return self.load(source) if source else []
 
     def load(self, source: OpenCheckpoint) -> list[str]:

@@ -107,12 +107,12 @@ class Dataset:
         """Whether there are several sources."""
         return len(self.sources) > 1
 
-    @property
+    @cached_property
     def quotas(self) -> list[int]:
         """How many of each PER sequences are of each source."""
         return [source.quota for source in self.sources]
 
-    @property
+    @cached_property
     def begins(self) -> np.ndarray:
         """The position in `train` at which each source begins."""
         lengths = np.array([len(source.train) for source in self.sources])
