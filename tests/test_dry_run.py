@@ -23,10 +23,10 @@ SMALL = [
     "--batch_size=4",
     "--dtype=float32",
     "--device=cpu",
-    "--dataset=not_there:1,nor_there:2",
-    "--data_order=documents",
     "--eval_iters=1",
 ]
+# a dry run reads no data
+NO_DATA = ["--dataset=not_there:1,nor_there:2", "--data_order=documents"]
 MEMORY = r"^  (parameters|gradients|optimizer state|activations, temporary|total) +([\d.e-]+) +([\d.e-]+)$"
 COLLECTIVE = r"^  (\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)  ([\w ]+)$"
 
@@ -54,7 +54,7 @@ def read_report(text):
 
 def run_dry(zygote, work, ranks, args, rank=0, timeout=120, changes=""):
     """Run train.py as one of so many ranks."""
-    args = [*SMALL, *args, f"--dry_run_ranks={ranks}", f"--dry_run_rank={rank}", "--out_dir=dry"]
+    args = [*SMALL, *NO_DATA, *args, f"--dry_run_ranks={ranks}", f"--dry_run_rank={rank}", "--out_dir=dry"]
     run = start_changed(zygote, changes, args, work) if changes else zygote.start(args, work)
     report = read_report(run.wait(timeout).text())
     assert not (work / "dry").exists()
@@ -118,7 +118,7 @@ def test_what_cannot_be_dry_run_is_refused():
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
-    args = [*SMALL, "--dry_run_ranks=2", "--gradient_accumulation_steps=200", "--out_dir=dry"]
+    args = [*SMALL, *NO_DATA, "--dry_run_ranks=2", "--gradient_accumulation_steps=200", "--out_dir=dry"]
     run = zygote.start(args, work, env={"TMPDIR": str(work)})
     assert run.until(lambda text: "peak:" in text)
     run.kill(sig=getattr(signal, name))
