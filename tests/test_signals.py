@@ -76,6 +76,8 @@ def started(receiver, work):
     elif receiver in ("torchrun", "a worker"):
         command = [*TORCHRUN, "--standalone", TRAIN, *LONG]
     elif receiver == "mpirun":
+        # a shell that starts pytest with & lets it ignore QUIT, as mpirun then does too
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         command = [*MPIRUN, *command, "--log_interval=100"]  # a longer output would make rank 0 wait
     elif receiver == "a pod":
         command, env = pod(LONG, work / "out", 1)
