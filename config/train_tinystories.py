@@ -1,5 +1,5 @@
-# A small model that writes stories for small children, with the recipe of train_stdlib_char.py: 8:20 minutes on
-# two CPU cores (AMD EPYC without AVX512, commit da3eade).
+# A small model that writes stories for small children, with the recipe of train_stdlib_char.py: 8:20 minutes
+# on two CPU cores (AMD EPYC without AVX512, commit da3eade).
 # $ python data/tinystories/prepare.py && python train.py config/train_tinystories.py
 # $ python sample.py --out_dir=out-tinystories --start="Once upon a time" --num_samples=3
 
