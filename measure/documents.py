@@ -5,6 +5,7 @@ validation reads windows that begin anywhere, so it does not show what `--data_o
     python measure/documents.py out-documents/*     folders of runs, whose data set has a documents.bin
 """
 
+import argparse
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,11 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.data.dataset import Dataset, open_dataset
 from isogpt.nn.kernels import IGNORE
 from model import GPT, GPTConfig
@@ -42,26 +46,27 @@ def loss_of(model: GPT, documents: list[torch.Tensor]) -> float:
     T = model.config.block_size
     for first in range(0, len(documents), ROWS):
         parts = [document[: T + 1] for document in documents[first : first + ROWS]]
-        x = torch.nn.utils.rnn.pad_sequence([part[:-1] for part in parts], batch_first=True)  # (rows, T)
-        y = torch.nn.utils.rnn.pad_sequence(
-            [part[1:] for part in parts], batch_first=True, padding_value=IGNORE
-        )
-        logits, _ = model(x, y)
-        total += F.cross_entropy(
-            logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum"
-        ).item()
+        x = pad_sequence([part[:-1] for part in parts], batch_first=True)  # (rows, T)
+        y = pad_sequence([part[1:] for part in parts], batch_first=True, padding_value=IGNORE)
+        _, loss = model(x, y, target_count=1)  # summed
+        total += loss.item()
         count += int((y != IGNORE).sum())
     return total / count
 
 
 def main() -> None:
     """Print the loss of each run."""
-    for folder in sys.argv[1:]:
-        checkpoint = torch.load(Path(folder) / "ckpt.pt", map_location="cpu", weights_only=True)
-        config = GPTConfig(**checkpoint["model_args"], **checkpoint["isogpt"]["model_args"])
-        model = GPT.from_state(config, checkpoint["model"]).eval()
-        data = open_dataset(checkpoint["config"]["dataset"], config.block_size, data_order="documents")
-        documents = documents_of(data)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    for folder in parser.parse_args().runs:
+        stored, problems = newest_checkpoint(folder)
+        if stored is None:
+            raise SystemExit("; ".join([f"no checkpoint in {folder}", *problems]))
+        source = open_checkpoint(stored)
+        model = GPT(GPTConfig(**source.run["model_args"])).eval()
+        restore_checkpoint(source, model)
+        dataset, block_size = source.run["config"]["dataset"], model.config.block_size
+        documents = documents_of(open_dataset(dataset, block_size, data_order="documents"))
         print(f"{folder}: {loss_of(model, documents):.4f} nats per token of {len(documents)} documents")
 
 

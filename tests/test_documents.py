@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from documents import documents_of, loss_of
 from runs import REPO, TINY, train_defaults
 
 from isogpt.checkpoint.source import problem_of_run
@@ -16,6 +18,7 @@ from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.token_files import TokenFile
 from isogpt.data.windows import shuffled_windows
+from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -337,3 +340,22 @@ def test_a_run_reads_documents(zygote, tmp_path):
     begin = f"windows: tiny: {len(windows)}, each of which begins with one of 240 documents; "
     assert f"{begin}{left_out} of the tokens are left out" in text and f" {repeated} are read twice" in text
     assert "iter 3: loss" in text
+
+
+def test_the_loss_on_documents_is_that_of_each_document_alone(tmp_path):
+    texts = [[1, 2, 3], [4], [*range(1, 9), *range(1, 9)], [5, 6]]  # the third one is longer than a window
+    ids = np.array([END, *(token for text in texts for token in (*text, END))], np.uint16)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 10}))
+    find_documents.main([str(tmp_path), f"--id={END}"])
+    of_val = documents_of(open_dataset(str(tmp_path), BLOCK, data_order="documents"))
+    assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
+    model = GPT(GPTConfig(block_size=BLOCK, vocab_size=10, n_layer=1, n_head=1, n_embd=8), seed=1).eval()
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]
+        _, mean = model(tokens[:, :-1], tokens[:, 1:])
+        total += mean.item() * (tokens.size(1) - 1)
+        count += tokens.size(1) - 1
+    assert loss_of(model, of_val) == pytest.approx(total / count, rel=1e-6)
