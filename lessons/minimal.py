@@ -1,7 +1,7 @@
 """
 Train GPT-2 with PyTorch alone, on one process or many.
 
-    python lessons/minimal.py
+    python lessons/minimal.py   # after python data/stdlib_char/prepare.py
     torchrun --standalone --nproc_per_node=2 lessons/minimal.py
 
 The settings are train.py's, and `--name=value` overrides them. With the same settings, train.py prints the
@@ -10,9 +10,9 @@ same losses, because it draws the first weights and the sequences of each step i
 
 import ast
 import hashlib
-import json
 import math
 import os
+import pickle
 import sys
 import time
 from contextlib import nullcontext
@@ -149,13 +149,13 @@ def log(text: str) -> None:
 
 # 3. The data: which sequences a step reads depends on the seed and the step, not on the number of ranks.
 folder = Path(__file__).parent.parent / "data" / dataset
-meta = json.loads((folder / "meta.json").read_text())
+vocab_size = pickle.loads((folder / "meta.pkl").read_bytes())["vocab_size"]
 streams = {"train": 0, "val": 2}  # of random numbers; train.py draws its estimate of the training loss from 1
 
 
 def micro_batch(split: str, step: int, number: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets (B, T) of micro-batch `number` of a step."""
-    tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r")
+    tokens = np.memmap(folder / f"{split}.bin", dtype=np.uint16, mode="r")
     generator = np.random.Philox(key=[seed, streams[split]], counter=[0, 0, 0, step])
     starts = generator.random_raw((number + 1) * batch_size) % np.uint64(len(tokens) - block_size)
     windows = [tokens[int(i) : int(i) + block_size + 1] for i in starts[-batch_size:]]
@@ -164,7 +164,7 @@ def micro_batch(split: str, step: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 # 4. Model, optimizer and scaler, new or from a checkpoint.
-model = GPT(meta["vocab_size"])
+model = GPT(vocab_size)
 init_weights(model)
 model.to(device)
 matrices = [p for p in model.parameters() if p.dim() >= 2]

@@ -1,12 +1,13 @@
 """
 Plot the loss curves of the same training run on different numbers of processes, and how much they differ.
 
-    python measure/one_curve.py [--out=docs/one_curve.png] [--steps=300] [--exact_steps=150]
+    python measure/one_curve.py [--out=docs] [--steps=300] [--exact_steps=150]
 
-Trains a small model with AdamW on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2
+Trains a small model with AdamW on the CPU in float32 on 1, 2, 4 and 7 processes, on 4 with ZeRO-3, and on 2
 that are killed twice and resumed. Then trains the model of README.md's first command, whose optimizer, Muon,
-amplifies rounding: without `exact` on 1 and 2 processes, and with `exact` on 1, 2, 3 and 7 processes and on 2
-that are killed twice, the second time resumed on 3. Takes ten minutes on two idle cores.
+amplifies rounding: without `exact` on 1 and 2 processes, and with `exact` on 1, 2, 4 and 7 processes and on 2
+that are killed twice, the second time resumed on 3. Takes ten minutes on two idle cores, and writes two
+figures: one_curve.png contains the losses of README.md, and differences.png how much all of them differ.
 """
 
 import argparse
@@ -128,41 +129,59 @@ def train_all(layouts: list[Layout], args: list[str], work: Path) -> np.ndarray:
     return np.array(losses)
 
 
-def plot_curves(above: "Axes", below: "Axes", layouts: list[Layout], losses: np.ndarray) -> None:
-    """Plot the loss curves, (layouts, steps), and below them their differences from the first curve."""
+def colors_of(layouts: list[Layout]) -> np.ndarray:
     from matplotlib import colormaps
 
-    colors = colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts)))
-    widths = np.linspace(11, 1, len(layouts))  # each leaves the edges of those below it visible
-    spacing = np.spacing(losses[0].astype(np.float32)) / 1e-7
-    below.fill_between(range(len(spacing)), -spacing, spacing, step="mid", color="0.9", linewidth=0)
-    for i, layout in enumerate(layouts):
-        above.plot(losses[i], color=colors[i], linewidth=widths[i], label=layout.name)
-        if i > 0:
-            below.plot((losses[i] - losses[0]) / 1e-7, "o", color=colors[i], markersize=widths[i] / 2)
+    return colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts)))
+
+
+def plot_curves(axes: "Axes", layouts: list[Layout], losses: np.ndarray) -> None:
+    """Plot the loss curves, (layouts, steps), on top of each other."""
+    widths = np.linspace(11, 1.5, len(layouts))  # each leaves the edges of those below it visible
+    for i, (layout, color) in enumerate(zip(layouts, colors_of(layouts), strict=True)):
+        axes.plot(losses[i], color=color, linewidth=widths[i], label=layout.name)
         for step in layout.kills:
-            above.plot(
-                step, losses[i, step], "X", color="crimson", markersize=11, markeredgecolor="white", zorder=3
+            axes.plot(
+                step, losses[i, step], "X", color="crimson", markersize=12, markeredgecolor="white", zorder=3
             )
-            below.axvline(step, color="crimson", linewidth=1, linestyle=":")
-    below.yaxis.get_major_locator().set_params(integer=True)
-    below.set_xlabel("step")
-    above.set_title("AdamW: training loss of the same run on different numbers of processes", loc="left")
-    below.set_title(
+            axes.annotate(
+                "killed and resumed",
+                (step, losses[i, step]),
+                xytext=(0, 26),
+                textcoords="offset points",
+                ha="center",
+                color="crimson",
+                arrowprops={"arrowstyle": "-", "color": "crimson"},
+            )
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    axes.legend(frameon=False)
+
+
+def plot_differences(axes: "Axes", layouts: list[Layout], losses: np.ndarray) -> None:
+    """Plot the differences of the curves, (layouts, steps), from the first one."""
+    sizes = np.linspace(6, 1, len(layouts))
+    colors = colors_of(layouts)
+    spacing = np.spacing(losses[0].astype(np.float32)) / 1e-7
+    axes.fill_between(range(len(spacing)), -spacing, spacing, step="mid", color="0.9", linewidth=0)
+    for i, layout in list(enumerate(layouts))[1:]:
+        difference = (losses[i] - losses[0]) / 1e-7
+        axes.plot(difference, "o", color=colors[i], markersize=sizes[i], label=layout.name)
+        for step in layout.kills:
+            axes.axvline(step, color="crimson", linewidth=1, linestyle=":")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("step")
+    axes.set_title(
         "AdamW: difference from 1 process, in units of 1e-7 (grey: spacing of float32 numbers)", loc="left"
     )
-    above.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
 
 def plot_exact(axes: "Axes", inexact: np.ndarray, layouts: list[Layout], losses: np.ndarray) -> None:
     """Plot how Muon amplifies rounding, (2, steps), and that the differences with `exact` are 0."""
-    from matplotlib import colormaps
-
     axes.plot(np.abs(inexact[1] - inexact[0]), color="0.5", label="2 processes, without exact")
-    colors, sizes = (
-        colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts))),
-        np.linspace(8, 1, len(layouts)),
-    )
+    colors = colors_of(layouts)
+    sizes = np.linspace(8, 1, len(layouts))
     for i, layout in list(enumerate(layouts))[1:]:
         difference = np.abs(losses[i] - losses[0])
         axes.plot(difference, "o", color=colors[i], markersize=sizes[i], label=f"{layout.name}, with exact")
@@ -181,9 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=REPO / "docs" / "one_curve.png", help="the image to write"
-    )
+    parser.add_argument("--out", type=Path, default=REPO / "docs", help="the folder for the figures")
     parser.add_argument("--steps", type=int, default=300, help="training steps of each run, 30 or more")
     parser.add_argument(
         "--exact_steps", type=int, default=150, help="training steps of the recipe, 30 or more"
@@ -195,11 +212,11 @@ def main() -> None:
     except ValueError as e:
         fail(str(e))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     steps = options.steps
     kills = (random.randrange(steps // 5, steps * 2 // 5), random.randrange(steps * 3 // 5, steps * 4 // 5))
     layouts = [Layout("1 process", (1,))]
-    layouts += [Layout(f"{n} processes", (n,)) for n in (2, 3, 7)]
+    layouts += [Layout(f"{n} processes", (n,)) for n in (2, 4, 7)]
     layouts.append(Layout("4 processes, ZeRO-3", (4,), ("--zero=3",)))
     layouts.append(
         Layout(f"2 processes, killed after steps {kills[0]} and {kills[1]}", (2, 2, 2), kills=kills)
@@ -209,12 +226,11 @@ def main() -> None:
     exact_layouts.append(
         Layout(f"2 processes, killed after step {ends[0]}, and {ends[1]}: then 3", (2, 2, 3), kills=ends)
     )
-    prepared = [REPO / "data" / name for name in ("shakespeare_char", "stdlib_char")]
+    prepared = REPO / "data" / "stdlib_char"
     with tempfile.TemporaryDirectory(prefix="one_curve_") as folder:
         work = Path(folder)
-        data = next((f for f in prepared if (f / "train.bin").exists()), None) or tiny_data(
-            work, tokens=500_000
-        )
+        is_prepared = (prepared / "train.bin").exists()
+        data = prepared if is_prepared else tiny_data(work, tokens=500_000)
         args = [f"--dataset={data}", f"--max_iters={steps - 1}", f"--lr_decay_iters={steps}"]
         recipe = [*RECIPE, f"--dataset={data}", f"--max_iters={options.exact_steps - 1}"]
         for name in ("adamw", "inexact", "exact"):
@@ -224,13 +240,20 @@ def main() -> None:
         growth = np.maximum.accumulate(np.abs(inexact[1] - inexact[0]))
         print("without exact, up to step:", *(f"{step}: {growth[step]:.1e}" for step in (5, 15, 29, -1)))
         exact = train_all(exact_layouts, recipe, work / "exact")
-    figure = Figure(figsize=(8, 8), dpi=110, layout="constrained")
-    above, middle, below = figure.subplots(3, 1, height_ratios=(3, 2, 2), subplot_kw={"xmargin": 0.01})
-    plot_curves(above, middle, layouts, losses)
+    for_readme = [0, 1, 2, 5]  # 1, 2 and 4 processes, and 2 that are killed
+    figure = Figure(figsize=(8, 3.6), dpi=110, layout="constrained")
+    axes = figure.subplots(subplot_kw={"xmargin": 0.01})
+    plot_curves(axes, [layouts[i] for i in for_readme], losses[for_readme])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(options.out / "one_curve.png")
+
+    figure = Figure(figsize=(8, 6), dpi=110, layout="constrained")
+    above, below = figure.subplots(2, 1, subplot_kw={"xmargin": 0.01})
+    plot_differences(above, layouts, losses)
     plot_exact(below, inexact, exact_layouts, exact)
-    for axes in (above, middle, below):
+    for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(options.out)
+    figure.savefig(options.out / "differences.png")
 
 
 if __name__ == "__main__":

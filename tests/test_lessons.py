@@ -1,17 +1,19 @@
 """Each lesson prints the numbers that its page predicts, and lessons/minimal.py the losses of train.py."""
 
-import math
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runs import REPO, column, tiny_data
 
 PAGES = sorted((REPO / "lessons").glob("[0-9]-*.md"))
 MEASURED = "measured:"  # begins a line whose numbers depend on the machine
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it; other tests use the cores, too
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 
 
@@ -37,7 +39,9 @@ def assert_same_lines(printed: list[str], expected: list[str]):
     assert [NUMBER.sub("N", line) for line in printed] == [NUMBER.sub("N", line) for line in expected]
     for line, predicted in zip(printed, expected, strict=True):
         numbers = [float(number) for number in NUMBER.findall(line)]
-        assert numbers == pytest.approx([float(number) for number in NUMBER.findall(predicted)], 1e-3, 1e-3), line
+        assert numbers == pytest.approx(
+            [float(number) for number in NUMBER.findall(predicted)], 1e-3, 1e-3
+        ), line
 
 
 @pytest.mark.slow
@@ -48,9 +52,77 @@ def test_a_lesson_prints_what_its_page_predicts(page):
     assert_same_lines(done.stdout.splitlines(), expected)
 
 
+MINIMAL = str(REPO / "lessons" / "minimal.py")
+STEP = re.compile(r"^step (\d+): loss (\S+),", re.M)
+EVALUATION = re.compile(r"^step (\d+): val loss (\S+)$", re.M)
+
+
+@pytest.fixture(scope="module")
+def trained(zygote, tmp_path_factory):
+    """A folder with a data set and train.py's run of the settings of lessons/minimal.py."""
+    work = tmp_path_factory.mktemp("minimal")
+    tiny_data(work)
+    args = [str(REPO / "lessons" / "same_settings.py"), "--dataset=tiny", "--device=cpu", "--out_dir=out"]
+    zygote.start(args, work, env=ONE_THREAD).wait()
+    return work
+
+
+def minimal_losses(work: Path, *args: str, launcher: tuple[str, ...] = ()) -> dict[str, dict[int, float]]:
+    """What lessons/minimal.py prints: {kind: {step: loss}}."""
+    settings = ["--device=cpu", f"--dataset={work / 'data' / 'tiny'}"]
+    printed = run_command(["python", *launcher, MINIMAL, *settings, *args], work).stdout
+    losses = {"loss": STEP.findall(printed), "val_loss": EVALUATION.findall(printed)}
+    return {kind: {int(step): float(loss) for step, loss in lines} for kind, lines in losses.items()}
+
+
+def test_minimal_has_250_lines_and_imports_nothing_of_ours():
+    text = (REPO / "lessons" / "minimal.py").read_text()
+    assert len(text.splitlines()) <= 250
+    imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
+    assert imported - set(sys.stdlib_module_names) == {"numpy", "torch"}
+
+
+def test_minimal_prints_the_losses_of_train_to_the_bit(trained):
+    losses = minimal_losses(trained)
+    expected = column(trained / "out", "loss")
+    assert len(expected) == 51 and losses["loss"].keys() == expected.keys()
+    for step, loss in losses["loss"].items():  # nine digits tell every float32 from its neighbors
+        assert np.float32(loss) == np.float32(expected[step]), step
+    expected = column(trained / "out", "val_loss")
+    assert losses["val_loss"] == pytest.approx({step: expected[step] for step in (0, 25, 50)}, abs=1e-6)
+
+
+def test_minimal_on_two_processes_differs_by_rounding(trained):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    losses = minimal_losses(trained, "--out_dir=two", launcher=launcher)
+    assert losses["loss"] == pytest.approx(column(trained / "out", "loss"), abs=1e-5)
+    assert losses["val_loss"].keys() == {0, 25, 50}
+
+
+def test_minimal_resumes_with_the_same_bits_after_a_kill(trained):
+    settings = ["--device=cpu", f"--dataset={trained / 'data' / 'tiny'}", "--out_dir=killed"]
+    command, env = [sys.executable, MINIMAL, *settings], os.environ | ONE_THREAD
+    with subprocess.Popen(command, cwd=trained, env=env, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("step 39:"):
+                process.kill()
+    resumed = minimal_losses(trained, "--out_dir=killed", "--init_from=resume")["loss"]
+    expected = column(trained / "out", "loss")
+    assert list(resumed) == list(range(25, 51))  # the last checkpoint was written before step 25
+    assert all(np.float32(loss) == np.float32(expected[step]) for step, loss in resumed.items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_minimal_trains_in_half_precision(trained, dtype):
+    losses = minimal_losses(trained, f"--dtype={dtype}", "--out_dir=half")["loss"]
+    assert losses == pytest.approx(column(trained / "out", "loss"), abs=0.02)
+
+
 def run_command(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     if command[0] == "torchrun":
         command = ["python", "-m", "torch.distributed.run", *command[1:]]
-    done = subprocess.run([sys.executable, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done

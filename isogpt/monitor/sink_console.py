@@ -27,6 +27,7 @@ class Console:
         self.val_loss: float | None = None
         self.drawn_at = 0.0
         self.is_blocked = False  # whether the last line was lost for this reason
+        self.is_closed = False  # whether a line was, because nobody reads stdout
 
     def write(self, record: dict, text: str) -> None:
         """Print the line of a record, if there is one."""
@@ -56,10 +57,11 @@ class Console:
         self.is_blocked = isinstance(error, TimeoutError)
         if record.get("event") in CLOSING and error:
             console.discard_output()  # else Python would report the lines again, and exit with status 120
-        if error and error.errno in console.CLOSED:
-            console.print_to_stderr("warning: stdout was closed; training continues, see metrics.jsonl")
-        elif error:
+        if error and error.errno not in console.CLOSED:
             raise error
+        if error and not self.is_closed:
+            console.print_to_stderr("warning: stdout was closed; training continues, see metrics.jsonl")
+            self.is_closed = True
 
 
 def status_text(record: dict, max_iters: int, val_loss: float | None) -> str:
