@@ -74,7 +74,7 @@ init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
-eval_interval = 2000  # steps between evaluations; the state after the last step too [> 0, fractions]
+eval_interval = 2000  # steps between evaluations; the final state is evaluated too [> 0, fractions]
 eval_iters = 200  # fixed batches that an evaluation reads of a split (0: all of val, as much of train) [>= 0]
 log_interval = 1  # steps between logged lines [> 0, fractions]
 wandb_log = False  # log to Weights & Biases too
@@ -86,7 +86,7 @@ gradient_accumulation_steps = 5 * 8  # micro-batches per step, divided over all 
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps times as many [>= 1]
 block_size = 1024  # tokens per sequence [>= 1]
 # -- distribution and memory ---------------------------------------------------------------------------------
-layout = "manual"  # auto: the fastest plan, in which settings below that are set are kept [manual | auto]
+layout = "manual"  # auto: the fastest plan that keeps those settings below that are set [manual | auto]
 zero = 0  # sharded: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters [0 | 1 | 2 | 3]
 tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features, vocabulary [>= 1]
 pp = 1  # pipeline parallelism: ranks that divide the layers [>= 1]
@@ -110,7 +110,7 @@ grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
 warmup_iters = 2000  # steps of linear warm-up [>= 0, fractions]
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0, fractions]
-min_lr = 6e-5  # usually learning_rate / 10 [>= 0]
+min_lr = 6e-5  # learning rate at lr_decay_iters, usually learning_rate / 10 [>= 0]
 # == rarely set: --help=all prints these too =================================================================
 # -- run -----------------------------------------------------------------------------------------------------
 cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
@@ -121,7 +121,7 @@ dry_run_ranks = 0  # one process reports what a step of so many ranks takes and 
 dry_run_rank = 0  # which of the dry_run_ranks this process is [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
-on_spike = "report"  # loss or gradient norm 6 sigma above the last 128 steps: report, or skip [report | skip]
+on_spike = "report"  # a loss or gradient norm of 6 sigma above the last 128: report, or skip [report | skip]
 check_layout = True  # before training, compare a step of a small model on all ranks with one process's
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
@@ -132,20 +132,20 @@ keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint 
 mirror = ""  # URL of a folder to which checkpoints are copied in the background, such as s3://bucket/run
 # -- logging -------------------------------------------------------------------------------------------------
 eval_datasets = ""  # further validation sets, such as a,b: names or paths of folders with a val.bin
-sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
+sample_interval = 0  # steps between samples of two lines; one is written at the end too (0: never) [>= 0]
 stats_interval = 0  # steps between statistics of each layer: norms, activations, attention (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
-print_result = False  # the last line of stdout is <out_dir>/result.json, how the run has ended, in one line
+print_result = False  # print result.json, which says how the run ended, as the last line
 # -- data ----------------------------------------------------------------------------------------------------
-data_order = "random"  # windows anywhere, each once per epoch, or at documents [random | shuffle | documents]
+data_order = "random"  # windows anywhere, each once, or where documents begin [random | shuffle | documents]
 vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
 # -- distribution and memory ---------------------------------------------------------------------------------
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2, 3) [>= 1]
-pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
+pp_schedule = "1f1b"  # the last three: two stages on each rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
-grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
+grad_sync = "auto"  # micro-steps that reduce gradients; every takes less memory [auto | last | every | never]
 grad_compression = "none"  # between replicas: none, fp16, bf16, int8, powersgd:RANK or topk:FRACTION
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
@@ -158,19 +158,19 @@ outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
 # -- model ---------------------------------------------------------------------------------------------------
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
-residual_dtype = "float32"  # of what passes from block to block: bfloat16 is faster [float32 | bfloat16]
+residual_dtype = "float32"  # dtype of the stream from block to block; bfloat16 is faster [float32 | bfloat16]
 head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
 n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
 n_expert_active = 2  # experts for each token [>= 1]
 balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 # -- optimizer -----------------------------------------------------------------------------------------------
-max_tokens = 0.0  # tokens to train on, in place of max_iters and lr_decay_iters (0: as these say) [>= 0]
-max_epochs = 0.0  # the same as a number of passes over the training tokens (0: as these say) [>= 0]
+max_tokens = 0.0  # tokens to train on, in place of max_iters and lr_decay_iters (0: these count) [>= 0]
+max_epochs = 0.0  # the same as a number of passes over the training tokens (0: not used) [>= 0]
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
 cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
-embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
+embedding_lr = 0.0  # with muon: maximum of token embeddings if the head is untied (0: learning_rate) [>= 0]
 muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
 # ------------------------------------------------------------------------------------------------------------
 # 1. settings and processes
