@@ -74,7 +74,7 @@ check = False  # compare the model of model.py, small, on every layout, resumed,
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
-estimate_world_size = 0  # estimate for so many processes, without launching them (0: the launched ones) [>= 0]
+estimate_world_size = 0  # estimate for so many processes, launching none (0: the launched ones) [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 BENCH_PY = Path(__file__).resolve()
 TRAIN_PY = BENCH_PY.with_name("train.py")

@@ -142,7 +142,7 @@ vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
 # -- distribution and memory ---------------------------------------------------------------------------------
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2, 3) [>= 1]
-pp_schedule = "1f1b"  # the last three have two stages per rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
+pp_schedule = "1f1b"  # the last three: two stages on a rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 grad_sync = "auto"  # micro-steps that reduce gradients; every takes less memory [auto | last | every | never]
