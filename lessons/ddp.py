@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parameters_to_vector
 
-width, vocab_size, tokens = 512, 256, 512  # tokens of a step, over all ranks
+width, vocab_size, tokens = 512, 256, 256  # tokens of a step, over all ranks
 MIB = 2**20
 torch.set_num_threads(1)  # the same for one process and for each of two
 dist.init_process_group("gloo")
