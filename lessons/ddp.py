@@ -122,9 +122,9 @@ begin = time.perf_counter()
 loss.backward()
 sent, reduced = ([1e3 * (row[event] - begin) for row in timeline] for event in ("sent", "reduced"))
 names = {p: name.removesuffix(".weight") for name, p in model.named_parameters()}
-for i, row in enumerate(timeline):
-    log(f"{'' if i else chr(10)}bucket {i + 1}, of layers {' '.join(names[p] for p in row['params'])}")
-    log(f"measured: sent {sent[i]:.0f} ms after the backward pass began, reduced after {reduced[i]:.0f} ms")
+log("\nlayers of each bucket: " + " | ".join(" ".join(names[p] for p in row["params"]) for row in timeline))
+for event, times in {"sent": sent, "reduced": reduced}.items():
+    log(f"measured: {event:<8}{' '.join(f'{ms:5.0f}' for ms in times)} ms after the backward pass began")
 if rank == 0 and sys.argv[1:]:
     from matplotlib.figure import Figure
 
@@ -157,7 +157,7 @@ def seconds(name: str, function: Callable, *args: object, ranks: int = world_siz
 alone = make_model()
 forward_backward(alone)
 update = torch.optim.AdamW(alone.parameters(), fused=True).step
-log("\nthe shortest of five passes forward and backward, or of five updates")
+log("\nthe shortest of five runs of forward and backward pass, or update")
 one = seconds("one process: whole batch", forward_backward, alone, ranks=1)
 one += seconds("one process: update", update, ranks=1)
 seconds("one process: half the batch", forward_backward, alone, my_part, ranks=1)
