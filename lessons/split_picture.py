@@ -92,7 +92,7 @@ def pipeline_figure(timelines: dict[tuple, list], slot: float) -> Figure:
 
 def context_figure(layouts: dict[str, list[Tensor]]) -> Figure:
     """The causal mask, with each pair of a query and a key in the color of the rank that computes it."""
-    figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(8, 4.7), dpi=110, layout="constrained")
     row: list[Axes] = figure.subplots(1, 2, sharey=True)
     for axes, (layout, held) in zip(row, layouts.items(), strict=True):
         p, T = len(held), sum(map(len, held))
