@@ -203,7 +203,7 @@ def ring_attention(held: list[Tensor]) -> tuple[Tensor, int]:
 
 
 chunks = torch.arange(T).chunk(2 * p)
-in_order = [torch.cat((chunks[2 * r], chunks[2 * r + 1])) for r in range(p)]
+in_order = torch.arange(T).chunk(p)
 zigzag = [torch.cat((chunks[r], chunks[2 * p - 1 - r])) for r in range(p)]
 layouts = {"in order": (in_order, [(2 * r + 1) / p**2 for r in range(p)]), "zigzag": (zigzag, [1 / p] * p)}
 whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)

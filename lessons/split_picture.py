@@ -1,5 +1,6 @@
 """The three pictures of lessons/split.py, which draws them with --picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,11 @@ COLORS = ["#4477aa", "#ee7733", "#44aa77", "#cc6699", "#bbaa33", "#66ccee", "#88
 
 
 def draw(
-    picture: str, timelines: dict[tuple, list], slot: float, in_order: list[Tensor], zigzag: list[Tensor]
+    picture: str,
+    timelines: dict[tuple, list],
+    slot: float,
+    in_order: Sequence[Tensor],
+    zigzag: Sequence[Tensor],
 ) -> None:
     """Write picture-tensor.png, picture-pipeline.png and picture-context.png."""
     figures = {
@@ -90,7 +95,7 @@ def pipeline_figure(timelines: dict[tuple, list], slot: float) -> Figure:
     return figure
 
 
-def context_figure(layouts: dict[str, list[Tensor]]) -> Figure:
+def context_figure(layouts: dict[str, Sequence[Tensor]]) -> Figure:
     """The causal mask, with each pair of a query and a key in the color of the rank that computes it."""
     figure = Figure(figsize=(8, 4.7), dpi=110, layout="constrained")
     row: list[Axes] = figure.subplots(1, 2, sharey=True)
