@@ -10,9 +10,10 @@ PROGRAMS = "python|torchrun|sbatch|accelerate|deepspeed|mpirun|srun|pytest"
 
 
 def documents():
-    """README.md and all pages of documentation, also that for programs."""
+    """README.md, all pages of documentation and the lessons, also the page for programs."""
     others = [REPO / "data/README.md", REPO / "measure/README.md", REPO / "AGENTS.md"]
-    return [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *others]
+    pages = [page for folder in ("docs", "lessons") for page in sorted((REPO / folder).glob("*.md"))]
+    return [REPO / "README.md", *pages, *others]
 
 
 def files():

@@ -237,7 +237,19 @@ def test_the_readme_is_short_and_lists_every_page():
     text, pages = (REPO / "README.md").read_text().split("\n## Documentation\n")
     assert len(text.split()) <= 900
     listed = set(re.findall(r"\]\((\S+?\.md)\)", pages))
-    assert listed == {str(path.relative_to(REPO)) for path in documents()} - {"README.md", "AGENTS.md"}
+    lessons = {str(path.relative_to(REPO)) for path in (REPO / "lessons").glob("[0-9]-*.md")}
+    assert listed == {str(path.relative_to(REPO)) for path in documents()} - lessons - {"README.md"}
+    course = (REPO / "lessons" / "README.md").read_text()
+    assert {f"lessons/{name}" for name in re.findall(r"\]\((\d-\S+?\.md)\)", course)} == lessons
+
+
+def test_the_readme_says_how_large_the_code_is():
+    text = (REPO / "README.md").read_text()
+    lines = {name: len((REPO / name).read_text().splitlines()) for name in ("train.py", "model.py")}
+    assert f"`train.py` has {lines['train.py']} lines and `model.py` {lines['model.py']}" in text
+    counted = sum(len(path.read_text().splitlines()) for path in (REPO / "isogpt").rglob("*.py"))
+    said = re.search(r"`isogpt/` has ([\d,]+) lines", text)[1]
+    assert abs(int(said.replace(",", "")) - counted) <= 500
 
 
 def test_ci_runs_the_quick_start_of_the_readme():
@@ -254,9 +266,9 @@ def test_ci_runs_the_quick_start_of_the_readme():
 
 
 def test_comparisons_say_what_differs():
-    """Columns of programs that compute differently name the dtypes; losses name their unit."""
+    """Rows of two programs name the precision of both; losses name their unit."""
     text = (REPO / "README.md").read_text()
-    assert "| | unit | nanoGPT, float32 | isoGPT, bfloat16 |" in text
+    assert "| | precision | nanoGPT | isoGPT |" in text
     assert "| 1.30 per character |" in text and "| 2.85 per token |" in text
     sections = re.split("^## ", (REPO / "docs" / "benchmarks.md").read_text(), flags=re.M)
     compared = [part for part in sections if "compared with nanoGPT\n" in part]
