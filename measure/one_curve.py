@@ -147,7 +147,7 @@ def plot_curves(axes: "Axes", layouts: list[Layout], losses: np.ndarray) -> None
             axes.annotate(
                 "killed and resumed",
                 (step, losses[i, step]),
-                xytext=(0, 26),
+                xytext=(0, 60),  # above the curve's peaks
                 textcoords="offset points",
                 ha="center",
                 color="crimson",
