@@ -243,6 +243,14 @@ def test_the_readme_is_short_and_lists_every_page():
     assert {f"lessons/{name}" for name in re.findall(r"\]\((\d-\S+?\.md)\)", course)} == lessons
 
 
+def test_the_edit_in_the_readme_applies():
+    """And two lines of model.py stand before its lines, and one after them."""
+    diff = re.search(r"^```diff\n(.*?)^```", (REPO / "README.md").read_text(), re.S | re.M)[1]
+    lines = diff.splitlines()[3:]
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    assert len(lines) == 5 and before in (REPO / "model.py").read_text()
+
+
 def test_the_readme_says_how_large_the_code_is():
     text = (REPO / "README.md").read_text()
     lines = {name: len((REPO / name).read_text().splitlines()) for name in ("train.py", "model.py")}

@@ -16,9 +16,10 @@ from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, s
 
 
 class Stack(NamedTuple):
-    """The shape of a parameter, and the heights of the matrices that are stacked in the parameter."""
+    """The shapes of a parameter and of this rank's part, and the heights of the matrices stacked in it."""
 
     shape: torch.Size
+    part: torch.Size  # which differs if tensor parallelism divides one of two matrices of the same shape
     rows: tuple[int, ...]
 
 
@@ -27,13 +28,13 @@ def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -
     The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. Stacked
     are q, k and v, and experts; the weight of any other layer is one matrix.
     """
-    shape = matrix_part(p, p).shape
+    shape, part = matrix_part(p, p).shape, local(p).shape
     if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
-        return Stack(shape, config.qkv_rows)
+        return Stack(shape, part, config.qkv_rows)
     height = shape[0]
     if isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
         height = local_part_of(p, splits_of(p)).shape[0] // config.n_expert
-    return Stack(shape, (height,) * (shape[0] // height))
+    return Stack(shape, part, (height,) * (shape[0] // height))
 
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
