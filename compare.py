@@ -25,7 +25,7 @@ from isogpt.lab.runs import find_runs
 # -- what to compare -----------------------------------------------------------------------------------------
 loss = 0.0  # also print when each run has reached this validation loss (0: no) [>= 0]
 # -- what to write -------------------------------------------------------------------------------------------
-x = "steps"  # over which the picture draws the losses [steps | tokens | seconds | flops]
+x = "steps"  # what the picture draws the losses over [steps | tokens | seconds | flops]
 picture = "compare.png"  # the file of the picture ("": none)
 json = False  # print everything as JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------

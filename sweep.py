@@ -1,5 +1,5 @@
 """
-Train over settings and seeds: train.py with every combination of values, each run in a folder of its own in
+Train over settings and seeds: train.py with every combination of values, each run in a separate folder in
 out_dir. A setting whose value is a list with commas, such as --seed=1,2,3, is swept. Repeat the command to
 continue: complete runs are left alone, and stopped and failed runs continue.
 

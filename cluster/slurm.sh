@@ -87,7 +87,7 @@ done
 
 if [ -z "$cancelled" ] && [ -e "$out/PREEMPTED" ]; then
     if [ "$before" ] && gained_nothing; then
-        echo "error: slurm.sh: twice in succession, the run had to stop before it saved more than one step, so that the job is not requeued: submit it with a longer --time, and without --save_checkpoint=False" >&2
+        echo "error: slurm.sh: twice in succession, the run had to stop before it saved more than one step, so the job is not requeued: submit it with a longer --time, and without --save_checkpoint=False" >&2
         exit 1
     fi
     echo "slurm.sh: stopped on request, requeueing the job"

@@ -1,5 +1,5 @@
 """
-The pairs of docs/benchmarks.md: nanoGPT and isoGPT, alternating, on an idle machine. It needs
+The pairs of docs/benchmarks.md: nanoGPT and isoGPT, alternating, on an idle machine. They need
 data/shakespeare_char. nanoGPT runs in a temporary copy.
 
     python measure/against_nanogpt.py speed --nanogpt=FOLDER     FOLDER: a clone of nanoGPT
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def train(folder: Path, args: list[str], last: list[str] | None = None) -> Run:
-    """Run train.py in a folder, with arguments that come after those of all runs in `last`."""
+    """Run train.py in a folder. The arguments in `last` come after those of all runs."""
     first_s, lines, began = 0.0, [], time.perf_counter()
     command = [sys.executable, "-u", "train.py", *args, *BOTH, *(last or [])]  # a config file comes first
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """
-What a data set of 1 TB in 10,000 shards costs beside an ordinary one: time of a start, memory, open files.
-The shards are sparse files, each with llm.c's header and some tokens, so that they need 80 MB of the disk.
+What a data set of 1 TB in 10,000 shards costs compared with an ordinary one: the time of a start, memory, and
+open files. The shards are sparse files, each with llm.c's header and some tokens, so they take up only 80 MB.
 
     python measure/any_data.py             all
     python measure/any_data.py --pairs     print commands that compare the time of a step on an idle machine
@@ -46,8 +46,8 @@ class Start(NamedTuple):
 
 def sparse_data(folder: Path, shards: int = SHARDS, tokens: int = TOKENS) -> Path:
     """
-    Write a data set in shards of so many tokens, of which only the first ones of each are written. Exits if
-    the file system does not leave out the others.
+    Write a data set in shards of so many tokens, of which only the first ones are written. Exits if the file
+    system does not leave out the others.
     """
     folder.mkdir(parents=True)
     ordinary = folder.parent / "ordinary"
@@ -68,7 +68,7 @@ def sparse_data(folder: Path, shards: int = SHARDS, tokens: int = TOKENS) -> Pat
 
 
 def time_of_opening(folder: Path, order: str) -> float:
-    """Seconds of open_dataset in a process of its own, whose imports do not count."""
+    """The seconds that open_dataset takes in a separate process, whose imports do not count."""
     work = "from isogpt.data.dataset import open_dataset; import time; start = time.perf_counter(); "
     work += f"open_dataset({str(folder)!r}, 64, data_order={order!r}); print(time.perf_counter() - start)"
     run = subprocess.run([sys.executable, "-c", work], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -117,7 +117,7 @@ def command_of(folder: Path, order: str, steps: int) -> list[str]:
 
 
 def in_turn(works: list[Callable[[], object]]) -> list[list]:
-    """The results of each of some measurements, RUNS of each, in turn."""
+    """The results of each measurement. They alternate in RUNS rounds."""
     rounds = [[work() for work in works] for _ in range(RUNS)]
     return [list(results) for results in zip(*rounds, strict=True)]
 
@@ -127,21 +127,22 @@ def compare(work: Path, order: str) -> None:
     folders = [work / "data" / name for name in ("ordinary", "sparse")]
     few, many = in_turn([lambda folder=folder: time_of_opening(folder, order) for folder in folders])
     print(
-        f"{order}: open_dataset takes {statistics.median(many):.3f} s, {statistics.median(few):.3f} s usually"
+        f"{order}: open_dataset takes {statistics.median(many):.3f} s, "
+        f"ordinary {statistics.median(few):.3f} s"
     )
     few, many = map(time_of_reading, folders)
-    print(f"{order}: a micro-batch of 12 windows takes {many * 1e3:.2f} ms, {few * 1e3:.2f} ms usually")
+    print(f"{order}: a micro-batch of 12 windows takes {many * 1e3:.2f} ms, ordinary {few * 1e3:.2f} ms")
     few, many = (
         Start(*map(statistics.median, zip(*starts, strict=True)))
         for starts in in_turn([partial(start_of, folder, order) for folder in folders])
     )
-    print(f"{order}: up to step 1 {many.seconds:.2f} s, {few.seconds:.2f} s usually")
+    print(f"{order}: up to step 1 {many.seconds:.2f} s, ordinary {few.seconds:.2f} s")
     for name, a, b in (
         ("after step 1", few.memory, many.memory),
         ("at the end", few.memory_later, many.memory_later),
     ):
-        print(f"{order}: memory {name} {b / 1e6:.0f} MB, {a / 1e6:.0f} MB usually: {(b - a) / 1e6:+.0f} MB")
-    print(f"{order}: at most {many.files} open files, {few.files} usually", flush=True)
+        print(f"{order}: memory {name} {b / 1e6:.0f} MB, ordinary {a / 1e6:.0f} MB: {(b - a) / 1e6:+.0f} MB")
+    print(f"{order}: at most {many.files} open files, ordinary {few.files}", flush=True)
 
 
 def prepare(work: Path) -> None:

@@ -1,7 +1,7 @@
 """
 Check and measure isoGPT on this machine's GPUs. No network, tokenizer or data set is needed.
 
-    python measure/gpu_check.py first --nanogpt=FOLDER --seconds=540 --out=OUT    what is worth most
+    python measure/gpu_check.py first --nanogpt=FOLDER --seconds=540 --out=OUT    what matters most
     python measure/gpu_check.py second --seconds=240 --out=OUT2                   what comes next
     python measure/gpu_check.py parity bits     only these checks, in this order
     python measure/gpu_check.py                 everything, with the GPUs that there are
@@ -9,12 +9,12 @@ Check and measure isoGPT on this machine's GPUs. No network, tokenizer or data s
 
 Each line of the table says what was checked, what is expected, what was found, and pass or FAIL. In brackets
 is the basis of an expectation: "H200: ..." was measured on one in November 2026, "predicted" was not. A line
-without a verdict is a measurement. table.md and table.json are written to --out after each line, so that a
-kill leaves what there is. The exit status is 1 if a line failed.
+without a verdict is a measurement. table.md and table.json are written to --out after each line, so a kill
+leaves all lines so far. The exit status is 1 if a line failed.
 
-The program ends within --seconds. They are divided among the checks in proportion to their seconds in CHECKS,
-and what a check leaves is for those after it; one that is late is killed. All runs are forked from
-tests/zygote.py, which has imported torch and isogpt before CUDA starts; this process imports neither.
+The program ends within --seconds. This time is divided among the checks in proportion to their seconds in
+CHECKS. What a check does not use is left to those after it, and a check that is late is killed. All runs are
+forked from tests/zygote.py, which imports torch and isogpt before CUDA starts; this process imports neither.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def end_runs(place: Place, within: float = 5) -> None:
 
 
 def results(place: Place, part: str, *folders: Path | None) -> Iterator[dict]:
-    """What a function of gpu_parts.py, which a process of its own computes, prints, as it comes."""
+    """What a function of gpu_parts.py prints in a separate process, as it arrives."""
     args = [part, *(str(folder) for folder in folders if folder)]
     run, count, is_done = start(place, "measure/gpu_parts.py", args), 0, False
     while not is_done:
@@ -186,7 +186,7 @@ def part(place: Place, name: str, *folders: Path | None) -> Iterator[Line]:
 
 
 def start_tiny(place: Place, name: str, args: list[str], nproc: int = 1) -> Run:
-    """Start 20 steps of the tiny model; on a CPU if the name begins so."""
+    """Start 20 steps of the tiny model, on a CPU if the name begins with cpu."""
     base = [*TINY, "--max_iters=19", "--save_checkpoint=False", f"--out_dir={name}"]
     where = replace(place, device="cpu") if name.startswith("cpu") else place  # shares the list of runs
     return start(where, "train.py", [*base, *args], nproc)
@@ -194,8 +194,8 @@ def start_tiny(place: Place, name: str, args: list[str], nproc: int = 1) -> Run:
 
 def run_tiny(place: Place, settings: dict[str, list[str]], at_once: int = 6) -> dict[str, Run | None]:
     """
-    Train the tiny model with several settings, by name, at the same time: starts take longer than steps on a
-    GPU. A run may fail or be late without the others.
+    Train the tiny model with several settings, by name, at the same time, because on a GPU the starts take
+    longer than the steps. If a run fails or is late, the others go on.
     """
     names, runs = list(settings), dict.fromkeys(settings)
     at_once = at_once if place.on_gpu else 2
@@ -238,7 +238,7 @@ def gpt2(place: Place, *flags: str) -> list[str]:
 
 
 def train_gpt2(place: Place, name: str, *flags: str, nproc: int = 1) -> Speed:
-    """Train GPT-2, as nothing else runs; metrics are in the folder of this name."""
+    """Train GPT-2 while nothing else runs; metrics are in the folder of this name."""
     began = now()
     args = gpt2(place, f"--out_dir={name}", "--save_checkpoint=False", "--check_layout=False", *flags)
     run = start(place, "train.py", args, nproc)
@@ -299,7 +299,7 @@ def bounded(
 
 
 def close(what: str, one: Curve, other: Curve, limit: float, basis: str = "rounding") -> Line:
-    """A line that passes if two curves differ by no more than the limit; 0: if they are equal."""
+    """A line that passes if two curves differ by no more than the limit; 0: they must be equal."""
     expected = f"<= {limit:g} ({basis})" if limit else f"the same bits ({basis})"
     for curve in (one, other):
         if isinstance(curve, str):
@@ -368,7 +368,7 @@ def changed(place: Place, flags: str, limit: float, basis: str, optimizer: float
     The step with these settings against the plain one, and its memory.
 
     Args:
-        optimizer: the most of the step by which the optimizer may take longer; 0: not compared.
+        optimizer: how much longer the optimizer may take, as a share of the step; 0: not compared.
     """
     base, speed = plain(place), train_gpt2(place, flags, *flags.split())
     ratio, what = speed.ms / base.ms, f"the step with {flags} / the plain one"
@@ -376,7 +376,7 @@ def changed(place: Place, flags: str, limit: float, basis: str, optimizer: float
     yield bounded(place.on_gpu, what, ratio, text, basis, most=limit)
     if optimizer:
         share = (speed.optimizer_ms - base.optimizer_ms) / speed.ms
-        what = "by how much of the step its optimizer takes longer"
+        what = "how much longer its optimizer takes, as a share of the step"
         text = f"{share:.1%}: {speed.optimizer_ms:.2f} ms, plain {base.optimizer_ms:.2f} ms"
         yield bounded(place.on_gpu, what, share, text, "predicted: 0.06", most=optimizer)
 
@@ -442,7 +442,7 @@ def layers(place: Place) -> Iterator[Line]:
 
 
 def large(place: Place, flags: str) -> Iterator[Line]:
-    """GPT-2 XL on one device: full recomputation, with DDP's or with FSDP's way to hold the parameters."""
+    """GPT-2 XL on one device: full recomputation, with the parameters held as by DDP or by FSDP."""
     shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else []
     args = [*shape, "--max_iters=9", "--activation_checkpointing=full", *flags.split()]
     speed = train_gpt2(place, "large", *args)
@@ -622,7 +622,7 @@ class Check:
 
     name: str
     group: str  # first, second or last
-    seconds: float  # that an H100 or H200 has for it: a share of --seconds
+    seconds: float  # that it may take on an H100 or H200; they determine its share of --seconds
     lines: Callable[[Place], Iterator[Line]]
     needs: str = ""  # a setting of train.py, without which the check is left out
     least: int = 1  # devices, without which it is not tried
@@ -634,7 +634,7 @@ RESIDUAL = partial(
     changed, flags="--dtype=bfloat16 --residual_dtype=bfloat16", limit=0.97, basis="H200, with a patch: 0.96"
 )
 
-# in the order of their worth; a new setting that changes the step's speed is one more line
+# in order of importance; a new setting that changes the step's speed is one more line
 CHECKS = (
     Check("ceilings", "first", 10, partial(part, name="ceilings")),
     Check("gradients", "first", 60, partial(part, name="gradients")),
@@ -682,7 +682,7 @@ def main() -> None:
         possible = ", ".join([*groups, *by_name])
         parser.error(f"no such check: {', '.join(sorted(unknown))}; possible are {possible}")
     if options.seconds is not None and not 0 < options.seconds < math.inf:
-        parser.error(f"--seconds={options.seconds:g}: it is a number above 0")
+        parser.error(f"--seconds={options.seconds:g}: set it to a number above 0")
     if options.nanogpt and not (options.nanogpt / "train.py").exists():
         parser.error(f"{options.nanogpt} is not a clone of nanoGPT: it has no train.py")
     if options.out:
@@ -723,7 +723,7 @@ def exists(setting: str) -> bool:
 
 
 def reserve(seconds: float) -> float:
-    """Of the program's seconds, those that remain for killing what is late and for the end."""
+    """The part of the program's seconds that is kept for killing what is late and for the end."""
     return min(10.0, 0.05 * seconds)
 
 

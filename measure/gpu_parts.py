@@ -1,6 +1,6 @@
 """
-The checks of gpu_check.py that one process computes by itself, and what gpu_check.py reads with torch. Each
-has a process of its own, in which no other check has initialized CUDA, allocated memory or compiled.
+The checks of gpu_check.py that one process computes alone, and what gpu_check.py reads with torch. Each runs
+in a separate process, in which no other check has initialized CUDA, allocated memory or compiled.
 
     python measure/gpu_parts.py ceilings --device=cuda
 

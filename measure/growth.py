@@ -1,6 +1,6 @@
 """
-How the cost of everything but the matmuls grows with ranks, bytes, parameters and steps, counted in requests,
-bytes and items, so that a busy machine shows the same. docs/scaling.md has the table.
+How the cost of everything but the matmuls grows with ranks, bytes, parameters and steps. It is counted in
+requests, bytes and items, so it is the same on a busy machine. docs/scaling.md has the table.
 
     python measure/growth.py                 all rows
     python measure/growth.py store metrics   these
@@ -79,7 +79,7 @@ Result = TypeVar("Result")
 
 
 def newer_checkpoints(sizes: Sequence[int] = (0, 10**9, 50 * 10**9)) -> list[Cost]:
-    """A start from step 1 beside five newer checkpoints, in sparse files of these many bytes in all."""
+    """A start from step 1 beside five newer checkpoints, in sparse files of so many bytes in all."""
     costs = []
     for size in sizes:
         with TemporaryDirectory() as folder:
@@ -331,7 +331,7 @@ def hashing(ranks: Sequence[int] = (1, 4, 16), size: int = 10**9) -> list[Cost]:
 
 
 def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
-    """The bytes that each rank hashes in a save and in a resume; each sees the folder under its own name."""
+    """The bytes that each rank hashes in a save and in a resume; each sees the folder by a different name."""
     links = [out / f"of_rank_{rank}" for rank in range(count)]
     (out / "run").mkdir()
     for link in links:
@@ -509,8 +509,8 @@ def bytes_of_this_thread() -> int:
 
 def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
     """
-    A resume and the first evaluation after it: what training waits for, and the memory, also of the thread
-    that draws.
+    A resume and the first evaluation after it: what training waits for, and the memory, including that of the
+    thread that draws.
     """
     from matplotlib.figure import Figure
 
@@ -552,7 +552,7 @@ def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
 
 
 def shuffle(sizes: tuple[int, ...] = (10**9, 10**12), sequences: int = 480) -> list[Cost]:
-    """The memory in which a rank finds the windows of a step, of 1,024 tokens each, and what of it stays."""
+    """The memory with which a rank finds a step's windows of 1,024 tokens, and how much of it stays."""
     from isogpt.data.windows import EvenWindows, shuffled_windows
 
     numbers = 7 * sequences + np.arange(sequences)  # of the sequences of step 7
@@ -593,7 +593,7 @@ def failure_report(sizes: Sequence[int] = (128, 1024), hurry: float = 1.0) -> li
     and print if one rank does not respond, and if half of the ranks crash.
 
     Args:
-        hurry: how much shorter pauses are.
+        hurry: the factor by which pauses are shortened.
     """
     sleep, costs = time.sleep, []
     with patch.object(time, "sleep", lambda seconds: sleep(seconds / hurry)):
@@ -623,7 +623,7 @@ def cost_of_failure(size: int, problem: str, lost: range) -> list[Cost]:
     store = dogs[0].store
 
     class Over(threading.Event):
-        """The end of the loop of beats after some seconds, which pass at once."""
+        """Ends the loop of beats after some seconds, which pass at once."""
 
         def wait(self, interval_s: float) -> bool:
             asked, self.asked = getattr(self, "asked", None), len(store.answers)
@@ -698,7 +698,7 @@ def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tupl
         opened.append(path.stat().st_size)
         return read_json(reader, path)
 
-    own = ranks - 1  # it stands last in a search through all indices
+    own = ranks - 1  # it comes last in a search through all indices
     target = rows_of(own // replicas, ranks // replicas, tensors, value=0.0)
     with (
         patch.object(sharded_files.PlainReader, "read_json", noted),
@@ -835,7 +835,7 @@ def loop_memory(steps: int = 3000, evaluations: int = 150, warm_up: int = 1000) 
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=one_thread)
         records = read_records(Path(folder) / "out/metrics.jsonl")
     memory = {r["iter"]: r["memory_gb"] * 1e9 for r in records if "step_ms" in r}
-    # what stays after each evaluation raises the peak always; threads that need memory together raise it once
+    # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
     rises = [memory[step + 100] - memory[step] for step in range(warm_up, steps, 100)]
     return [
         Cost(f"steps {warm_up:,} to {steps:,}", sum(rises), "bytes more at peak"),

@@ -7,7 +7,7 @@ Trains a small model with AdamW on the CPU in float32 on 1, 2, 4 and 7 processes
 that are killed twice and resumed. Then trains the model of README.md's first command, whose optimizer, Muon,
 amplifies rounding: without `exact` on 1 and 2 processes, and with `exact` on 1, 2, 4 and 7 processes and on 2
 that are killed twice, the second time resumed on 3. Takes ten minutes on two idle cores, and writes two
-figures: one_curve.png contains the losses of README.md, and differences.png how much all of them differ.
+figures: one_curve.png contains the losses of README.md, and differences.png shows how much all runs differ.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def plot_exact(axes: "Axes", inexact: np.ndarray, layouts: list[Layout], losses:
         for step in layout.kills:
             axes.axvline(step, color="crimson", linewidth=1, linestyle=":")
     axes.set_yscale("symlog", linthresh=1e-7)
-    axes.set_ylim(-3e-8, 1e5)  # the legend stands above the curve
+    axes.set_ylim(-3e-8, 1e5)  # the legend is above the curve
     axes.set_yticks([0, 1e-6, 1e-4, 1e-2, 1], minor=False)
     axes.set_yticks([], minor=True)
     axes.set_xlabel("step")

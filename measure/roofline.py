@@ -374,7 +374,7 @@ def main_operator(origin: torch.fx.Node | None, origins: Iterable[torch.fx.Node]
 def traffic_of_fused(node: Any, parts: list) -> int:
     """
     The bytes that a kernel reads and writes, by Inductor's count. For a fused kernel, Inductor counts whole
-    buffers, also one from which a part gathers a few elements.
+    buffers, even one from which a part gathers only a few elements.
     """
     options = {"include_reads": True, "include_writes": True}
     of_parts = [part.get_read_write_buffer_accesses(**options) for part in parts]

@@ -6,8 +6,8 @@ Train over slow links: each host is a network namespace with one core and one pr
 
 The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps
 that takes does not depend on the link and is measured once, without a limit; how long a step takes is
-measured at each rate. It needs an idle machine. Flags after -- go to train.py in either case, also in place
-of those in JOB.
+measured at each rate. The machine must be idle. Flags after -- go to train.py in either case, and replace
+those in JOB.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def train(hosts: Hosts, args: list[str], target: float = -math.inf) -> Curve:
 
 
 def sent_per_step(hosts: Hosts, args: list[str], curve: Curve) -> float:
-    """Bytes that each host sends per step of a run: without its start, which a run of one step has too."""
+    """Bytes that each host sends per step of a run, less those of the start, as a run of one step shows."""
     start = train(hosts, [*args, "--max_iters=0"])
     return (curve.sent - start.sent) / (len(curve.losses) - 1)
 

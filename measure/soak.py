@@ -52,7 +52,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
     resume from it.
     """
     rng, report = random.Random(seed), dict(kills=0, older=0, failed=0, mid_save=0)
-    big = ["--n_embd=128", "--n_layer=4"]  # a checkpoint takes some milliseconds, so that kills hit it
+    big = ["--n_embd=128", "--n_layer=4"]  # a checkpoint takes some milliseconds, so kills hit it
     args = [*TINY, *big, "--out_dir=soak", "--init_from=auto", "--save_interval=1", "--max_iters=1000000"]
     args += ["--block_size=8", "--batch_size=1", "--gradient_accumulation_steps=2", *flags]
     out, completed = work / "soak", 0
@@ -73,14 +73,14 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
         resumed = re.search(r"step_(\d+)(?:/ckpt.pt)?, step", text)
         if report["kills"] and (not resumed or int(resumed[1]) < completed):
             report["older"] += 1
-            say(f"resumed from {resumed and resumed[1]}, completed was {completed}")
+            say(f"resumed from {resumed and resumed[1]}, last completed {completed}")
         report["kills"] += 1
         report["mid_save"] += bool(list(out.glob("unfinished_*")))
         completed = max(completed, *(int(s) for s in re.findall(r"saved \S*step_(\d+)", text)))
         found, reports = newest_checkpoint(str(out))
         if not found or found.step < completed or reports:
             report["older"] += 1
-            say(f"found {found}, completed was {completed}, reports {reports}")
+            say(f"found {found}, last completed {completed}, reports {reports}")
         if report["kills"] % 20 == 0:
             say(report)
     return report

@@ -32,8 +32,8 @@ def steps_of(out):
 
 def kill_sweep(zygote, work, kills, seed=0, script="sweep.py", steps=60, say=print):
     """
-    SIGKILL a sweep of four runs at `kills` random moments: when its runs have taken a random number of their
-    steps, and up to a second later; at random, its runs are killed at the same time. It is repeated at once.
+    SIGKILL a sweep of four runs at `kills` random moments: up to a second after its runs have taken a random
+    number of steps. At random, its runs are killed with it. The command is then repeated at once.
     Returns what differs from an undisturbed sweep, a sentence for each difference, and the number of kills of
     the sweep alone.
     """

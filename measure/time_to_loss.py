@@ -61,7 +61,7 @@ def val_loss(text: str) -> float:
 def train_nanogpt(folder: Path) -> tuple[np.ndarray, np.ndarray, float]:
     """(seconds of each step, losses, loss over the whole validation split)"""
     text = run(NANOGPT, folder)
-    # not with an evaluation
+    # without the first and the last step, whose times include an evaluation
     found = re.findall(r"^iter \d+: loss ([\d.]+), time ([\d.]+)ms", text, re.M)[1:-1]
     losses, ms = np.array(found, dtype=float).T
     return ms / 1e3, losses, val_loss(run([f"--init_from={folder / 'out'}", *WHOLE_SPLIT], REPO))

@@ -118,8 +118,8 @@ def tp(n):
 
 def pp(n):
     """
-    At each of n - 1 boundaries each micro-batch's stream passes, and its gradient back. The first and the
-    last rank exchange the gradient of the tied embedding. Mean over the ranks.
+    The stream of each micro-batch crosses each of n - 1 boundaries, and its gradient crosses them back. The
+    first and the last rank exchange the gradient of the tied embedding. Mean over the ranks.
     """
     micro_steps = -(-MICRO_STEPS // n) * n
     stream = STREAM * MICRO_STEPS / micro_steps  # of more and smaller micro-batches
@@ -139,7 +139,7 @@ def cp(n):
 def ep(n, degree=None):
     """
     In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the
-    backward does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once
+    backward does the same with gradients; first, the ranks exchange how many tokens each expert gets. Once
     per step, the gradients are reduced: those of experts over the ranks that hold the same ones, the others
     over all. Mean over the ranks: it does not depend on how even the routing is, as long as it is alike on
     all ranks, since what popular experts receive from n - 1 ranks the others do not.

@@ -337,7 +337,7 @@ def test_runs_that_are_not_complete(tmp_path, at, capsys):
     write_run(tmp_path / "b", [4, 3.4], learning_rate=2e-3, ending="preempted")
     write_run(tmp_path / "c", [4, 3.4, 3.1, 2.7], learning_rate=3e-3)
     text = compared(at, capsys, tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    assert "preempted" in text and "learning_rate=0.002 is not complete, and not compared" in text
+    assert "preempted" in text and "learning_rate=0.002 is not complete, so it is not compared" in text
     assert "learning_rate=0.003 has a lower validation loss than learning_rate=0.001, by 0.1000" in text
     write_run(tmp_path / "d", [4, 8], learning_rate=3e-3, seed=1, ending="failed")
     write_run(tmp_path / "e", [4, 3.4, 3.1, math.nan], learning_rate=3e-3, seed=2)
@@ -361,7 +361,7 @@ def test_other_tokens_are_compared_by_bits_per_byte_or_refused(tmp_path, at, cap
     other = {"measures": MEASURES | {"dataset": "bpe", "digest": "e"}, "val_tokens": 100}
     b = write_run(tmp_path / "b", [6, 4], other, dataset="bpe")
     text = compared(at, capsys, a, b)
-    assert "compared by bits per byte, since the losses are of different tokens" in text
+    assert "compared by bits per byte, since the losses are over different tokens" in text
     assert "the runs were evaluated on different windows of the text" in text
     bits = (3 / 2 - 4 / 4) / math.log(2)
     assert f"dataset=bpe has fewer bits per byte than dataset=tiny, by {bits:.4f}" in text

@@ -139,8 +139,8 @@ def test_settings_of_the_checks_exist():
     ("args", "message"),
     [
         (["wrong"], "no such check: wrong; possible are first, "),
-        (["--seconds=-5"], "--seconds=-5: it is a number above 0"),
-        (["--seconds=nan"], "--seconds=nan: it is a number above 0"),
+        (["--seconds=-5"], "--seconds=-5: set it to a number above 0"),
+        (["--seconds=nan"], "--seconds=nan: set it to a number above 0"),
         (["--out=file"], "--out=file: File exists"),
         (["--nanogpt=none"], "none is not a clone of nanoGPT"),
     ],

@@ -514,7 +514,7 @@ def test_errors_of_many_ranks_are_a_few_lines(capsys):
     assert capsys.readouterr().err == "error: rank 1, 2, 3, 4, 5, 6, 7, 8 and 1,015 more: no disk\n"
     together.print_failures({rank: failure._replace(message=f"no {rank}") for rank, failure in same.items()})
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "error: rank 1: no 1" and lines[8:] == ["error: and 1,015 more of other ranks"]
+    assert lines[0] == "error: rank 1: no 1" and lines[8:] == ["error: and 1,015 more from other ranks"]
 
 
 def test_weights_are_compared_by_one_number():

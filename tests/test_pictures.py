@@ -134,7 +134,7 @@ def test_what_the_x_axis_shows():
     with pytest.raises(ValueError, match="x='time': possible are steps, tokens, seconds, flops"):
         losses_figure(groups, "time")
     del groups[0].runs[1].facts["flops_per_step"]
-    with pytest.raises(ValueError, match="out does not tell its flops: use --x=steps"):
+    with pytest.raises(ValueError, match="out does not record its flops: use --x=steps"):
         losses_figure(groups, "flops")
 
 

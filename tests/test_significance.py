@@ -149,7 +149,7 @@ def test_runs_without_any_chance(first):
     assert equal.method == "the runs are equal"
     moved = difference(by_seed(values), by_seed(values + 0.1, first))
     assert moved.mean == pytest.approx(0.1) and moved.p is None
-    assert moved.method == "the seed changes nothing, so that chance cannot be estimated: no test"
+    assert moved.method == "the seed changes nothing, so chance cannot be estimated: no test"
 
 
 def test_several_groups_are_corrected_by_holm():

@@ -176,7 +176,7 @@ def test_a_dry_run_lists_states_and_times_and_writes_nothing(at, capsys):
     assert lines[2] == "out/seed=3: new, 30 steps in about 1:00"
     assert (
         lines[3]
-        == "3 runs, 1 at the same time: about 1:40, and what starts, evaluations and checkpoints take"
+        == "3 runs, 1 at the same time: about 1:40, plus the time for starts, evaluations and checkpoints"
     )
     assert sorted(at.path.rglob("*")) == before
 

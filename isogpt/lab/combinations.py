@@ -9,7 +9,7 @@ from itertools import product
 from isogpt.common.console import shortened
 from isogpt.options.values import WANTED, Setting
 
-# settings of text whose value may contain a comma: of these, only semicolons separate values
+# text settings whose values may contain commas, so that only semicolons separate the values
 WITH_COMMAS = ("dataset", "shares", "eval_datasets")
 # a folder of the sweep, a URL of folders, and a shell command, perhaps with semicolons
 NEVER_LISTS = ("out_dir", "mirror", "alert_command")
@@ -35,7 +35,7 @@ def typed_values(name: str, text: str) -> list[str]:
 def swept_settings(words: Iterable[str], known: Mapping[str, Setting]) -> dict[str, list[str]]:
     """
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed. The
-    last argument of a setting counts.
+    last argument counts if a setting occurs twice.
     """
     lists = {}
     for word in words:
@@ -124,8 +124,8 @@ def problems_by_run(problems: Mapping[str, list[str]]) -> list[str]:
 
 def part_of_task(count: int, variables: Mapping[str, str]) -> list[int]:
     """
-    Return the numbers of the runs, of `count`, that this task of a Slurm array job takes; all without one.
-    Each run belongs to one task: run i to task i modulo the number of tasks.
+    Return the numbers of those of `count` runs that this task of a Slurm array job trains; all runs without
+    such a job. Each run belongs to one task: run i to task i modulo the number of tasks.
 
     Args:
         variables: the environment.

@@ -1,4 +1,4 @@
-"""Which runs belong together, what of them can be compared, and the difference."""
+"""Which runs belong together, by what they can be compared, and how they differ."""
 
 import math
 import statistics
@@ -10,8 +10,8 @@ from isogpt.lab.runs import Group, Run, is_finite
 from isogpt.lab.significance import Difference
 from isogpt.options.values import as_typed
 
-# settings that change nothing of what a run learns or of how fast: they are not compared. The seed is what
-# the runs of a group differ in
+# settings that are not compared, since they change neither what a run learns nor how fast it does. The seed
+# is what the runs of a group differ in
 NOT_COMPARED = {
     "seed",
     "out_dir",
@@ -40,7 +40,7 @@ NOT_COMPARED = {
 # settings that a command for more seeds does not repeat
 NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
-OTHERS = f"{LOSS}/"  # how the loss of a further validation set begins
+OTHERS = f"{LOSS}/"  # the beginning of the name of a further validation set's loss
 CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
 
@@ -55,7 +55,7 @@ class Mean:
 
 @dataclass
 class RunRow:
-    """What JSON contains of a run, at its last evaluation."""
+    """What the JSON contains about a run, at its last evaluation."""
 
     folder: str
     seed: int
@@ -67,13 +67,13 @@ class RunRow:
 
 @dataclass
 class Row:
-    """What the table contains of a group. None: not known."""
+    """What the table contains about a group. None: not known."""
 
     name: str
     settings: dict
     place: str  # the run's folder, or what the user typed for several runs
     runs: list[RunRow]
-    commits: list[str]  # of the code; commits that change other files only may differ in a group
+    commits: list[str]  # of the code; they may differ in a group if they change only other files
     step: int | None = None  # the last step at which all of the group's runs that count were evaluated
     tokens: int | None = None  # up to this step
     flops: float | None = None
@@ -156,7 +156,7 @@ def add_differences(comparison: Comparison) -> None:
             return
     for group in groups:
         if group not in complete:
-            comparison.notes.append(f"{group.name} is not complete, and not compared")
+            comparison.notes.append(f"{group.name} is not complete, so it is not compared")
     values = {group.name: values_of(group, comparison.by, comparison.step) for group in complete}
     comparison.differences = significance.differences(values, groups[0].name)
     comparison.parting = parting_of(groups) if comparison.by == LOSS else None
@@ -168,8 +168,8 @@ def add_differences(comparison: Comparison) -> None:
 
 def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
-    The groups of runs that differ only in the seed, in the order of their first runs. Runs of one seed that
-    differ in nothing that is recorded are told apart by the argument that names them, or by their folders.
+    The groups of runs that differ only in the seed, in the order of their first runs. Runs with the same seed
+    and no recorded difference are told apart by the argument that names them, or by their folders.
     """
     described = [description(run, defaults) for run in runs]
     names = dict.fromkeys(name for one in described for name in one)
@@ -240,7 +240,7 @@ def told_apart(runs: list[Run]) -> list[list[Run]]:
 
 
 def are_seeds(runs: list[Run]) -> bool:
-    """Whether each run has a seed of its own."""
+    """Whether no two runs have the same seed."""
     return len({run.settings["seed"] for run in runs}) == len(runs)
 
 
@@ -263,8 +263,8 @@ def measures_of(run: Run) -> dict:
 
 def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     """
-    By what runs can be compared: LOSS if all are evaluated on the same tokens, BITS if they are on the same
-    text, "" if they are not. Also returns why not by the loss.
+    Return what runs can be compared by: LOSS if all are evaluated on the same tokens, BITS if on the same
+    text, "" otherwise. Also return why they cannot be compared by the loss.
     """
     first = runs[0]
     for other in runs[1:]:
@@ -311,8 +311,8 @@ def notes_about(groups: list[Group], by: str) -> list[str]:
 
 def counted(runs: list[Run]) -> list[Run]:
     """
-    The runs of a group that count: those that are complete, or if none is, those that have not failed, or
-    else all. They have evaluations.
+    The runs of a group that count. Of those with evaluations, these are the complete ones; if there are none,
+    those that have not failed, or else all.
     """
     evaluated = [run for run in runs if run.evaluations]
     complete = [run for run in evaluated if run.is_finished]
@@ -340,8 +340,8 @@ def values_of(group: Group, by: str, step: int | None) -> dict[int, float]:
 
 def parting_of(groups: list[Group]) -> int | None:
     """
-    The first step at which two runs of one seed have different training losses, of the steps that were read;
-    None if there are other runs, or no such step.
+    The first step at which two runs with the same seed have different training losses, among the steps that
+    were read; None if there is no such step, or if these are not two such runs.
     """
     runs = [run for group in groups for run in group.runs]
     if len(runs) != 2 or len({run.settings["seed"] for run in runs}) != 1:
@@ -361,7 +361,9 @@ def mean_of(values: list[float | None]) -> Mean | None:
 
 
 def row_of(group: Group) -> Row:
-    """What the table contains of a group, up to the last step at which all runs that count were evaluated."""
+    """
+    What the table contains about a group, up to the last step at which all runs that count were evaluated.
+    """
     runs = counted(group.runs)
     step = last_common_step(runs)
     runs_of_group = [row_of_run(run) for run in group.runs]
@@ -386,7 +388,7 @@ def row_of(group: Group) -> Row:
 
 
 def row_of_run(run: Run) -> RunRow:
-    """What JSON contains of a run."""
+    """What the JSON contains about a run."""
     last = run.evaluations[-1] if run.evaluations else None
     best = best_loss(run, last["iter"]) if last else None
     seed = run.settings["seed"]
@@ -427,8 +429,8 @@ def reached_by(group: Group, target: float) -> Reached:
 
 def reaches(run: Run, target: float) -> dict[str, float] | None:
     """
-    Step, tokens and seconds at which a run's validation loss first is as low as `target`, on a straight line
-    between two evaluations; None: it has not been.
+    Step, tokens and seconds at which a run's validation loss is first as low as `target`, on a straight line
+    between two evaluations; None: it never is.
     """
     before = None
     for after in run.evaluations:
@@ -469,7 +471,7 @@ def sweep_command(run: Run, defaults: dict, swept: str, out_dir: str) -> str:
 
 
 def options_of(run: Run, defaults: dict, but: str) -> list[str]:
-    """The settings of a run that are not train.py's defaults, as they are typed, but one."""
+    """The settings of a run that are not train.py's defaults, as they are typed, except the setting `but`."""
     left_out = NOT_REPEATED | {but}
     values = {n: v for n, v in run.settings.items() if n in defaults and n not in left_out}
     if values.get("init_from") in ("resume", "auto"):

@@ -26,7 +26,7 @@ Kind = tuple  # the settings that determine the time of a step
 
 
 def kind_of(run: SweptRun) -> Kind:
-    """What is equal for runs whose steps take the same time."""
+    """What runs whose steps take the same time have in common."""
     return tuple(sorted((name, value) for name, value in run.config.items() if name not in NOT_OF_SPEED))
 
 
@@ -36,7 +36,7 @@ def step_seconds(
     """
     Return the seconds of each run's steps on this machine: the mean of what runs with equal steps have
     measured, else a prediction, for which train.py takes a few steps with two of the model's blocks. A
-    prediction does not contain evaluations and checkpoints. None: neither is known.
+    prediction does not include evaluations and checkpoints. None: neither is known.
 
     Args:
         scripts: the folder of train.py and bench.py.
@@ -63,8 +63,8 @@ def predicted_s(
     model_class: Callable[[GPTConfig], nn.Module],
 ) -> float | None:
     """
-    Predict the seconds of a run's step; None if this is not possible, such as for the weights in a folder.
-    `hardware` receives what is measured of this machine.
+    Predict the seconds of a run's step; None if this is not possible, for instance for weights in a folder.
+    `hardware` receives what is measured on this machine.
     """
     n, settings = run.processes, run.config | {"layout": "manual"}
     device = pick_device(settings["device"], 0, n)
@@ -74,7 +74,7 @@ def predicted_s(
         wanted = workload.plan(n, "this")
         machine = (settings["device"], wanted.dtype, n)
         if machine not in hardware:
-            console.print_to_stderr("no such run has been trained yet: measuring a few steps")
+            console.print_to_stderr("no run with these steps has been trained yet: measuring a few")
             hardware[machine] = predictor.measured_machine(wanted, n)
         prediction = predict(wanted, hardware[machine], n)
     except ValueError:
@@ -106,9 +106,9 @@ def print_forecast(
         console.print_result(f"{run.folder}: {text}")
     total = None if None in left_s else sum(left_s) / min(at_once, len(runs))
     text = f"{len(runs)} runs, {at_once} at the same time: about {time_text(total)}"
-    console.print_result(f"{text}, and what starts, evaluations and checkpoints take")
+    console.print_result(f"{text}, plus the time for starts, evaluations and checkpoints")
 
 
 def time_text(seconds: float | None) -> str:
-    """A time, for a line."""
+    """A time, as text."""
     return "n/a (no prediction for these weights)" if seconds is None else duration(seconds)

@@ -27,7 +27,7 @@ PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3,
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 WHOLE = 0.9  # a run that got this far, compared with its group's farthest one, belongs to the mean
-START = 0.25  # of the x axis: the fall of the losses before it would flatten what is compared
+START = 0.25  # of the x axis: the initial fall of the losses, up to here, would flatten what is compared
 LINE = 90  # characters of a line in a title or a legend
 FEW_MARKED = 60  # evaluations up to which each one is a dot
 MOST_PLACES = 300  # at which a difference is computed
@@ -79,8 +79,8 @@ def draw(groups: list[Group], x: str, path: Path, unit: str = "val_loss") -> Pat
 
 def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figure":
     """
-    Return a figure with the validation loss of each group and the smoothed training loss; of two groups also
-    the difference of their validation losses, second minus first, if scipy is installed.
+    Return a figure with the validation loss of each group and the smoothed training loss; for two groups also
+    with the difference of their validation losses, second minus first, if scipy is installed.
 
     The seeds of a group are one line, their mean, in a band of the standard error. Runs that diverged, or
     stopped before the others of their group, are thin lines that end in a cross, and not part of the mean.
@@ -126,14 +126,14 @@ def scale_of(groups: list[Group], x: str) -> Scale:
     Return the x axis, whose unit follows the farthest run.
 
     Raises:
-        ValueError: x is not one of X, or a run does not tell it.
+        ValueError: x is not one of X, or a run does not record it.
     """
     if x not in X:
         raise ValueError(f"x={x!r}: possible are {', '.join(X)}")
     runs = [run for group in groups for run in group.runs]
     ends = [(run, place(run, record, Scale(x))) for run in runs for record in run.evaluations[-1:]]
     if unknown := [run for run, end in ends if not math.isfinite(end)]:
-        raise ValueError(f"{unknown[0].folder} does not tell its {x}: use --x=steps")
+        raise ValueError(f"{unknown[0].folder} does not record its {x}: use --x=steps")
     most = max((end for _, end in ends), default=0.0)
     if x == "steps":
         return Scale(x)
@@ -161,7 +161,7 @@ def place(run: Run, record: dict, scale: Scale) -> float:
 
 
 def number(value: object) -> float:
-    """A number of a record, which contains nan and infinity as texts; nan: there is none."""
+    """A number of a record, which contains nan and infinity as text; nan: there is none."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -199,8 +199,8 @@ def last_step(curves: list[Curve]) -> float:
 
 def mean_curve(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Return the mean of curves: on the x axis (n,), the values (n,), and their standard error (n,), which is 0
-    for one curve. What is averaged are the values at equal steps, up to the end of the shortest curve.
+    Return the mean of curves: its places on the x axis (n,), its values (n,), and their standard error (n,),
+    which is 0 for one curve. Values at the same step are averaged, up to the end of the shortest curve.
     """
     steps = places([curve.steps for curve in curves])
     x = np.mean([np.interp(steps, curve.steps, curve.x) for curve in curves], axis=0)
@@ -226,7 +226,7 @@ def draw_groups(axes: "Axes", curves: list[list[Curve]], marks_few: bool = False
     Draw the curves of each group.
 
     Args:
-        marks_few: each point of the mean is a dot, unless there are many.
+        marks_few: whether to draw each point of the mean as a dot, unless there are many.
     """
     for index, of_group in enumerate(curves):
         color, dash = style_of(index)
@@ -264,7 +264,7 @@ def zoom(axes: "Axes", curves: list[Curve]) -> None:
 
 def draw_differences(axes: "Axes", a: list[Curve], b: list[Curve]) -> None:
     """
-    Draw the difference b - a: of each seed that both groups have, and the mean with its 95% interval at each
+    Draw the difference b - a: for each seed that both groups have, and the mean with its 95% interval at each
     place, as significance.difference computes them.
     """
     x = places([curve.x for curve in a + b])
@@ -298,8 +298,8 @@ def at(values: dict[int, np.ndarray], index: int) -> dict[int, float]:
 
 def limit_differences(axes: "Axes", lines: np.ndarray, low: float, high: float) -> None:
     """
-    Limit the y axis to zero, the lines (lines, n) and the last interval: but a few seeds have an interval so
-    wide that it would flatten the lines, and then leaves the panel.
+    Limit the y axis to zero, the lines (lines, n) and the last interval. With few seeds, the interval may be
+    so wide that it would flatten the lines; it is then cut off.
     """
     bottom, top = min(0.0, lines.min()), max(0.0, lines.max())
     size = top - bottom or 1.0
@@ -346,9 +346,9 @@ def draw_statistics(groups: list[Group], path: Path) -> Path | None:
 
 def statistics_figure(groups: list[Group]) -> "Figure | None":
     """
-    Return a figure with a row for each statistic and a column for each group, of its first run that has
-    recorded statistics; None if there is no such run. A line is a block, whose parameters are taken together;
-    what belongs to no block, such as wte, has a dashed line.
+    Return a figure with a row for each statistic and a column for each group, which shows the group's first
+    run with recorded statistics; None if there is no such run. A line is a block, whose parameters are taken
+    together; what belongs to no block, such as wte, has a dashed line.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -406,8 +406,8 @@ def statistic_lines(run: Run) -> dict[str, dict[str, tuple[list[int], list[float
 
 def by_block(key: str, values: dict[str, float]) -> dict[str, float]:
     """
-    Put the values of a block's parameters or activations together: norms as the norm of all of them, root
-    mean squares as that of all of them, and of logits the largest.
+    Combine the values of a block's parameters or activations: norms into the norm of all of them, root mean
+    squares into that of all of them, and logits into the largest.
 
     Args:
         values: {name, such as 3.attn.c_attn or wte: value}.
@@ -426,14 +426,14 @@ def by_block(key: str, values: dict[str, float]) -> dict[str, float]:
 
 def line_styles(names: set[str]) -> dict[str, dict]:
     """
-    Return {name: the style of its line}: blocks in their order, whose color tells how deep they lie, then the
-    other names, whose lines are dashed.
+    Return {name: the style of its line}: first the blocks in order, whose color shows how deep they are, then
+    the other names, whose lines are dashed.
     """
     from matplotlib import colormaps
 
     blocks = sorted((name for name in names if name.isdigit()), key=int)
     others = sorted(name for name in names if not name.isdigit())
-    # a map whose brightness tells the order without colors; its last tenth is too bright on white
+    # a map whose brightness alone shows the order; its last tenth is too bright on white
     colors = colormaps["viridis"](np.linspace(0, 0.9, max(len(blocks), 1)))
     styles = {block: {"color": color} for block, color in zip(blocks, colors, strict=False)}
     for index, name in enumerate(others):
@@ -443,7 +443,7 @@ def line_styles(names: set[str]) -> dict[str, dict]:
 
 
 def make_logarithmic(row: np.ndarray) -> None:
-    """Make the y axis that a row of panels shares logarithmic, with plain numbers, if its values differ."""
+    """If its values differ, make the y axis that a row of panels shares logarithmic, with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     values = np.concatenate([line.get_ydata() for axes in row for line in axes.lines])
@@ -475,12 +475,12 @@ def add_legend_of_lines(figure: "Figure", styles: dict[str, dict]) -> None:
 
 def new_figure(width: float, height: float) -> "Figure":
     """
-    Return an empty figure, in inches.
+    Return an empty figure; its size is in inches.
 
     Raises:
         ValueError: matplotlib is missing.
     """
-    # a notebook's kernel sets one that only its environment has installed
+    # a notebook's kernel sets a backend that may be installed only in its environment
     os.environ["MPLBACKEND"] = "agg"
     with needed_by("the picture", "matplotlib"):
         from matplotlib.figure import Figure
@@ -505,7 +505,7 @@ def entitle(axes: "Axes", title: str, width: int = LINE) -> None:
 
 
 def finish(axes: "Axes") -> None:
-    """The parts that all panels have."""
+    """Add the parts that all panels have."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
@@ -534,7 +534,7 @@ def add_legend(figure: "Figure", groups: list[Group], curves: list[list[Curve]])
 
 
 def legend_columns(labels: list[str]) -> int:
-    """Two if there are many and short ones."""
+    """How many columns the legend has: two if there are many labels and all are short."""
     return 2 if len(labels) > 6 and max(map(len, labels)) <= LINE // 2 else 1
 
 

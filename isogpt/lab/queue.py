@@ -54,9 +54,10 @@ class Queue:
     Args:
         train_py: the script.
         waiting: runs that are not complete, as far as is known. Those that a different sweep trains stay
-            here, and are looked at again.
+            here, and are checked again.
         slots: those that are free.
-        received: signals, in which case nothing more is started. All are passed on to the runs.
+        received: the signals so far. After the first one no more runs are started; all are passed on to the
+            runs.
     """
 
     train_py: Path
@@ -76,7 +77,7 @@ class Queue:
         self.number_of_slots = len(self.slots)
 
     def train(self) -> None:
-        """Train all runs, or until a signal arrives."""
+        """Train all runs, unless a signal arrives before."""
         with recorded_signals(self.received):
             while self.running or (self.waiting and not self.received):
                 self.start_runs()
@@ -103,7 +104,9 @@ class Queue:
         log = open_log(run)
         if log is None:
             if run.name not in self.elsewhere:
-                console.print_line(f"{run.name}: a different sweep, or what is left of one, trains it now")
+                console.print_line(
+                    f"{run.name}: a different sweep, or a process that one left behind, trains it now"
+                )
             self.elsewhere.add(run.name)
             self.look_again = time.monotonic() + LOOK_AGAIN_S
             return
@@ -165,7 +168,7 @@ class Queue:
 
 
 def start_process(train_py: Path, run: SweptRun, slot: Slot, log: BinaryIO) -> subprocess.Popen:
-    """Start train.py for a run, in a session of its own: the terminal's Ctrl-C reaches the sweep alone."""
+    """Start train.py for a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep."""
     return subprocess.Popen(
         [sys.executable, str(train_py), *run.arguments],
         stdin=subprocess.DEVNULL,

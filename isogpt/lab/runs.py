@@ -1,4 +1,4 @@
-"""A run as its folder tells: the records of metrics.jsonl."""
+"""A run as its folder describes it: the records of metrics.jsonl."""
 
 import math
 import re
@@ -42,7 +42,7 @@ FACTS = {
 @dataclass
 class Run:
     """
-    What metrics.jsonl contains of a run, without torn lines, and each step once.
+    What metrics.jsonl contains about a run, without torn lines, and with each step once.
 
     `seconds` in evaluations and steps is the time since the first start, without the time between a stop and
     the resume, and without steps that were repeated after a kill.
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def memory_gb(self) -> float | None:
-        """The most memory of a rank, in GB."""
+        """The most memory that a rank has used, in GB."""
         return max((step["memory_gb_max"] for step in self.steps if "memory_gb_max" in step), default=None)
 
 
@@ -122,7 +122,7 @@ class RunClock:
     """
 
     launched: datetime | None = None  # when the process of these records started or resumed
-    before: float = 0.0  # seconds of the processes before
+    before: float = 0.0  # seconds of earlier processes
     now: float = 0.0  # of the last record
     saved: dict[int, float] = field(default_factory=dict)  # step of a checkpoint: seconds
 
@@ -134,7 +134,7 @@ class RunClock:
         self.launched = time_of(record)
 
     def read(self, record: dict) -> float:
-        """The seconds at a record; those of the record before if it contains no time."""
+        """The seconds at a record, or at the previous one if it contains no time."""
         time = time_of(record)
         if time and self.launched:
             self.now = max(self.now, self.before + (time - self.launched).total_seconds())
@@ -211,7 +211,7 @@ class Reading:
             self.ending = event
 
     def begin(self, record: dict) -> None:
-        """Read the start of a process. A resume continues what the processes before have recorded."""
+        """Read the start of a process. A resume continues what earlier processes have recorded."""
         self.add_waiting()
         settings = dict(record["config"])
         if record["event"] == "start":
@@ -250,7 +250,7 @@ class Reading:
 
 
 def is_of(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a field of a start has its type, and a number is one to calculate with."""
+    """Whether a field of a start has its type, and if it is a number, is one to calculate with."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     return isinstance(value, kind) and (not isinstance(value, int | float) or as_number(value) is not None)
@@ -266,8 +266,8 @@ def tokens_per_step(settings: dict, facts: dict) -> int:
 
 def read_run(folder: Path, argument: str = "") -> Run:
     """
-    Read a run's folder. Of a million steps it keeps as many as a picture shows, and reads them in a few
-    seconds and no memory.
+    Read a run's folder. Of a million steps, as many are kept as a picture shows; reading them takes a few
+    seconds and hardly any memory.
 
     Args:
         argument: what the user typed that names the run; "": the folder.
@@ -358,7 +358,7 @@ def folders_of(argument: str) -> Iterator[Path]:
     The folders that an argument names: a run's folder, the runs in a folder, or what matches a glob.
 
     Raises:
-        ValueError: nothing exists that it names.
+        ValueError: it names nothing that exists.
     """
     path = Path(argument).expanduser()
     matches = [path]

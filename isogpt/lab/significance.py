@@ -13,7 +13,7 @@ LEVEL = 0.05  # at which `seeds_needed` detects a difference, with this power
 POWER = 0.8
 NORMAL_SHIFT = 2.8015  # the mean of a normal distribution that exceeds LEVEL's limit, 1.96, with this power
 FAR = 30  # a shift for which even two seeds have a power of 0.98; scipy returns nan for many larger ones
-MOST_SEEDS = 1_000_000  # a difference that needs more of them is none
+MOST_SEEDS = 1_000_000  # a difference that needs more of them counts as none
 ROUNDING = 1e-12  # a spread below this share of the values is rounding
 
 
@@ -27,7 +27,7 @@ class Difference:
     # the probability of a difference at least this large, in either direction, if there were none
     p: float | None
     is_paired: bool  # by seed
-    counts: tuple[int, int]  # runs of a and b that are compared; of pairs, both are their number
+    counts: tuple[int, int]  # how many runs of a and b are compared; in pairs, equally many
     # per group, of this design, to detect a true difference of this size in 80% of experiments with p < 0.05
     seeds_needed: int | None
     method: str  # what was computed, or why it could not be
@@ -38,10 +38,10 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
     """
     Compare two groups of runs by a value of each run, such as its final validation loss.
 
-    If at least two seeds occur in both groups, this is the paired t-test over these seeds: runs of one seed
-    read the same data, so that much of their chance is the same and cancels. Otherwise it is Welch's t-test,
-    which does not assume equal variances. Values that are not finite are left out, and `left_out` says so:
-    the result then describes the runs that did not diverge.
+    If at least two seeds occur in both groups, this is the paired t-test over these seeds: runs with the same
+    seed read the same data, so much of what is due to chance is the same in both and cancels. Otherwise it is
+    Welch's t-test, which does not assume equal variances. Values that are not finite are left out, and
+    `left_out` says so: the result then describes the runs that did not diverge.
 
     `seeds_needed` takes the measured difference and spread for the true ones, so with few seeds it is rough.
 
@@ -184,7 +184,7 @@ def tested(result: Difference, error: float, degrees: float, variances: Sequence
 def without_spread(differences: list[float]) -> str:
     """Why there is no test of values that chance did not change, as in runs with `exact`."""
     if any(differences):
-        return "the seed changes nothing, so that chance cannot be estimated: no test"
+        return "the seed changes nothing, so chance cannot be estimated: no test"
     return "the runs are equal"
 
 
@@ -244,8 +244,8 @@ def seeds_needed(mean: float, *variances: float) -> int | None:
 
 def power(n: int, mean: float, *variances: float) -> float:
     """
-    Return the probability that p < 0.05 with n seeds per group, from the noncentral t distribution; of
-    Welch's test, an approximation. The arguments are those of `seeds_needed`.
+    Return the probability that p < 0.05 with n seeds per group, from the noncentral t distribution; for
+    Welch's test, this is an approximation. The arguments are those of `seeds_needed`.
     """
     with needed_by("the number of seeds", "scipy"):
         from scipy.special import nctdtr, stdtrit

@@ -1,4 +1,4 @@
-"""Where a sweep trains its runs at the same time: in shares of the cores of this machine, or on its GPUs."""
+"""Where a sweep trains runs at the same time: on shares of this machine's cores, or on its GPUs."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ class Slot:
 
     Args:
         cores: numbers of the cores; (): not limited.
-        variables: of the environment.
+        variables: environment variables.
     """
 
     cores: tuple[int, ...] = ()

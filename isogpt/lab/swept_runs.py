@@ -1,4 +1,4 @@
-"""A run of a sweep, and what its folder tells: its settings, how far it is, who trains it now."""
+"""A run of a sweep, and what its folder shows: its settings, how far it is, and who trains it now."""
 
 import json
 from collections.abc import Sequence
@@ -89,22 +89,22 @@ def problems_of_settings(config: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is, as its folder tells."""
+    """How far a run is, as its folder shows."""
 
-    step: int = 0  # at which it would resume; if it is complete, its last
+    step: int = 0  # at which it would resume, or its last one if it is complete
     ending: str = ""  # the last of the events OF_A_RUN
     val_loss: float | str | None = None  # of the last evaluation; 'nan' and 'inf' are strings
     is_complete: bool = False
 
     @property
     def loss_text(self) -> str:
-        """The validation loss, for a line."""
+        """The validation loss, as text."""
         loss = self.val_loss
         return f"val loss {loss:.4f}" if isinstance(loss, float) else f"val loss {loss}"
 
     @property
     def text(self) -> str:
-        """The state, for a line."""
+        """The state, as text."""
         if self.is_complete:
             return f"complete, {self.loss_text}"
         return f"resumes at step {self.step}" if self.step else "new"
@@ -167,7 +167,7 @@ def open_log(run: SweptRun) -> BinaryIO | None:
     """
     Create the run's folder, and open and lock its log; None if a different sweep trains the run. The lock
     belongs to the open file, which the run's processes inherit as their output: it is held until all of them
-    have exited, also if the sweep was killed. On a file system without locks, nothing is locked.
+    have exited, even if the sweep was killed. On a file system without locks, nothing is locked.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     log = open(run.folder / LOG, "ab")

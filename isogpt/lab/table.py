@@ -68,7 +68,7 @@ def as_data(comparison: Comparison, drawn: list[str]) -> str:
 
 
 def table(comparison: Comparison) -> list[str]:
-    """A line for each group, with the columns in which they differ, and a line of what is equal for all."""
+    """A line for each group, with the columns in which they differ, and a line of what all have in common."""
     rows = ranked(comparison)
     columns = columns_of(rows)
     if columns["best"] == columns["val loss"]:
@@ -121,7 +121,7 @@ def columns_of(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def is_shown(name: str, cells: list[str]) -> bool:
-    """Whether a column stands in the table: the results do, and what is not equal for all rows."""
+    """Whether a column is in the table: the results are, and so is what differs between rows."""
     is_result = name in ("runs", "val loss", "best", "bits/byte", "state") or name.startswith("loss of ")
     return is_result or len(set(cells)) > 1 or len(cells) == 1
 
@@ -204,7 +204,7 @@ def about_comparison(comparison: Comparison) -> list[str]:
         lines.append(f"not compared: {comparison.reason}")
     elif comparison.reason:
         lines.append(
-            f"compared by bits per byte, since the losses are of different tokens: {comparison.reason}"
+            f"compared by bits per byte, since the losses are over different tokens: {comparison.reason}"
         )
     if comparison.by and comparison.differences and comparison.step is not None:
         lines.append(
@@ -219,7 +219,7 @@ def about_comparison(comparison: Comparison) -> list[str]:
 def about_parting(step: int, run: Run) -> str:
     """A sentence about the first logged step at which the training losses of two runs differ."""
     interval = run.settings.get("log_interval", 1)
-    logged = "" if interval == 1 else f", of one in {interval:,} (--log_interval=1 logs all)"
+    logged = "" if interval == 1 else f"; one in {interval:,} is logged (--log_interval=1 logs all)"
     return f"the first logged step at which their training losses differ is {step:,}{logged}"
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
     """
-    Return how long collectives wait with a backend: NCCL ends the process, so the watchdog must report
-    earlier.
+    Return the timeout of a backend's collectives. NCCL gets 30 s more because it then ends the process, and
+    the watchdog must report before that.
     """
     return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
 
@@ -22,8 +22,8 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     Return the device called `name`.
 
     'auto' is cuda, else mps (only for a single process, since MPS supports no collectives), else cpu. 'cuda'
-    is the GPU with the number of the local rank. Schedulers may let each process see only one GPU, with
-    number 0 in every process: then the numbers start again at 0. check_gpus finds processes that share a GPU.
+    is the GPU with the number of the local rank, modulo the number of GPUs that the process sees, since a
+    scheduler may let each process see only one, number 0. problem_with_gpus finds processes that share a GPU.
 
     Raises:
         ValueError: the device is not available.
@@ -58,8 +58,8 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
         raise ValueError(
-            f"backend 'nccl' needs GPUs and a PyTorch that contains NCCL, the device is {device.type}: set "
-            "--backend=gloo or --backend=auto"
+            f"backend 'nccl' needs GPUs and a PyTorch that contains NCCL, but the device is {device.type}: "
+            "set --backend=gloo or --backend=auto"
         )
     return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
 
@@ -69,7 +69,7 @@ def gpu_identity(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     gpu = torch.cuda.get_device_properties(device)
-    # slices of a GPU may all have the UUID of the GPU; a process sees a single slice
+    # all slices of a GPU may have its UUID, but a process sees only one slice
     visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in gpu.name else ""
     return f"{gpu.name} {gpu.uuid} {visible_slice}".strip()
 

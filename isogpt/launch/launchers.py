@@ -23,13 +23,14 @@ from isogpt.launch import network
 # torch.distributed.launch use torchrun's names.
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-# how the names of variables begin that launchers set for each process. Variables of the whole Slurm job, such
-# as SLURM_JOB_ID, are not included.
+# the beginnings of the names of variables that launchers set for each process. Variables of the whole Slurm
+# job, such as SLURM_JOB_ID, are not included.
 OF_A_PROCESS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|ISOGPT_STARTED|TORCHELASTIC_|OMPI_|PMI|MPI_LOCAL|"
     "SLURM_(PROCID|LOCALID|NODEID|STEP_)"
 )
-# what network.choose_interface sets on a single machine. A command may submit a job for several machines
+# what network.choose_interface sets on a single machine. A command that a rank starts does not get it, since
+# it may submit a job for several machines
 OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 # the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
 ACCELERATE = (
@@ -60,7 +61,7 @@ class Launch:
     that other agents see. The run id is what the user passed as --rdzv-id.
     """
 
-    # torchrun's agents; a restart shares one with the start before. Other ranks than 0 know only their own
+    # torchrun's agents; a restart shares one with the previous start. Ranks other than 0 know only their own
     agents: tuple[str, ...] = ()
     job: str = ""  # id of Slurm's job
     requeued: int = 0  # how many times Slurm has put the job back into the queue
@@ -105,7 +106,7 @@ def mpi_variables() -> dict[str, str]:
 
 
 def slurm_variables() -> dict[str, str]:
-    """The same from srun's; {} without srun, and in the shell of `srun --pty` or salloc."""
+    """torchrun's variables from srun's; {} without srun, and in the shell of `srun --pty` or salloc."""
     env = os.environ
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys() or is_typed_in_slurm():
         return {}
@@ -138,9 +139,9 @@ def torchrun_variables(
 
 def is_typed_in_slurm() -> bool:
     """
-    Whether a person started this process in the shell of `srun --pty`. The variable does not tell: an `srun`
-    that is typed there passes it on to its tasks. But those have no terminal, and slurmstepd is the parent of
-    what `srun --pty` itself starts.
+    Whether a person started this process in the shell of `srun --pty`. SLURM_PTY_PORT alone does not tell,
+    because an `srun` typed there passes it on to its tasks. These have no terminal, however, and a process
+    that `srun --pty` itself starts has slurmstepd as its parent.
     """
     parent = Path(f"/proc/{os.getppid()}/comm")
     return (
@@ -171,8 +172,8 @@ def environment_without_launcher() -> dict[str, str]:
 def start_workers(nproc: int, script: str) -> None:
     """
     Replace this process by torchrun, with `nproc` workers of `script` on this machine and the same arguments.
-    If a launcher has started one process on each machine, as Kubeflow does, these torchruns join. Returns if
-    nproc is 0 or a launcher has started the workers: these come here, too.
+    If a launcher has started one process on each machine, as Kubeflow does, the torchruns of all machines
+    join. Returns if nproc is 0 or this process is already a worker, since workers call this function, too.
 
     Raises:
         ValueError: the launcher started a different number of processes.
@@ -219,12 +220,12 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def print_unapplied_settings() -> None:
-    """Warn of what was chosen in `accelerate launch`, which this run does not read (printed by rank 0)."""
+    """Warn of choices made with `accelerate launch`, which this run does not read (rank 0 prints)."""
     variables = {name: os.environ.get(name, "") for name in ACCELERATE}
     ignored = [f"{name}={value}" for name, value in variables.items() if value.lower() not in NOT_CHOSEN]
     if ignored and os.environ.get("RANK", "0") == "0":
         text = (
-            f"warning: train.py does not read {', '.join(ignored)}, but its own settings: docs/migrating.md"
+            f"warning: train.py does not read {', '.join(ignored)}, but only its settings: docs/migrating.md"
         )
         console.print_to_stderr(text)
 
@@ -261,8 +262,8 @@ def rank_variables() -> tuple[int, int, int, int]:
 
 def agent_start() -> int | None:
     """
-    When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None: not
-    known.
+    When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None if this is
+    not known.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError, ValueError, IndexError):  # there is no /proc
@@ -272,7 +273,7 @@ def agent_start() -> int | None:
 
 def own_agent() -> str:
     """
-    A name of this process's torchrun agent, unique among all processes, also over time; '' without an agent.
+    A name for this process's torchrun agent that no other process has, now or later; '' without an agent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
@@ -281,7 +282,7 @@ def own_agent() -> str:
 
 
 def has_lost_agent(launch: Launch) -> bool:
-    """Whether torchrun's agent, which had started this process, has ended without it."""
+    """Whether the torchrun agent that started this process has ended while the process goes on."""
     return own_agent() not in (*launch.agents, "")
 
 

@@ -1,9 +1,9 @@
 """
-What the processes know of each other before there is a process group: their machines, the ranks' numbers and
-names, shared cores and GPUs.
+What the processes know about each other before there is a process group: their machines, the ranks' numbers
+and names, shared cores and GPUs.
 
-Rank 0 reads what every process says of itself, and answers each with its place. An answer lists each machine
-once, since the store sends it N times.
+Rank 0 reads what every process says about itself, and answers each with its place. An answer lists each
+machine once, since the store sends it N times.
 """
 
 import ipaddress
@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Process:
-    """What a process tells rank 0 of itself."""
+    """What a process tells rank 0 about itself."""
 
     host: str
     kernel: str  # differs between machines of equal name, see network.this_machine
@@ -36,12 +36,12 @@ class Process:
 
     @property
     def machine(self) -> tuple[str, str]:
-        """What is equal for the processes of a machine."""
+        """What the processes of a machine have in common."""
         return self.host, self.kernel
 
 
 class Repeated(Sequence[Value]):
-    """A value for each rank, where neighbors mostly have the same: stored once, with their number."""
+    """A value for each rank. A value that neighbors have in common is stored once, with their number."""
 
     def __init__(self, values: Sequence[Value], counts: Sequence[int]) -> None:
         self.values = values
@@ -71,20 +71,20 @@ class RankNames(Sequence[str]):
 
 @dataclass(frozen=True)
 class Place:
-    """What a process learns of itself and the others."""
+    """What a process learns about itself and the others."""
 
     rank: int  # numbered by machine
     core_sharers: int  # ranks that may run on this rank's cores, with this rank
     hosts: Sequence[str]  # host name, by rank
     local_sizes: Sequence[int]  # number of processes on each rank's machine, as the launcher says
     agents: Sequence[str]  # on rank 0, the agents of all processes, and on other ranks their own
-    # the address of rank 0's machine on other machines; "" if it is not known; None: there is one machine
+    # where other machines reach rank 0's machine; "" if this is not known; None: there is only one machine
     master: str | None
 
 
 def find_place(store: dist.Store, rank: int, world_size: int, process: Process) -> Place:
     """
-    Tell rank 0 of this process, and return its place among the others (all ranks).
+    Tell rank 0 about this process, and return its place among the others (all ranks).
 
     Raises:
         ValueError: two processes use the same GPU.
@@ -141,8 +141,8 @@ def order_by_machine(processes: Sequence[Process]) -> list[int]:
 
 def address_of_master(processes: Sequence[Process]) -> str:
     """
-    The address of rank 0's machine on other machines; "" if it is not known. The machine itself often
-    resolves MASTER_ADDR to a loopback address, the others never do.
+    The address at which other machines reach rank 0's machine; "" if it is not known. The machine itself
+    often resolves MASTER_ADDR to a loopback address, but the others never do.
     """
     masters = {process.master for process in processes} - {""}
     return min((m for m in masters if not ipaddress.ip_address(m).is_loopback), default="")

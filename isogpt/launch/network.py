@@ -66,8 +66,8 @@ def attempts(timeout_s: float, longest_pause_s: float = 0.25) -> Iterator[bool]:
 def listen_on_one_machine() -> int | None:
     """
     Listen at MASTER_ADDR and MASTER_PORT for a store of ranks that are all on this machine, as the launcher
-    says. Returns the file descriptor. None if ranks may be on other machines: these may know this machine by
-    an address to which MASTER_ADDR does not resolve here, so that TCPStore has to listen at all addresses.
+    says. Returns the file descriptor, or None if ranks may be on other machines: they may know this machine
+    by an address to which MASTER_ADDR does not resolve here, so TCPStore has to listen at all addresses.
 
     Raises:
         ValueError: the port is used, or the address is not this machine's.
@@ -95,7 +95,7 @@ def wait_for_server(timeout_s: float) -> None:
     frames at each attempt.
 
     Raises:
-        ValueError: there is none within timeout_s.
+        ValueError: no process listens there within timeout_s.
     """
     problem = None
     for is_late in attempts(timeout_s):
@@ -131,8 +131,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
 
 def welcome_ranks(store: dist.Store, world_size: int, timeout_s: float) -> str:
     """
-    Rank 0's part of `meet`: return the name of this start when every rank has confirmed it. Each request is
-    about all ranks.
+    Rank 0's part of `meet`: return the name of this start when every rank has confirmed it. Each request
+    covers all ranks.
     """
     start = uuid.uuid4().hex
     awaited = hellos = [f"hello/{rank}" for rank in range(1, world_size)]
@@ -158,7 +158,7 @@ def missing_ranks(store: dist.Store, keys: Sequence[str]) -> str:
 
 
 def find_rank_0(store: dist.Store, rank: int, timeout_s: float) -> str:
-    """The other ranks' part of `meet`: return the name of the start that rank 0 has answered."""
+    """The other ranks' part of `meet`: return the name of the start with which rank 0 has answered."""
     name = uuid.uuid4().hex
     for is_late in attempts(timeout_s, longest_pause_s=1):
         store.set(f"hello/{rank}", name)
@@ -181,8 +181,8 @@ def say_waiting(for_what: str) -> None:
 
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     """
-    Return what a request to the store returns. The request runs in a thread: if the store's machine was cut
-    off or suspended, a request may never return, not even after the timeout of the request.
+    Return what a request to the store returns. The request runs in a thread because it may never return, not
+    even after its timeout, if the store's machine was cut off or suspended.
 
     Raises:
         ValueError: there is no answer within limit_s, or the store cannot be reached. Other errors of the
@@ -225,7 +225,7 @@ def this_machine() -> tuple[str, str]:
 
 
 def this_process() -> tuple[str, int]:
-    """Return (what numbers this process, number): its container on its machine; '' if this is not known."""
+    """Return (the container that numbers this process, on its machine, or '' if it is not known; number)."""
     boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     is_known = boot.exists() and numbers.is_symlink()
     return f"{boot.read_text().strip()} {os.readlink(numbers)}" if is_known else "", os.getpid()
@@ -258,8 +258,8 @@ def divide_cores(cores: int, sharers: int, local_size: int) -> None:
     the same cores slow each other down, and torchrun's default is one thread.
 
     Args:
-        cores: on which this rank may run.
-        sharers: ranks that may run on them; 1 if a scheduler has bound each rank to separate cores.
+        cores: how many cores this rank may run on.
+        sharers: how many ranks may run on them; 1 if a scheduler has bound each rank to separate cores.
         local_size: number of processes on this machine, as the launcher says.
     """
     if max(sharers, local_size) > 1:
@@ -287,7 +287,7 @@ def choose_interface(master: str | None = None) -> str:
     Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
     on a single machine. By default, gloo takes the interface of the host name's address, which on many
     systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
-    also gets loopback: both listen at an address of the interface, and need nobody else there.
+    also gets loopback: both listen at an address of the interface, where no other machine has to reach them.
 
     Args:
         master: the address of rank 0's machine, "" if it is not known; None: all ranks are on this machine.

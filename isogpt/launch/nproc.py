@@ -16,7 +16,7 @@ from isogpt.launch.network import interfaces, loopback, with_port
 def main() -> None:
     """
     Run torchrun with the arguments of this process. Exits with status 1 if a rank fails. A rank that was
-    killed has printed nothing, so that the signal is printed here.
+    killed has printed nothing, so the signal is printed here.
     """
     logging.disable(logging.ERROR)
     arguments = sys.argv[1:]
@@ -39,12 +39,13 @@ def main() -> None:
 def serve_at_loopback() -> TCPStore:
     """
     Serve the store of a rendezvous on this machine. torchrun's own stores listen at all addresses of the
-    machine, and whoever reaches a store can run code here; this one is reached from this machine alone. The
-    static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no other.
+    machine, and whoever reaches a store can run code here; this one can be reached only from this machine.
+    The static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no
+    other.
     """
     host = loopback()
     if sys.platform == "linux" and host not in interfaces():
-        console.print_error("nproc needs the network interface lo, which is down: type: ip link set lo up")
+        console.print_error("nproc needs the network interface lo, which is down: type ip link set lo up")
         sys.exit(1)
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The limit of open files. A connection to another process is one; most shells allow 1,024."""
+"""The limit on open files. Each connection to another process is one, and most shells allow 1,024."""
 
 import os
 import socket
@@ -11,9 +11,8 @@ TOO_MANY = "too many open files"  # as the C library says it, in lower case
 
 def raise_limit(process: int = 0) -> int | None:
     """
-    Let a process, by default this one, have as many open files as it may have without root; returns how many
-    these are. None: there is no limit, the system does not say (it is not Linux), or the process belongs to
-    somebody else.
+    Let a process, by default this one, open as many files as it may without root, and return how many. None:
+    there is no limit, the system does not say (it is not Linux), or the process belongs to somebody else.
     """
     with suppress(ImportError, AttributeError, OSError, ValueError):
         import resource
@@ -51,8 +50,8 @@ def how_to_allow(needed: int) -> str:
 
 
 def explained(message: str) -> str:
-    """The message of an error, and what to do if it is about the limit of open files."""
+    """The message of an error, with what to do if it is about the limit on open files."""
     if TOO_MANY not in message.lower():
         return message
     first, newline, rest = message.partition("\n")  # often only the first line of torch's errors is shown
-    return f"{first} (the limit of open files is too low: {how_to_allow(65536)}){newline}{rest}"
+    return f"{first} (the limit on open files is too low: {how_to_allow(65536)}){newline}{rest}"

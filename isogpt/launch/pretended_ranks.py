@@ -1,6 +1,6 @@
 """
-Ranks that are not there, for a dry run: this process is one of so many ranks, and every other rank is taken
-for a copy of it. A collective completes at once with what such copies would send, and is recorded.
+Ranks that do not exist, for a dry run: this process is one of many ranks, and every other rank is assumed to
+be a copy of it. A collective completes at once with what such copies would send, and is recorded.
 """
 
 import os
@@ -20,13 +20,13 @@ VARIABLE = "ISOGPT_DRY_RUN"  # 'rank of ranks' in a process that is a dry run
 
 class Collective(NamedTuple):
     """
-    What this rank has taken part in.
+    A collective in which this rank has taken part.
 
     Args:
         operation: such as all_reduce.
         ranks: of its group, in the numbers of the world.
-        size: the bytes of the whole: of a rank's tensor that is added, sent or broadcast, of all that is
-            gathered, scattered or exchanged.
+        size: in bytes: of one rank's tensor if it is added, sent or broadcast, and of all parts together if
+            they are gathered, scattered or exchanged.
     """
 
     operation: str
@@ -35,7 +35,7 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The bytes that this rank sends, around a ring where ranks add, gather or broadcast: their mean."""
+        """The bytes that this rank sends; around a ring, as for a sum, the mean over its ranks."""
         n = len(self.ranks)
         rounds = {"all_reduce": 2, "recv": 0}.get(self.operation, 1)
         return rounds * self.size * (1 if self.operation == "send" else (n - 1) / n)
@@ -56,8 +56,8 @@ def is_pretended() -> bool:
 
 def pretend(rank: int, ranks: int, run: Run) -> Run:
     """
-    Let process groups of BACKEND be those of `rank` among `ranks` ranks from here on. Their attribute `run`
-    is this one, whose list `collectives` they extend.
+    From here on, let process groups of BACKEND be those of `rank` among `ranks` ranks. They append each
+    collective to the list `run.collectives`. Returns `run`.
     """
     os.environ[VARIABLE] = f"{rank} of {ranks}"
     create = partial(create_group, run)
@@ -80,8 +80,8 @@ def completed(tensors: list[Tensor]) -> Work:
 
 class PretendedGroup(ProcessGroup):
     """
-    A process group in which each rank holds what this rank holds. What a pipeline's stage receives is zeros:
-    it differs from what this rank sends.
+    A process group in which each rank holds what this rank holds. A pipeline's stage receives zeros instead,
+    since its neighbor would not send what this rank sends.
 
     torch's own fake process group leaves results as they are in memory, NaN among them, and gives hooks of
     DistributedDataParallel an empty future (torch 2.11, 2.13).

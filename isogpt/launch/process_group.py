@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher started this process, or a dry run pretends so."""
+        """Whether a launcher started this process, or a dry run pretends that one did."""
         return self.store is not None or self.world_size > 1
 
     @property
@@ -96,8 +96,8 @@ def island_count(ranks: Ranks) -> int:
     """
     if len(set(ranks.local_sizes)) > 1:
         raise ValueError(
-            "islands is 0, one on each machine, but the numbers of processes differ: start equally many on "
-            f"each machine, or set --islands= to a number that divides {ranks.world_size}"
+            "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
+            f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
     return max(1, ranks.world_size // ranks.local_sizes[0])
 
@@ -178,10 +178,10 @@ def pretend_ranks(rank: int, world_size: int) -> Ranks:
 def stop_with_launcher() -> None:
     """
     Receive SIGTERM when torchrun's agent, mpirun or DeepSpeed's launcher ends without its processes, for
-    instance because of a signal that it does not pass on (Linux): nobody would stop or watch them. With
-    several agents of torchrun, the others may start again at once, and this process would write where the
-    workers of the next attempt write: it is killed. On other systems, folder.enter_folder makes its
-    checkpoints not count.
+    instance because of a signal that it does not pass on (Linux), since nobody would stop or watch them. If
+    torchrun has several agents, the others may start again at once, and this process would write to the same
+    files as the workers of the next attempt, so it is killed. On other systems, folder.enter_folder ensures
+    that its checkpoints do not count.
     """
     has_agent = "TORCHELASTIC_RUN_ID" in os.environ
     has_parent = any(name in os.environ for name in (OPEN_MPI[0], MPICH[0], "CROSS_RANK"))

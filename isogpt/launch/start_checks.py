@@ -87,7 +87,7 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
 
 
 def about_different(name: str, values: list, names: Sequence[str]) -> str:
-    """Say which ranks have which values of a setting, first a rank for each value."""
+    """Say which ranks have which values of a setting, beginning with one rank for each value."""
     firsts = {repr(value): rank for rank, value in reversed([*enumerate(values)])}
     others = [rank for rank in range(len(values)) if rank not in firsts.values()]
     return f"{name} is " + shortened(

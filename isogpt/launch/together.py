@@ -80,7 +80,7 @@ def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def add_together(*counts: int) -> list[int]:
     """
-    Add each count over the ranks (all ranks). On the CPU: a GPU may have failed, and has work to complete.
+    Add each count over the ranks (all ranks), on the CPU, since a GPU may have failed or still be busy.
     """
     totals = torch.tensor(counts, dtype=torch.int64)
     if dist.is_initialized():
@@ -103,7 +103,7 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
     periodically which rank is slow.
 
     Args:
-        has_done: what a slow rank has done then, and advice, for the note.
+        has_done: what the others wait for a slow rank to have done, and advice, for the note.
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, True
     while waiting:
@@ -266,8 +266,8 @@ def distinct_messages(failures: dict[int, Failure]) -> list[str]:
 
 def print_failures(failures: dict[int, Failure]) -> None:
     """
-    Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one. Many
-    messages may differ by a name alone: RANKS_SHOWN are printed.
+    Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one of them. At
+    most RANKS_SHOWN are printed, since many messages may differ only in a name.
     """
     if not is_main():
         return
@@ -276,7 +276,7 @@ def print_failures(failures: dict[int, Failure]) -> None:
         ranks = [rank for rank, failure in failures.items() if failure.message == message]
         console.print_error(message, f"{console.ranks_text(ranks)}: " if 0 not in ranks else "")
     if len(messages) > console.RANKS_SHOWN:
-        console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more of other ranks")
+        console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more from other ranks")
 
 
 def leave_with_others() -> NoReturn:

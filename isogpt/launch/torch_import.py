@@ -1,13 +1,13 @@
 """
-Import torch: with the way in which OpenMP's threads wait, with gloo's connections on demand, and without
-garbage collection.
+Import torch without garbage collection, after choosing how OpenMP's threads wait and letting gloo connect on
+demand.
 
 libgomp's threads spin while they wait for work. On cores that other processes keep busy, this slows all
 processes down. Two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. On an
 idle machine the passive policy is slower (25 instead of 19), so it is set only if other processes are busy.
 libgomp reads the variable when torch is imported.
 
-By default, each process of a gloo group connects to every other one, also where NCCL communicates for GPUs:
+By default, each process of a gloo group connects to every other one, even where NCCL communicates for GPUs:
 N^2 addresses pass through one store, 8.8 GB with 1,024 processes, and each process keeps N - 1 sockets open
 for each group. With TORCH_GLOO_LAZY_INIT=1, which gloo reads when a group is created, a process connects to
 those that it exchanges messages with: to two for an all-reduce or an all-gather, to log N for a broadcast.
@@ -25,7 +25,7 @@ from contextlib import suppress
 def busy_cores(seconds: float = 0.03) -> float:
     """
     Return how many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen,
-    without this process's.
+    not counting this process's.
     """
     with suppress(OSError, ValueError, IndexError):
         end, fewest = time.monotonic() + seconds, float("inf")

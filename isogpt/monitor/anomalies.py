@@ -10,7 +10,7 @@ from isogpt.common.console import ranks_text
 @dataclass
 class Overflows:
     """
-    Detects consecutive float16 steps that are skipped: the gradient overflows whatever the loss scale is.
+    Detects consecutive float16 steps that are skipped because the gradient overflows at any loss scale.
     """
 
     patience: int = 8  # a run's first steps often overflow; after 8 steps the scale is 1/256
@@ -31,12 +31,11 @@ class SlowRanks:
 
     def seen(self, columns: dict[str, np.ndarray]) -> list[str]:
         """
+        Return a sentence for each column in which ranks have now been above the others for `patience` steps:
+        these ranks, their largest value and a typical one.
+
         Args:
             columns: {what was measured: the value of each rank, (world_size,)}.
-
-        Returns:
-            A sentence for each column with the ranks that have been above the others for exactly `patience`
-            steps, and their largest value.
         """
         sentences = []
         for what, values in columns.items():

@@ -18,7 +18,7 @@ from isogpt.training import optim
 
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
-    """The data and the model; `origin` is where the weights are from."""
+    """The data and the model; `origin` says where the weights come from."""
     args, active = plan.model_args, ""
     if experts := plan.counts.experts:
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
@@ -58,7 +58,7 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
             f"their weights every {config['local_steps']} steps"
         )
     if (kind := config["grad_compression"]) != "none":
-        use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, there is only one replica"
+        use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, since there is only one replica"
         lines.append(f"network: gradients are {use}")
     return lines
 

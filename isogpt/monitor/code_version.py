@@ -1,4 +1,4 @@
-"""The version of the code: git's commit of the repository with train.py, and whether it was changed."""
+"""The version of the code: the commit of the repository with train.py, and whether files differ from it."""
 
 import subprocess
 from contextlib import suppress
@@ -14,7 +14,7 @@ COMMIT = "# branch.oid "  # the beginning of the line with the commit
 
 
 def ask_git(ranks: Ranks) -> subprocess.Popen | None:
-    """Start git, which works while the run starts; None on ranks other than 0, and without git."""
+    """Start git, which runs while the run starts; None on ranks other than 0, and without git."""
     if not ranks.is_main:
         return None
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

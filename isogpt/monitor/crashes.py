@@ -25,7 +25,7 @@ def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logg
     With other ranks, the watchdog connects to the store.
     """
     watchdog = Watchdog(ranks, timeout_s, progress, logger)
-    explain_crashes(watchdog)  # also a store that does not respond
+    explain_crashes(watchdog)  # including a store that does not respond
     if ranks.world_size > 1 and ranks.store:
         # a separate connection, since a request blocks all others on the same connection
         store = dist.PrefixStore(ranks.start, connect_store(timeout_s))
@@ -54,8 +54,8 @@ def explain_crashes(watchdog: Watchdog) -> None:
 
 def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object) -> None:
     """
-    Print a message instead of a traceback if the cause of an exception is known: a different rank or too
-    little memory. If several ranks run out of memory, the first rank explains it.
+    Print a message instead of a traceback if the cause of an exception is known, such as a different rank or
+    too little memory. If several ranks run out of memory, the first of them explains it.
     """
     error = cause_of(raised)
     if watchdog.memory_use and is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""The curves of a run's losses, of which as many points are kept as a picture can show."""
+"""The curves of a run's losses, which keep as many points as a picture can show."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from isogpt.common.files import as_record, regular_file
 
 LIMIT = 1000  # points of a curve; loss.png is 880 pixels wide
-# how a step and an evaluation begin; parsing the line would take ten times as long
+# the beginning of the line of a step or an evaluation; parsing the line would take ten times as long
 STEP = re.compile(rb'\{"iter": (\d{1,18}), (?!"statistics")')
 
 Points = list[tuple[int, float]]  # (step, loss)
@@ -19,8 +19,8 @@ Points = list[tuple[int, float]]  # (step, loss)
 @dataclass
 class Curve:
     """
-    The first of the points in every `spacing` steps, and the last point. The spacing is doubled when there
-    would be more than `limit` points. So a curve depends on the points that were added, and not on when.
+    The first point in every `spacing` steps, and the last point. The spacing is doubled when there would be
+    more than `limit` points. So a curve depends on which points were added, and not on when.
     isogpt/lab/runs.py keeps whole records in place of the losses.
     """
 
@@ -42,7 +42,7 @@ class Curve:
             self.thin(2 * self.spacing)
 
     def thin(self, spacing: int) -> None:
-        """Keep the first of the points in every `spacing` steps."""
+        """Keep the first point in every `spacing` steps."""
         first = {}
         for step, loss in self.points:
             first.setdefault(step // spacing, (step, loss))
@@ -55,7 +55,7 @@ class Curve:
         return Curve(points, last or points[-1:], self.spacing, self.limit)
 
     def followed_by(self, later: "Curve") -> "Curve":
-        """Return a curve with the points of this curve and of one that begins later."""
+        """Return a curve with the points of this curve, then those of one that begins later."""
         both = self.before(math.inf)
         both.thin(max(self.spacing, later.spacing))
         for point in later.shown():
@@ -70,7 +70,8 @@ class Curve:
 @dataclass
 class Curves:
     """
-    The losses of steps, the means of the steps since the logged step before, and the losses of evaluations.
+    The losses of logged steps, the means over all steps since the previous logged one, and the losses of
+    evaluations.
     """
 
     loss: Curve = field(default_factory=Curve)

@@ -40,8 +40,8 @@ class Evaluator:
     def run(self) -> None:
         """
         Evaluate the state (all ranks). If this fails, the state is saved and the run exits with a message. If
-        a stop was requested meanwhile, `stop.agreed` is set, and there is no result. A dry run counts a step,
-        and does not evaluate.
+        a stop is requested meanwhile, `stop.agreed` is set, and there is no result. A dry run, which counts a
+        step, does not evaluate.
         """
         if is_pretended():
             return
@@ -59,8 +59,8 @@ class Evaluator:
     @torch.no_grad()
     def sum_losses(self) -> dict[str, Tensor | float]:
         """
-        Return the sum of the losses of this rank's sequences for each of Dataset.splits, or what has been
-        computed when a stop was requested (all ranks). The host does not wait for a GPU.
+        Return the sum of the losses of this rank's sequences for each of Dataset.splits (all ranks). If a
+        stop is requested, these are the sums so far. The host does not wait for a GPU.
 
         Raises:
             DataError: after the last micro-batch, so that this rank has computed as many as the others.

@@ -23,20 +23,21 @@ class Logger:
     """
     Passes records to sinks. On ranks other than 0 there are no sinks.
 
-    A sink is a plain class with a method `write(record, text)`, and takes what it needs of:
+    A sink is a plain class with a method `write(record, text)`, which uses those of these records that it
+    needs:
 
     - a logged step: the fields of records.step_record, which alone contains step_ms. A value may be None, a
       list, or a float that is not finite;
     - an evaluation, which alone contains val_loss;
-    - the statistics of a step's layers, {kind: {name: number}}, which is written after the step's record or
-      before it, and before those of later steps: iter and statistics;
+    - the statistics of a step's layers: iter and statistics, {kind: {name: number}}. This record is written
+      after the step's record or before it, and before those of later steps;
     - an event: event (its name), iter and facts, with a sentence for the user, or "". After a rollback, a
       sink removes what it contains of the step `to` and later ones, which will be repeated. A sink whose
       files outlive a run does the same when it is constructed;
     - a line for the user: the record is empty.
 
-    A sink that raises an exception loses the record, and gets the next one: a full disk or a service that is
-    gone does not end a run. The first failure of each sink is an event and a warning.
+    A sink that raises an exception loses the record, and gets the next one, so that a full disk or a service
+    that is gone does not end a run. The first failure of each sink is an event and a warning.
 
     At the start, a run prints and alerts (`start_sinks`). Services and the files in the run's folder are
     added by `start_services` and `open_files`.

@@ -1,4 +1,4 @@
-"""What a step's numbers contain besides the loss and the gradient: times, memory, and requests to stop."""
+"""The numbers of a step, which besides the loss and the gradient contain times, memory and stop requests."""
 
 import math
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Meter:
 
     def gather(self, step: int, loss: Tensor, grad_square: tuple[Tensor, Tensor | float]) -> Gathered:
         """
-        Gather the StepNumbers of all ranks (all ranks): the one small collective of a step; with experts,
-        there is a second one if the step is logged. The host does not wait for a GPU.
+        Gather the StepNumbers of all ranks (all ranks). This is the one small collective of a step; with
+        experts, there is a second one if the step is logged. The host does not wait for a GPU.
 
         Args:
             loss, grad_square: see StepNumbers.

@@ -25,7 +25,7 @@ MAX_ROLLBACKS = 2
 @dataclass
 class NanPolicy:
     """
-    Decides about each step from the numbers of all ranks, and so all ranks decide alike; `spikes` decides
+    Decides about each step from the numbers of all ranks, so that all ranks decide alike; `spikes` decides
     about finite steps.
     """
 
@@ -36,7 +36,7 @@ class NanPolicy:
 
     def takes(self, numbers: StepNumbers, step: int) -> bool:
         """
-        Whether a step is taken; `recover` does what must be done if it is not.
+        Return whether a step is taken; `recover` does what must be done if it is not.
 
         A finite step is taken, unless it is a spike that is skipped. A float16 step whose gradient overflowed
         because of the loss scale counts as taken: the optimizer has left the step out, and the scale is
@@ -89,8 +89,8 @@ class NanPolicy:
             saver.roll_back(state, problem)
             state.progress.skipped.update(self.not_finite)
             self.rollbacks += 1
-            text = f"warning: {len(self.not_finite)} steps not finite: rolled back to step {state.step}, "
-            text += f"excluding {self.not_finite}"
+            text = f"warning: {len(self.not_finite)} steps were not finite: rolled back to step {state.step}"
+            text += f", excluding {self.not_finite}"
             excluded = sorted(state.progress.skipped)
             logger.event("rollback", text, to=state.step, left_out=excluded, rollback=self.rollbacks)
             self.not_finite = []

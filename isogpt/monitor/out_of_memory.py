@@ -25,7 +25,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass
 class MemoryUse:
-    """What explains that memory runs out, and what makes the next start use less."""
+    """What explains why memory ran out, and makes the next start use less."""
 
     out_dir: str
     reader: Reader  # contains the plan, and the rows of each rank
@@ -34,12 +34,12 @@ class MemoryUse:
 
 def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
     """
-    Print what the memory consists of and what would reduce it. In the first steps, also record half of the
-    rows as the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
+    Print what uses the memory and what would reduce it. In the first steps, also record half of the rows as
+    the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
     continues.
 
-    Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may
-    use a GPU.
+    Often all ranks run out of memory, but it can also be one, since the last stage of a pipeline computes the
+    loss, and other programs may use a GPU.
     """
     use = watchdog.memory_use
     is_allocating = watchdog.clock is None  # the model and the optimizer
@@ -50,8 +50,8 @@ def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
     problem, hint = f"{source}out of memory {cause}: {line_of(error)}", ""
     if use.reader.plan.exact:
         hint = (
-            "\nwith exact, the micro-batch is part of the run: to start a run with other bits, halve "
-            "--batch_size= and double --gradient_accumulation_steps="
+            "\nwith exact, a run keeps its micro-batch: halve --batch_size= and double "
+            "--gradient_accumulation_steps= to start a new run, which has different bits"
         )
     elif watchdog.progress.step < use.first_step + 3 and most > 1 and not is_allocating:
         record(Path(use.out_dir) / MICRO_BATCH, use.reader.plan.job(), most // 2)
@@ -65,6 +65,6 @@ def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the line of an error's message that says that memory is missing; else the first line."""
+    """Return the line of an error's message that says that memory ran out, else the first line."""
     lines = str(error).splitlines() or [""]
     return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])

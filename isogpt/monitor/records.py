@@ -18,7 +18,7 @@ SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no
 
 @dataclass
 class Means:
-    """The means of numbers of steps, by name, without values that are not finite."""
+    """The means over steps of numbers, by name; values that are not finite are left out."""
 
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # {name: (sum, number of values)}
 
@@ -36,7 +36,7 @@ class Means:
 
 
 def as_json(record: dict) -> dict:
-    """Return the record with nan and infinity as strings, 'nan' and 'inf': JSON knows neither."""
+    """Return the record with nan and infinity as the strings 'nan' and 'inf', since JSON has neither."""
     return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
 
 
@@ -72,11 +72,11 @@ def step_record(
 
 def waiting_percent(numbers: StepNumbers) -> dict[str, float]:
     """
-    Return the parts of a step in percent, as means over the ranks, in which ranks wait: for data, for
-    communication that no computation hides, and for the slowest rank. nan: not known.
+    Return the percentages of a step in which ranks wait, as means over the ranks: for data, for communication
+    that no computation hides, and for the slowest rank. nan: not known.
 
-    The rank that arrives last waits for no other rank: what this rank spends in communication is what
-    communication costs, and what the others spend beyond that is waiting for the slowest rank.
+    The rank that arrives last waits for no other rank, so its time in communication is what communication
+    costs. Any time beyond that, the others spend waiting for the slowest rank.
 
     Args:
         numbers: tensors (world_size,).
@@ -90,7 +90,7 @@ def waiting_percent(numbers: StepNumbers) -> dict[str, float]:
 
 
 def waiting_text(record: dict) -> str:
-    """Return in which parts of a step ranks wait, for a line; '' if this is not known."""
+    """Return how much of a step ranks spend waiting, as a part of a line; '' if this is not known."""
     if record.get("comm_percent") is None:
         return ""
     return (

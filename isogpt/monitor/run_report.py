@@ -70,7 +70,7 @@ class RunReport:
 
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
         """
-        Return the record of a step that is logged; None for other steps, and on other ranks than 0. Report a
+        Return the record of a step that is logged; None for other steps, and on ranks other than 0. Reports a
         slow rank if there is one (all ranks).
         """
         self.steps_taken += 1
@@ -105,7 +105,7 @@ class RunReport:
             self.logger.write(record)
 
     def check_peak(self, flops_per_s: float) -> None:
-        """Measure the peak again if a step was faster: the machine was busy at the start (all ranks)."""
+        """Measure the peak again if a step was faster: the machine was then busy at the start (all ranks)."""
         if not self.peak.is_doubtful(flops_per_s):
             return
         self.meter.clock.pause()  # not a part of a step
@@ -125,7 +125,7 @@ class RunReport:
         return step_s * (self.max_iters - self.progress.step)
 
     def overflowed(self, scale: float) -> None:
-        """Report that float16 gradients overflow in succession."""
+        """Report that float16 gradients overflow in step after step."""
         text = (
             f"warning: {self.overflows.count} steps in succession were skipped: their gradients overflow in "
             f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"

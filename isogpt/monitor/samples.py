@@ -32,8 +32,8 @@ class Sampler:
     """
     Writes a few lines with the model that is being trained, on rank 0, which holds the whole model.
 
-    A sample is drawn from separate random numbers, the same each time: training has the same bits with and
-    without samples, and samples of different steps can be compared.
+    A sample is drawn with separate random numbers, which are the same each time. So training has the same
+    bits with and without samples, and samples of different steps can be compared.
     """
 
     tokenizer: Tokenizer | None  # None on other ranks
@@ -61,7 +61,7 @@ class Sampler:
         return self.tokenizer.decode(ids[0].tolist())
 
     def report(self, state: TrainState, autocast: AbstractContextManager, logger: Logger) -> None:
-        """Report a sample of the weights that are evaluated to the logger (all ranks), see `write`."""
+        """Report to the logger a sample of the weights that are evaluated, see `write` (all ranks)."""
         with state.evaluated_weights():
             if not self.tokenizer:
                 return
@@ -71,8 +71,8 @@ class Sampler:
 
 def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:
     """
-    Return what writes samples every sample_interval steps; None without sample_interval (all ranks). Says so
-    if the model is divided. Exits with a message if the ids cannot be decoded.
+    Return what writes samples every sample_interval steps; None without sample_interval (all ranks). If the
+    model is divided, also returns None, and says so. Exits with a message if the ids cannot be decoded.
     """
     if not config["sample_interval"]:
         return None
@@ -92,7 +92,7 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
 
 
 def prompt_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a line's end, or one id if the vocabulary does not contain it."""
+    """Return the ids of a line break, or a single id if the vocabulary does not contain it."""
     with suppress(ValueError):
         if ids := tokenizer.begin("\n"):
             return ids

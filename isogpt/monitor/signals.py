@@ -49,15 +49,15 @@ class Stop:
         """
         Return 0 to continue, a signal's number, or TIME_IS_UP.
 
-        The time is up if it is too short for a step, which may take twice as long as the last step, and two
-        checkpoints. One checkpoint may be under way, and the final checkpoint follows.
+        The time is up if not enough is left for a step, which may take twice as long as the last one, and for
+        two checkpoints: one that may be under way, and the final one.
         """
         needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
         is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
         return self.signal or (TIME_IS_UP if is_late else 0)
 
     def seconds_left(self) -> float:
-        """Return the seconds until time_limit_s, without those for the exit; infinite without a limit."""
+        """Return the seconds until time_limit_s, less those for the exit; infinite without a limit."""
         return self.time_limit_s - running_s() - EXIT_S if self.time_limit_s else math.inf
 
     def decide(self, codes: torch.Tensor) -> int:
@@ -71,8 +71,8 @@ class Stop:
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
         Return whether to stop; called after each micro-batch of an evaluation (all ranks). With a GPU, the
-        ranks exchange codes at every fourth micro-batch and read them four micro-batches later: reading at
-        once would wait for all queued work.
+        ranks exchange codes at every fourth micro-batch and read them four micro-batches later, because
+        reading them at once would wait for all queued work.
         """
         if device.type == "cpu":
             return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
@@ -90,8 +90,8 @@ class Stop:
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """
     Record the signals of stop_signals in the returned Stop, which all ranks check together. A second SIGINT,
-    more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
-    and from the launcher.
+    more than a second later, ends the process at once. An earlier one does not, since a single Ctrl-C often
+    arrives twice, from the terminal and from the launcher.
     """
     stop, erase = Stop(time_limit_s), console.erase_line(sys.stderr)
     if is_pretended():  # a dry run has nothing to save, and ends at once
@@ -103,7 +103,7 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
             text = f"{erase}{signal.Signals(number).name}: stopping after this step\n"
             with suppress(OSError):  # a full disk, or no terminal after SIGHUP
                 if not console.is_blocked(sys.stderr, 0):
-                    os.write(2, text.encode())  # print could be interrupted by itself
+                    os.write(2, text.encode())  # the signal may have interrupted a print
 
     for number in stop_signals():
         signal.signal(number, record)

@@ -13,13 +13,13 @@ from isogpt.monitor.records import as_json
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
 FINAL = ("end", "preempted", "failed")  # the commands get time to finish before the process exits
-FINAL_S = 10  # then they are ended
+FINAL_S = 10  # seconds after which they are ended
 
 
 class Alerts:
     """
-    Runs the user's command for each event that is not in QUIET, with a line of JSON on standard input. How
-    the command ends has no effect on the run. Its output is discarded, but not what it writes to stderr.
+    Runs the user's command for each event that is not in QUIET, with a line of JSON on standard input. The
+    run goes on however the command ends. Its output is discarded, but not what it writes to stderr.
     """
 
     def __init__(self, config: dict) -> None:

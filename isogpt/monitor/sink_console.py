@@ -8,16 +8,16 @@ from isogpt.common import console
 from isogpt.common.console import duration
 from isogpt.monitor.records import CLOSING, STARTS, evaluation_line, step_line
 
-REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
+REDRAW_S = 0.1  # steps may be shorter, but nobody would see them drawn more often
 
 
 class Console:
     """
-    Prints to stdout. A closed pipe, such as `| head`, costs lines, and so do a full disk and a terminal that
-    was stopped with Ctrl-S.
+    Prints to stdout. Lines are lost, but training goes on, if a pipe is closed, such as `| head`, a disk is
+    full, or a terminal was stopped with Ctrl-S.
 
-    On a terminal, see console.is_screen, the newest step is drawn in the last line, in place, and other lines
-    are printed above. The cursor waits at the start of this line, from where console.ERASE erases it.
+    On a terminal (see console.is_screen), the newest step is drawn in place in the last line, and other lines
+    are printed above it. The cursor waits at the start of this line, from where console.ERASE erases it.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class Console:
         self.status = ""
         self.val_loss: float | None = None
         self.drawn_at = 0.0
-        self.is_blocked = False  # whether the last line was lost for this reason
-        self.is_closed = False  # whether a line was, because nobody reads stdout
+        self.is_blocked = False  # whether the last line was lost because stdout did not take it in time
+        self.is_closed = False  # whether a line was lost because nobody reads stdout
 
     def write(self, record: dict, text: str) -> None:
         """Print the line of a record, if there is one."""

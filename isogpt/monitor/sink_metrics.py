@@ -20,8 +20,8 @@ class MetricsFile:
     """
     Appends lines to metrics.jsonl in the run's folder.
 
-    The file stays open. If it is not as this run has left it, the run looks who owns the folder before it
-    writes again: two runs never write to one file.
+    The file stays open. If it is not as this run left it, the run checks who owns the folder before it writes
+    again, so that two runs never write to one file.
 
     Args:
         owner: who has claimed the run's folder; '': nobody.
@@ -34,8 +34,8 @@ class MetricsFile:
 
     def open(self, step: int) -> None:
         """
-        Cut the file back to a step and open the file. The evaluation of this step's state stays if it will
-        not be repeated, because it was made at the end of a run.
+        Cut the file back to a step and open it. If the evaluation of this step's state was made at the end of
+        a run, it will not be repeated, and stays.
         """
         make_separate(self.path)
         repeats_evaluation = step <= self.max_iters and step % self.eval_interval == 0
@@ -55,7 +55,7 @@ class MetricsFile:
         line = f"{json.dumps(record)}\n".encode()
         try:
             self.append(line)
-        except OSError:  # of a stale handle (NFS) or a file that was removed, for instance
+        except OSError:  # for instance, a stale handle (NFS) or a file that was removed
             self.open_again()
             self.append(line)
         if record.get("event") == "rollback":
@@ -63,10 +63,10 @@ class MetricsFile:
             self.open(record["to"])
 
     def append(self, line: bytes) -> None:
-        """Append a line, or nothing: the next line must not follow a torn line."""
+        """Append a whole line or nothing, since the next line must not follow a torn one."""
         try:
             status = os.fstat(self.file.fileno())
-            # somebody has removed the file, and lines would be lost; or has cut it or written to it
+            # somebody has removed the file, so that lines would be lost, or has cut it or written to it
             if status.st_nlink == 0 or status.st_size != self.size:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             if self.file.write(line) < len(line):
@@ -88,8 +88,8 @@ class MetricsFile:
 def cut_back(path: Path, step: int, repeats_evaluation: bool) -> None:
     """
     Cut metrics.jsonl back to a step, in place. Lines of this and later steps, which will be repeated, are
-    removed, and so are torn lines among them. Events stay, and unless it `repeats_evaluation`, the last
-    evaluation of this step's state. What precedes these lines is neither read nor written.
+    removed, and so are torn lines among them. Events stay, and so does the last evaluation of this step's
+    state, unless the run `repeats_evaluation`. What precedes these lines is neither read nor written.
     """
     with open(path, "r+b", opener=regular_file) as file:
         kept, start, needs_evaluation = [], 0, not repeats_evaluation
@@ -107,8 +107,8 @@ def cut_back(path: Path, step: int, repeats_evaluation: bool) -> None:
 
 def last_records(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes, dict]]:
     """
-    Read the records that metrics.jsonl ends with, the newest first, up to the last step before `step`: yields
-    the position of each line, the line and the record. Lines that are not records are left out.
+    Read the records at the end of metrics.jsonl, the newest first, back to the last step before `step`;
+    yields the position of each line, the line and the record. Lines that are not records are left out.
     """
     for start, line in last_lines(file):
         if (record := as_record(line)) is not None:

@@ -23,7 +23,8 @@ END_S = 60  # seconds that the end of a run waits for a plot
 class Plot:
     """
     Plots the losses after each evaluation and at the end, in a thread, so that training goes on meanwhile. An
-    evaluation during this time is drawn later. The first plot after a resume also reads metrics.jsonl, once.
+    evaluation that ends during a plot is drawn by the next one. The first plot after a resume also reads
+    metrics.jsonl, once.
 
     Args:
         step: at which the run continues; metrics.jsonl contains the steps before.
@@ -31,7 +32,7 @@ class Plot:
 
     def __init__(self, out_dir: str, step: int) -> None:
         self.out_dir = Path(out_dir)
-        # a notebook's kernel sets one that only its environment has installed
+        # a notebook's kernel sets a backend that may be installed only in its environment
         os.environ["MPLBACKEND"] = "agg"
         self.curves, self.began = Curves(), step  # the losses from step `began` on
         self.past: Curves | None = None if step else Curves()  # the losses before; None: not read yet
@@ -40,7 +41,7 @@ class Plot:
         self.work: SimpleQueue[tuple[Curves, int]] = SimpleQueue()  # the arguments of `draw`, at most once
         self.is_idle = threading.Event()
         self.is_idle.set()
-        # one thread for all plots: the C library would give the memory of the next one to a different thread
+        # one thread for all plots, since the C library would not reuse one thread's memory for the next
         threading.Thread(target=self.draw_all, daemon=True, name="plot").start()
 
     def write(self, record: dict, text: str) -> None:
@@ -90,7 +91,7 @@ class Plot:
 
 def smoothed(points: Points) -> Points:
     """
-    The mean of each point and the points before it, with weights that halve every fortieth of the points.
+    The means of each point and those before it, with weights that halve over every fortieth of the points.
     """
     keep = 0.5 ** (40 / len(points))
     total = weight = 0.0

@@ -1,4 +1,4 @@
-"""result.json: how a run has ended, for programs that start runs."""
+"""result.json: how a run ended, for programs that start runs."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from isogpt.monitor.records import SLOW_STEPS, STARTS, as_json
 from isogpt.monitor.sink_metrics import METRICS, is_before, is_evaluation_at
 
 EXIT_REASONS = {"end": "complete", "preempted": "preempted", "failed": "failed"}  # by event
-# seconds that an ending waits until the records of earlier launches are read: a stopped run has little time
+# how many seconds a run that ends waits for the records of earlier launches; a stopped run has little time
 PATIENCE_S = {"complete": 60.0, "preempted": 0.5, "failed": 0.5}
 
 
@@ -34,7 +34,7 @@ class Totals:
     """
 
     seconds: float = 0.0  # from the start of each launch to its last logged step or evaluation
-    memory_gb: float = 0.0  # the most of a rank
+    memory_gb: float = 0.0  # the most that a rank used
     step_s: float = 0.0  # of the steps of the means
     step_tokens: float = 0.0  # which these steps read
     mfu_s: float = 0.0  # the sum of mfu * seconds over these steps; nan if the mfu of one of them is unknown
@@ -86,10 +86,10 @@ def read_totals(path: Path, step: int, size: int) -> Totals:
 
 class Result:
     """
-    Writes result.json when the run ends, however it does. A run that was killed leaves none.
+    Writes result.json when the run ends, in whatever way. Only a run that is killed leaves none.
 
     Times and speeds are those of all launches of the run. A thread reads those of earlier launches from
-    metrics.jsonl, meanwhile training goes on.
+    metrics.jsonl while training goes on.
 
     Args:
         progress: the run's, at the step at which it continues.
@@ -116,7 +116,7 @@ class Result:
         try:
             self.earlier = read_totals(self.folder / METRICS, step, self.size)
         except OSError as e:
-            console.print_to_stderr(f"warning: {RESULT} will not know the earlier steps: {e}")
+            console.print_to_stderr(f"warning: {RESULT} will not include the earlier steps: {e}")
 
     def write(self, record: dict, text: str) -> None:
         """Add up records; write the file at the end."""

@@ -21,8 +21,8 @@ class TensorBoard:
     """
     Writes the numbers of steps and evaluations to the folder `tensorboard` in the run's folder.
 
-    metrics.jsonl must have been cut back to the step before. After an error, such as a full disk, the next
-    evaluation begins a new file: the thread of SummaryWriter ends with an error, and prints it.
+    metrics.jsonl must already have been cut back to the step. After an error, such as a full disk, the next
+    evaluation begins a new file, because SummaryWriter's thread prints the error and ends.
     """
 
     def __init__(self, out_dir: str, step: int) -> None:
@@ -33,8 +33,8 @@ class TensorBoard:
         """
         Begin a new file. Readers then ignore what earlier files contain of this and later steps.
 
-        An evaluation of this step is written again if metrics.jsonl still contains the evaluation, because it
-        will not be repeated.
+        An evaluation of this step is written again if metrics.jsonl still contains it, because it will not be
+        repeated.
         """
         self.writer = self.begin_file(purge_step=step)
         if evaluation := evaluation_at(self.out_dir / METRICS, step):

@@ -20,8 +20,8 @@ class Wandb:
     """
     Sends the numbers of steps and evaluations to a new wandb run, or to the existing run `run_id`.
 
-    A thread sends them, since wandb can block for as long as its server does not answer. If its process is
-    gone, the next record starts a new process, which continues the same run.
+    A thread sends them, since wandb can block for as long as its server does not answer. If wandb's process
+    is gone, the next record starts a new one, which continues the same run.
 
     Raises:
         ValueError: wandb is not installed or cannot start.
@@ -36,7 +36,7 @@ class Wandb:
         self.thread.start()
 
     def write(self, record: dict, text: str) -> None:
-        """Pass a record to the thread, and wait for it at the end of the run. Raises what it has raised."""
+        """Pass a record to the thread; at the end of the run, wait for it. Raises what the thread raised."""
         is_last = record.get("event") in CLOSING
         try:
             self.records.put(record, timeout=FINISH_S if is_last else 0)
@@ -94,7 +94,7 @@ def start_run(config: dict, run_id: str | None) -> "Run":
 
 
 def advice_on(reason: str) -> str:
-    """What to type, except --wandb_log=False, if wandb cannot start."""
+    """What to type if wandb cannot start, besides --wandb_log=False."""
     if "project name" in reason.lower():
         return "set a different --wandb_project="
     if "run id" in reason.lower():

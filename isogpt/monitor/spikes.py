@@ -16,12 +16,12 @@ class SpikePolicy:
     on_spike: str  # report or skip
     recent_steps: RecentSteps
     logger: Logger
-    next_warning: int = 0  # the step from which on the next spike is printed
+    next_warning: int = 0  # the first step at which a spike is printed again
 
     def takes(self, numbers: StepNumbers, step: int) -> bool:
         """
-        Whether a finite step is taken, as clip_and_step has decided. A step that is taken is remembered, and
-        a spike is reported.
+        Return whether a finite step is taken, as clip_and_step has decided. A step that is taken is
+        remembered, and a spike is reported.
         """
         facts = {
             "loss": numbers.loss.mean().item(),
@@ -42,7 +42,7 @@ class SpikePolicy:
         return is_taken
 
     def warning(self, facts: dict, above: list[str], step: int, is_forgotten: bool) -> str:
-        """The line for the user; '' if the last one was printed a short time ago and nothing is forgotten."""
+        """The line for the user; '' if the last one was printed recently and nothing is forgotten."""
         if step < self.next_warning and not is_forgotten:
             return ""
         self.next_warning = step + WARNING_INTERVAL
@@ -56,7 +56,7 @@ class SpikePolicy:
         text += ": the step is skipped"
         if is_forgotten:
             text += (
-                f". It is number {PATIENCE} in succession, which no single batch explains: the next {ENOUGH} "
-                "steps are taken and set new limits"
+                f". It is number {PATIENCE} in succession, so the cause is not a single batch: the next "
+                f"{ENOUGH} steps are taken and set new limits"
             )
         return text

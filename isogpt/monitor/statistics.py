@@ -35,8 +35,8 @@ def short_name(name: str) -> str:
 
 def parts_with_output(model: nn.Module) -> dict[str, nn.Module]:
     """
-    Return this rank's blocks ("3") and the parts of these that consist of modules, such as attention and MLP
-    ("3.attn").
+    Return this rank's blocks ("3") and those of their parts that consist of modules, such as attention and
+    MLP ("3.attn").
     """
     parts = {}
     for number, block in model.transformer.h.named_children():
@@ -60,12 +60,12 @@ def parts_with_attention(model: nn.Module) -> dict[str, nn.Module]:
 @dataclass
 class Observed:
     """
-    What a forward pass shows of each part of the model, by its name, added over micro-batches.
+    What forward passes show of each part of the model, by its name, added up over micro-batches.
 
     Args:
         queries, keys: the positions of the queries and of the keys of this rank and the ranks with which it
             divides each sequence, (T / cp,) and (T,).
-        group: of these ranks; None if this rank is alone.
+        group: the group of these ranks; None if this rank is alone.
     """
 
     queries: Tensor
@@ -87,7 +87,7 @@ class Observed:
         self.outputs[name] = self.outputs[name] + both if name in self.outputs else both
 
     def attend(self, name: str, attention: Callable, q: Tensor, k: Tensor, *others: object) -> Tensor:
-        """Call the `attention` of model.Seams, whose queries and keys are observed."""
+        """Call the `attention` of model.Seams, and observe its queries and keys."""
         if q.dim() == 4 and q.shape[:2] == k.shape[:2] == (len(self.is_read), len(self.queries)):
             keys = gathered(k, self.group) if self.group else k
             largest = largest_logit(q, keys, self.queries, self.keys)
@@ -161,16 +161,16 @@ class Sums:
 @dataclass
 class LayerStatistics:
     """
-    Measures the layers in every `interval` steps (0: never) (all ranks).
+    Measures the layers every `interval` steps (0: never) (all ranks).
 
-    Weights and gradients are those before the update, gradients before they are clipped; an update is the
-    change of the weights. Where ranks hold different values of the same parameter, as islands do, a norm is
-    the root of their mean square. Activations and attention logits are those of an additional forward pass
+    Weights and gradients are measured before the update, and gradients before they are clipped; an update is
+    the change of the weights. Where ranks hold different values of the same parameter, as islands do, a norm
+    is the root of their mean square. Activations and attention logits are those of an additional forward pass
     without dropout over `sequences` of the training data, the same in every step.
 
     Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
-    compiled. The host does not wait for a GPU, except once with cpu_offload: `records` returns what has
-    arrived.
+    compiled. The host does not wait for a GPU, except once with cpu_offload, because `records` returns what
+    has arrived.
 
     Args:
         model: the model as evaluations call it.

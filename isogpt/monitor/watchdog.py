@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # seconds of silence after which a rank whose process has exited counts as failed
-BEAT_S = 1.0  # seconds between two beats of a rank, of which there can be more to spare the store
+BEAT_S = 1.0  # seconds between two beats of a rank; more where they would overload the store
 BEATS_PER_S = 500  # of all ranks; each is two requests, and the store serves ten thousand or more a second
 LATE_S = 1.5  # how late a beat may be
 REPORTERS = 8  # ranks that report why a different rank ends the run
@@ -49,7 +49,7 @@ def parse_beat(text: bytes) -> Beat | None:
 
 
 def beat_interval_s(world_size: int) -> float:
-    """The seconds between two beats of a rank: what all ranks ask of the store in a second is limited."""
+    """The seconds between two beats of a rank, which limit how often all ranks together ask the store."""
     return max(BEAT_S, world_size / BEATS_PER_S)
 
 
@@ -71,9 +71,9 @@ class Silence:
 
     def is_too_long(self, now: bytes, timeout_s: float) -> bool:
         """
-        Read what the rank has written; returns whether the rank is lost. A process that was suspended, for
-        instance while its machine moves, looks like a machine without power: both get timeout_s. A process
-        that has exited on this machine does not come back.
+        Take note of what the rank has written, and return whether the rank is lost. A process that was
+        suspended, for instance while its machine moves, looks like a machine without power, so both get
+        timeout_s. A process that has exited on this machine does not come back.
         """
         self.seconds = self.seconds + self.interval_s if now and now == self.last else 0
         self.last = now
@@ -91,16 +91,16 @@ class Watchdog:
     One thread writes the position of this rank to the store every `interval_s`, and checks that the ranks
     before and after this rank do the same. The other thread ends the process if the main thread makes no
     progress for timeout_s in a step, for instance in a hung collective. After a different rank has failed, a
-    moment without progress is enough. Gloo notices a lost connection, NCCL does not. A store that does not
-    respond is a failure, too, but not if it has ended with torchrun's agent: then the ranks are saving, see
-    process_group.stop_with_launcher.
+    moment without progress is enough, because NCCL, unlike gloo, does not notice a lost connection. A store
+    that does not respond is a failure, too, but not if it has ended with torchrun's agent: then the ranks are
+    saving, see process_group.stop_with_launcher.
 
-    The store serves all ranks with one thread. So a rank has one key, `reporters` read all of these at once
-    when a rank has failed, and the other ranks write one last beat and print nothing.
+    The store serves all ranks with one thread. So each rank has only one key, the `reporters` read all keys
+    at once when a rank has failed, and the other ranks write one last beat and print nothing.
 
     With a single process there is no store and nothing to watch, but the crash hook uses the same report.
 
-    It begins before there are a clock and a saver; train.py sets these when they exist.
+    The watchdog begins before there are a clock and a saver; train.py sets these when they exist.
     """
 
     ranks: Ranks
@@ -133,7 +133,7 @@ class Watchdog:
     def start(self, store: dist.Store) -> None:
         """Begin to watch, through a store that reaches all ranks."""
         self.store = store
-        # two threads: if the network is cut, a request to the store may never return
+        # two threads, since a request to the store may never return if the network is cut
         self.threads = [threading.Thread(target=target, daemon=True) for target in (self.beat, self.watch)]
         for thread in self.threads:
             thread.start()
@@ -159,9 +159,9 @@ class Watchdog:
                 os._exit(1)
 
     def beat(self) -> None:
-        """Write the position of this rank to the store, and read those of its neighbors, until its end."""
+        """Write the position of this rank to the store, and read those of its neighbors, until it leaves."""
         reached, has_keys = time.monotonic(), False
-        # two neighbors: only a rank of the same machine can see that a process has exited
+        # two neighbors, since only a rank of the same machine can see that a process has exited
         neighbors = {
             (self.ranks.rank + step) % self.ranks.world_size: Silence(self.interval_s) for step in (1, -1)
         }
@@ -174,13 +174,13 @@ class Watchdog:
                 self.write_beat()
                 *beats, failed = self.store.multi_get(keys)
                 silences = zip(neighbors.values(), beats, strict=True)
-                # each neighbor is counted, also beside one that is lost
+                # count the silence of each neighbor, even if the other one is lost
                 lost = [silence.is_too_long(now, self.timeout_s) for silence, now in silences]
                 if any(lost):
                     self.store.set("failed", "yes")
                 self.has_failed = bool(failed) or any(lost)
                 reached = time.monotonic()
-            # only if requests fail: a store that is suspended answers them later
+            # only if requests fail, since a store that is suspended answers them later
             patience_s = max(SILENT_S, 2 * self.interval_s)
             if time.monotonic() - reached > patience_s and not has_lost_agent(self.ranks.launch):
                 self.has_failed = True
@@ -203,8 +203,8 @@ class Watchdog:
 
     def read(self, keys: list[str]) -> list[bytes]:
         """
-        Return what the store holds under these keys; b"" if nothing. Two requests, unless keys are missing:
-        those are searched for by halves.
+        Return what the store holds under each of these keys, or b"" if nothing. This takes two requests,
+        unless keys are missing, which are searched for by halving.
         """
         if self.store.check(keys):
             return self.store.multi_get(keys)
@@ -220,8 +220,8 @@ class Watchdog:
 
     def find_cause(self) -> str:
         """
-        Return which ranks have failed or do not respond, and where each was, from two looks between which a
-        rank that responds has written a beat. If all respond, return where they are.
+        Return which ranks have failed or do not respond, and where each was. Reads the beats twice, with
+        enough time in between for a rank that responds to write one. If all respond, return where they are.
         """
         names = rank_names(self.ranks.hosts)
         self.write_beat(fate="", has_failed=True)  # the others also report, while rank 0's store exists
@@ -245,8 +245,8 @@ class Watchdog:
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
         """
-        Return the answer to a question that needs the store, or say within wait_s seconds that the store does
-        not respond: if the store is unreachable, a request may never return.
+        Return the answer to a question that needs the store, or after wait_s seconds a sentence that the
+        store does not respond, because a request may never return if the store is unreachable.
         """
         try:
             return network.answer_of(question, wait_s)
@@ -255,8 +255,8 @@ class Watchdog:
 
     def report(self, problem: str) -> None:
         """
-        Print once what is wrong and which rank is the cause. A rank that is not one of the `reporters` lets
-        them do so: a launcher may end them when this rank exits.
+        Print once what is wrong and which rank is the cause. A rank that is not one of the `reporters` only
+        gives them time to do so, because a launcher may end them when this rank exits.
         """
         if not self.reported.acquire(blocking=False):
             time.sleep(25)  # the other thread is reporting, and then ends the process
@@ -272,7 +272,7 @@ class Watchdog:
         if others := self.ranks.world_size - len(speakers):
             text += f" (and {others:,} more ranks, which print no line)"
         console.print_to_stderr(f"error: {text}")
-        # in a thread: if the file system of metrics.jsonl is the cause, writing does not return either
+        # in a thread, since writing does not return either if the file system of metrics.jsonl is the cause
         self.ask(partial(self.logger.failed, text), 15)
         self.let_others_finish()
 
@@ -285,7 +285,7 @@ class Watchdog:
             self.ask(self.wait_for_reports, self.look_s + 3)
 
     def wait_for_reports(self) -> str:
-        """`let_others_finish` with a store."""
+        """The part of `let_others_finish` that asks the store."""
         self.store.set(f"reported/{self.ranks.rank}", "")
         others = reporters(self.ranks.world_size) - set(self.silent)
         keys = [f"reported/{rank}" for rank in others]
@@ -296,9 +296,9 @@ class Watchdog:
 
     def turn(self, problem: str) -> int:
         """
-        Return which one this rank is of the ranks that meet a problem, which many ranks may meet at once: the
-        first explains it. After REPORTERS of them, a rank has nothing to add, and does not write its fate. 1
-        if the store does not respond.
+        Return this rank's place, from 1 on, among the ranks that meet a problem, which many may meet at once;
+        the first one explains it. After REPORTERS of them, a rank has nothing to add, and does not write its
+        fate. Returns 1 if the store does not respond.
         """
         if not self.store:
             return 1
@@ -309,7 +309,7 @@ class Watchdog:
         return turn
 
     def finish_checkpoint(self) -> None:
-        """Wait for a checkpoint under way if this rank can complete the checkpoint alone."""
+        """Wait for a checkpoint under way if this rank can complete it alone."""
         if self.saver and self.saver.writes_alone():
             self.saver.wait_alone()
 
