@@ -336,7 +336,10 @@ TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "
 # settings with which an edit is tried
 SETTINGS = {
     "factorized embedding": {"arch": "llama"},
-    "one more linear": {"arch": "llama", "optimizer": "muon"},  # whose matrix tp leaves whole, beside divided ones
+    "one more linear": {
+        "arch": "llama",
+        "optimizer": "muon",
+    },  # whose matrix tp leaves whole, beside divided ones
     "skip from the fourth to the ninth block": {"n_layer": 12},
 }
 
