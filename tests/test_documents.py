@@ -255,13 +255,13 @@ def test_a_folder_without_a_data_set_is_refused(tmp_path):
 
 def test_a_text_without_documents_is_refused(tmp_path):
     for ids, args, problem in (
-        ([1, 2, 3, END], ["--id=9"], "token 9, which separates documents, separates nothing in "),
+        ([1, 2, 3, END], ["--id=9"], "token 9, which should separate documents, separates none in "),
         (
             [1, 2, 3],
             ["--id=9"],
-            "separates nothing in .*train.bin: give the id with --id=, or train on the text ",
+            "separates none in .*train.bin: give the id with --id=, or train on the text ",
         ),
-        ([1, 2, 3], ["--id=100000"], "separates nothing"),
+        ([1, 2, 3], ["--id=100000"], "separates none"),
         (
             [1, END, 3],
             [],
