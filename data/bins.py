@@ -259,7 +259,7 @@ def prepare_documents(
     with only_writer(folder):
         arguments = what_decides(args, source, vocabulary)
         if complete_moves(folder) == arguments:
-            print(f"note: an earlier start, interrupted at its end, has prepared {folder}: nothing is left")
+            print(f"note: {folder} is complete: an earlier start, interrupted at its end, had prepared it")
             meta = read_dict(folder / "meta.json")
         else:
             source |= {"val_fraction": args.val_fraction, "seed": args.seed}
