@@ -66,7 +66,7 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
 
 def separate(argv: list[str], settings: dict[str, Setting]) -> tuple[list[str], list[str]]:
     """
-    Divide a command line into its words and its options, as --key=value, for a script whose words are no
+    Divide a command line into its words and its options, as --key=value, for a script whose words are not
     configs: `configure` gets the options.
     """
     arguments = with_equals_signs(argv, settings)
@@ -252,7 +252,8 @@ def _run_config(
 ) -> dict[str, Value]:
     """
     Run the file `config`, at `path`, and return the settings that it sets. Raise ValueError about mistakes,
-    one on each line. `visible` contains what the file may read: names, all settings among them, and values.
+    one on each line. `visible` contains the names that the file may read, all settings among them, and their
+    values.
     """
     namespace = visible | {"__file__": path}  # a copy: only settings reach the script
     try:

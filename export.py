@@ -139,7 +139,7 @@ def tensors_of(source: OpenCheckpoint, model: GPT) -> dict[str, Tensor]:
 
 
 def is_of_a_file(source: OpenCheckpoint) -> bool:
-    """Whether the optimizer is of a user's class."""
+    """Whether the optimizer is a user's class."""
     return ":" in source.run["config"].get("optimizer", "adamw")
 
 
@@ -225,7 +225,9 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Pat
 
 
 def model_card(source: OpenCheckpoint, model: GPT) -> str:
-    """The README.md of an exported model: what it is, its validation loss, and what this was measured on."""
+    """
+    The README.md of an exported model: what it is, its validation loss, and what the loss was measured on.
+    """
     stored, tokens = source.stored, source.run["isogpt"].get("tokens")
     loss, bits = stored.val_loss, stored.bits_per_byte
     measures = stored.manifest.get("measures") or measures_of(source.run)

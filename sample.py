@@ -64,7 +64,7 @@ temperature = 0.8  # below 1: less random, above 1: more random; 0: always the m
 top_k = 200  # sample from the k most likely tokens (0: from all) [>= 0]
 top_p = 1.0  # sample from the most likely tokens that have this probability together [> 0, <= 1]
 stop = ""  # end a sample before the first occurrence of this text after the prompt (empty: at max_new_tokens)
-special_tokens = True  # the text of a special token in the prompt, such as <|endoftext|>, is the token
+special_tokens = True  # the text of a special token in the prompt, such as <|endoftext|>, becomes this token
 # -- run -----------------------------------------------------------------------------------------------------
 seed = 1337  # the same seed gives the same text [>= 0]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps

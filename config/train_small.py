@@ -1,5 +1,5 @@
 # A small model for any data set, with the recipe of train_stdlib_char.py. A step takes less than a second on
-# two CPU cores, also with the 50,304 ids of GPT-2.
+# two CPU cores, even with the 50,304 ids of GPT-2.
 # $ python data/mine/prepare.py --data_files='texts/*.txt'
 # $ python train.py config/train_small.py --dataset=mine --out_dir=out-mine
 

@@ -1,6 +1,6 @@
 # A first training run: a small character-level GPT on the source code of Python's standard library, with a
 # modern recipe (docs/recipes.md). It takes a minute on two CPU cores with AVX512_BF16. The validation split
-# contains other files than the training split: the validation loss is higher, also without overfitting.
+# contains other files than the training split, so its loss is higher even without overfitting.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
 out_dir = "out-stdlib-char"

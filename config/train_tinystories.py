@@ -14,7 +14,7 @@ sample_interval = 100  # two lines that the model writes
 
 gradient_accumulation_steps = 1
 batch_size = 12
-block_size = 256  # a story has 200 tokens
+block_size = 256  # a story has about 200 tokens
 
 arch = "nanochat"
 n_layer = 4

@@ -103,7 +103,7 @@ def add_val_fraction(parser: argparse.ArgumentParser, default: float) -> None:
 
 
 def fraction(text: str) -> float:
-    """Parse a number between 0 and 1, without these."""
+    """Parse a number between 0 and 1, excluding both."""
     number = float(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, e.g. 0.1")
@@ -259,7 +259,7 @@ def prepare_documents(
     with only_writer(folder):
         arguments = what_decides(args, source, vocabulary)
         if complete_moves(folder) == arguments:
-            print(f"note: {folder} is what an earlier start, which was interrupted at its end, has prepared")
+            print(f"note: {folder} is complete: an earlier start, interrupted at its end, had prepared it")
             meta = read_dict(folder / "meta.json")
         else:
             source |= {"val_fraction": args.val_fraction, "seed": args.seed}
@@ -277,13 +277,13 @@ def write_documents(
     place: Place,
 ) -> dict:
     """
-    Tokenize the documents and write them, or what an earlier start has left of them.
+    Tokenize the documents and write them, or only the rest if an earlier start has written some of them.
 
     Args:
         arguments: see Unfinished.
         source: what meta.json records of the text's origin.
         open_documents: returns the documents and their number, None if it is unknown.
-        place: follows the reading of files.
+        place: records how much of the files has been read.
 
     Returns:
         the content of meta.json.
@@ -316,7 +316,7 @@ def write_documents(
 
 
 def what_decides(args: argparse.Namespace, source: dict, vocabulary: Vocabulary) -> dict:
-    """The arguments that decide on the files, by which an unfinished data set is recognized."""
+    """The arguments that determine the files, by which an unfinished data set is recognized."""
     names = ("text_key", "document_separator", "special_tokens", "seed", "val_fraction", "shard_tokens")
     meaning = json.dumps(vocabulary.describe(), sort_keys=True).encode()
     tokenizer = f"{vocabulary.name} {hashlib.sha256(meaning).hexdigest()}"
@@ -364,7 +364,7 @@ def vocabulary_named(name: str) -> Vocabulary:
     folder = path.parent if is_part and path.is_file() else path
     if not folder.is_dir():
         if path.is_file() or os.sep in name:
-            problem = "is a file" if path.is_file() else "no such folder"
+            problem = "it is a file" if path.is_file() else "no such folder"
             raise ValueError(f"--tokenizer={name}: {problem}: give a folder that contains a tokenizer.json")
         return Vocabulary("tiktoken", name)
     if vocabulary := tokenizer_in(folder):

@@ -1,6 +1,6 @@
 """
-Count the bytes of the text in val.bin, or its shards, and record them in meta.json, so that train.py reports
-bits per byte: for a data set without them, such as one of nanoGPT.
+Count the bytes of the text in val.bin, or its shards, and record their number in meta.json, so that train.py
+reports bits per byte. Data sets of nanoGPT, for example, do not contain this number.
 """
 
 import argparse

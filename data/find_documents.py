@@ -1,6 +1,6 @@
 """
-Find where the documents of a training set begin and write documents.bin, for --data_order=documents of
-train.py: for a data set without this file, such as one of nanoGPT or of llm.c.
+Find where the documents of a training set begin and write documents.bin, which --data_order=documents of
+train.py needs. Data sets of nanoGPT or llm.c, for example, do not contain this file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from isogpt.data.vocabulary import GPT2_IDS, Vocabulary, gpt2_or_unknown, vocabu
 
 def find_documents(folder: Path, token: int | None) -> None:
     """
-    Write documents.bin, and its number of positions and that of the tokens to meta.json.
+    Write documents.bin, and record in meta.json the number of its positions and that of the tokens.
 
     Args:
         token: the id with which documents begin or end; None: the end-of-text token of the vocabulary.
@@ -46,11 +46,11 @@ def find_documents(folder: Path, token: int | None) -> None:
         positions.writelines(find_positions(tokens, token))
         count = positions.tell() // np.dtype(np.int64).itemsize
         if count < 2:
-            problem = f"token {token}, which separates documents, separates nothing in {tokens.path}"
+            problem = f"token {token}, which should separate documents, separates none in {tokens.path}"
             raise ValueError(f"{problem}: {advice()}")
         positions.seek(0)
         write_whole(path, positions)
-    # a kill before this leaves a count that train.py refuses, as it does other numbers of tokens
+    # a kill before this leaves a count that train.py refuses, as it refuses a different number of tokens
     record(folder, {"train_documents": count, "searched_tokens": len(tokens)})
     mean = len(tokens) / count
     print(f"{path}: {count:,} documents of {mean:,.0f} tokens on average, separated by token {token}")

@@ -1,4 +1,4 @@
-"""Read the documents of --data_files, of the Hugging Face hub, and Tiny Shakespeare."""
+"""Read the documents of --data_files or of the Hugging Face hub, and Tiny Shakespeare."""
 
 import glob
 import gzip
@@ -29,7 +29,7 @@ SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 }
-# what unpacks a file with this extension, and what of pandas reads a table
+# the command that unpacks a file with this extension, and the function of pandas that reads a table
 UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zst": "zstd -d", ".zip": "unzip"}
 PANDAS = {
     ".csv": "read_csv({})",
@@ -48,10 +48,10 @@ def read_documents(
     """
     Yield the documents of a comma-separated list of files, folders and globs, sorted by path. A .txt file is
     one document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per
-    row. All but the first are streamed.
+    row. All files are streamed, except a .txt file without a separator.
 
     Args:
-        place: follows how much is read.
+        place: records how much has been read.
 
     Raises:
         ValueError: a file does not exist, has a different extension or cannot be parsed.
@@ -174,7 +174,7 @@ def read_jsonl(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
 
 
 def read_gz(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
-    """As read_jsonl, of a compressed file."""
+    """Like `read_jsonl`, for a compressed file."""
     try:
         with gzip.open(file) as lines:
             yield from read_jsonl(path, lines, text_key)
@@ -193,7 +193,7 @@ def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
 
 
 def read_parquet(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
-    """Yield the column `text_key`; `file` is unused, since it is slower than the path."""
+    """Yield the column `text_key`; `file` is unused, since reading it is slower than the path."""
     import pyarrow.parquet
 
     try:
@@ -211,7 +211,7 @@ def read_parquet(path: Path, file: BinaryIO, text_key: str) -> Iterator[str]:
 
 def texts_of(records: Iterable[tuple[str, Any]], path: Path, text_key: str) -> Iterator[str]:
     """
-    Yield record[text_key] of each (place, record), and report the records in which it is null.
+    Yield record[text_key] of each (place, record), and report how many records contain null there.
 
     Raises:
         ValueError: a record is not a dict with a string or null there.
@@ -272,7 +272,7 @@ def open_hub(
     dataset = load_dataset(name, split="train", **selection, **options)
     total = getattr(dataset, "num_rows", None)
     if rows and total != rows:  # the hub converts some large data sets to Parquet only in part
-        print(f"note: the hub has {total} of the {rows} documents")
+        print(f"note: the hub contains {total} documents, not {rows}")
     return read_hub(dataset, text_key), total
 
 

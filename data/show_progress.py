@@ -16,7 +16,7 @@ class Place:
     """Where a reader is in its files, in bytes."""
 
     def __init__(self) -> None:
-        self.total = self.before = 0  # of all files; of those that are read
+        self.total = self.before = 0  # of all files; of those that were read before
         self.file: BinaryIO | None = None  # the one that is being read
 
     def bytes_read(self) -> int:
@@ -31,7 +31,7 @@ class Progress:
 
     Args:
         rows: the expected number of documents, if `place` has no files; None: unknown.
-        tokens: those written before.
+        documents, tokens: how many were written before.
     """
 
     def __init__(self, place: Place, rows: int | None, documents: int, tokens: int) -> None:
@@ -47,7 +47,9 @@ class Progress:
         self.bar = tqdm(total=self.total, initial=self.first, unit=unit, unit_scale=True, disable=None)
 
     def show(self, documents: int, tokens: int) -> None:
-        """Show the number of documents and tokens, if there was no line for a minute."""
+        """
+        Show the number of documents and tokens: on the bar, or in a line if none was printed for a minute.
+        """
         now = time.monotonic()
         speed = (tokens - self.tokens) / max(now - self.began, 1e-9)
         place = self.place.bytes_read() if self.is_files else documents

@@ -68,7 +68,7 @@ def split(folder: Path, val_fraction: float) -> None:
         try:
             count_bytes(folder)
         except ValueError as e:
-            print(f"note: without bits per byte: {e}")
+            print(f"note: train.py will not report bits per byte: {e}")
     print(f"{folder}: {cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin; all of them in all.bin")
 
 

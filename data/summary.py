@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 
 from isogpt.common.files import REPOSITORY
 
-LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
+LARGE = 20_000_000  # with so many tokens, a GPU trains GPT-2 124M rather than a small model
 
 
 def report(folder: Path, meta: dict) -> None:

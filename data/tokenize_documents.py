@@ -23,8 +23,8 @@ from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
-ENDED = (EOFError, OSError)  # what a pipe raises if the other side has ended, also in the middle of a message
-IN_FLIGHT = 3  # batches for each process that wait for an earlier batch, at most
+ENDED = (EOFError, OSError)  # what a pipe raises if the other side has ended, even in the middle of a message
+IN_FLIGHT = 3  # at most so many batches for each process wait for an earlier batch
 
 
 class Batch(NamedTuple):
@@ -86,7 +86,7 @@ def ids_of(batch: Batch, tokenizer: Tokenizer) -> BatchIds:
 
 
 def ids_of_text(text: bytes, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of the documents in a text, each of which END_OF_DOCUMENT follows, as a .bin file has them."""
+    """The ids of a text's documents, each of which is followed by END_OF_DOCUMENT, as in a .bin file."""
     ids, end = [], tokenizer.end_of_text
     for document in text.split(END_OF_DOCUMENT)[:-1]:
         of_document = tokenizer.encode(document.decode())
@@ -143,7 +143,7 @@ def tokenizing_processes(
 
 def start_without_ctrl_c(process: BaseProcess) -> None:
     """
-    Start a process that ignores Ctrl-C from its first moment on, as it inherits this: Ctrl-C reaches all
+    Start a process that ignores Ctrl-C from the beginning, because it inherits that: Ctrl-C reaches all
     processes, and the main one ends the others.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -218,5 +218,5 @@ def send(pipe: Connection, batch: Batch) -> None:
 
 def process_ended() -> ValueError:
     """The error to raise if a tokenizing process has ended."""
-    problem = "a tokenizing process has ended, probably since the memory did not suffice"
+    problem = "a tokenizing process has ended, probably for lack of memory"
     return ValueError(f"{problem}: set a smaller --num_proc, or divide long documents")

@@ -35,7 +35,8 @@ SPLITS = ("train", "val")
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """
-    Lock a folder, so that one prepare.py at a time writes to it. Raises ValueError if a different one does.
+    Lock a folder, so that only one prepare.py at a time writes to it. Raises ValueError if a different one is
+    writing.
     """
     if os.name != "posix":  # Windows opens no folders
         yield
@@ -56,8 +57,8 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def complete_moves(folder: Path) -> dict:
     """
-    Complete what a kill has interrupted while a finished data set was moved to `folder`. Returns the
-    arguments with which it was prepared; {} if there was nothing to complete.
+    If a kill has interrupted the move of a finished data set to `folder`, complete it. Returns the arguments
+    with which it was prepared; {} if there was nothing to complete.
     """
     path = folder / FOLDER
     journal = read_journal(path)
@@ -77,7 +78,7 @@ def read_journal(path: Path) -> dict:
 
 
 def remove(path: Path) -> None:
-    """Remove the folder of a data set, the journal first: after a kill, the rest counts for nothing."""
+    """Remove the folder of a data set, the journal first, so that after a kill the rest does not count."""
     (path / JOURNAL).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -100,7 +101,7 @@ class Unfinished:
     A data set of documents that is being written.
 
     Args:
-        arguments: what decides on the content. Work that was begun with different ones is discarded.
+        arguments: what determines the content. Work that was begun with different ones is discarded.
         shard_tokens: see SplitWriter.
         dtype: of the ids.
     """
@@ -145,8 +146,9 @@ class Unfinished:
 
     def skip(self, documents: Iterator[str], is_val: Callable[[int], bool]) -> bool:
         """
-        Read the documents that the journal counts again, since a digest cannot be stored half-way. Returns
-        False if they, or the files, are not what they were: then all begins anew, also `documents`.
+        Read again the documents that the journal counts, since a digest cannot be stored half-way. Returns
+        False if they, or the files, are not what they were: then everything begins anew, and so must
+        `documents`.
         """
         if not self.journal:
             return True
@@ -178,11 +180,11 @@ class Unfinished:
             self.texts[split].add(text, documents=text.count(END_OF_DOCUMENT))
 
     def write(self, batch: Batch, ids: BatchIds) -> None:
-        """Append a batch, and record in the journal what is on the disk, now and then."""
+        """Append a batch, and now and then record in the journal what is on the disk."""
         self.add_text(batch)
         begins = np.maximum(ids.begins + self.writers["train"].tokens, 0)
         if not self.writers["train"].tokens:
-            begins = np.unique(begins)  # a document may begin with an end-of-text token of its own
+            begins = np.unique(begins)  # a document may itself begin with an end-of-text token
         self.positions.write(begins.astype(POSITION))
         for split in SPLITS:
             self.writers[split].write(getattr(ids, split))
@@ -209,7 +211,7 @@ class Unfinished:
             with suppress(OSError):  # a full disk has no space for what is buffered either
                 file.close()
         if read_journal(self.path):
-            print(f"note: what is finished is kept in {self.path}: the same command continues")
+            print(f"note: the finished part is kept in {self.path}: the same command continues it")
         else:
             remove(self.path)
 

@@ -30,7 +30,7 @@ END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are n
 
 
 class SplitText:
-    """The number of bytes of a split's text, and its SHA-256, while the text passes by."""
+    """The number of bytes of a split's text, and its SHA-256, both updated while the text is written."""
 
     def __init__(self) -> None:
         self.bytes, self.sha256 = 0, hashlib.sha256()
@@ -92,8 +92,8 @@ class SplitWriter:
 
     def keep(self, tokens: int, itemsize: int) -> bool:
         """
-        Continue after so many ids in files that an earlier process has written: what follows them is removed.
-        Returns False if some are missing.
+        Continue after the first `tokens` ids in files that an earlier process has written, and remove what
+        follows them. Returns False if some of them are missing.
         """
         number, rest = divmod(tokens, self.shard_tokens)
         expected = {self.path(i).name: self.shard_tokens * itemsize for i in range(number)}
@@ -130,7 +130,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders of `atomic_folder` in processes that were killed."""
+    """Remove the temporary folders of `atomic_folder` that killed processes have left."""
     for path in folder.glob("?*".join(TEMPORARY)):
         shutil.rmtree(path, ignore_errors=True)
 

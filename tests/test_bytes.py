@@ -139,7 +139,8 @@ def test_split_counts_what_it_cuts_off(tmp_path, capsys):
         assert (data.val_bytes, data.val_text) == (len(TEXT[cut:].encode()), digest(TEXT[cut:].encode()))
     (tmp_path / "meta.json").write_text('{"val_bytes": 3, "val_tokens": 1, "tokenizer": "tokenizer.json"}')
     split.split(tmp_path, 0.3)
-    assert "note: without bits per byte: the ids cannot be converted" in capsys.readouterr().out
+    problem = "the ids cannot be converted"
+    assert f"note: train.py will not report bits per byte: {problem}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="meta.json says 1"):
         open_dataset(str(tmp_path), 8)
 
@@ -163,7 +164,7 @@ def test_bits_per_byte_of_a_checkpoint():
     old, now = what_is_measured({}, "digest"), what_is_measured({}, "digest", 2.0)
     assert not changed_measures(old, now) and not changed_measures(now, old)
     changed = changed_measures(now | {"bytes_per_token": 4.0}, now)
-    assert changed == ["bytes of the text for each token is 2.0, not 4.0"]
+    assert changed == ["bytes of text per token is 2.0, not 4.0"]
     assert bits_per_byte(np.log(2), now) == pytest.approx(0.5)
     assert bits_per_byte(1.0, old) is bits_per_byte(1.0, {}) is bits_per_byte(None, now) is None
     for hostile in ("2", True, [2], 0.0, -1.0, float("nan")):

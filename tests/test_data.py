@@ -315,7 +315,7 @@ def test_the_hub(data, monkeypatch, capsys):
         ("Skylion007/openwebtext", {"revision": "refs/convert/parquet", "split": "train"}),
         ("HuggingFaceFW/fineweb-edu", {"name": "sample-10BT", "split": "train", "streaming": True}),
     ]
-    assert "the hub has 10 of the 8013769 documents" in capsys.readouterr().out
+    assert "the hub contains 10 documents, not 8013769" in capsys.readouterr().out
 
     def breaks():
         yield from ({"text": f"page {i}"} for i in range(1500))
@@ -589,7 +589,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --tokenizer=gpt": "'gpt' is not an encoding .*gpt2",
     "--data_files=two.jsonl --tokenizer=no/where": "--tokenizer=no/where: no such folder",
     "--data_files=two.jsonl --tokenizer=folder": "folder contains neither a tokenizer.json nor a checkpoint$",
-    "--data_files=two.jsonl --tokenizer=two.jsonl": "--tokenizer=two.jsonl: is a file: give a folder",
+    "--data_files=two.jsonl --tokenizer=two.jsonl": "--tokenizer=two.jsonl: it is a file: give a folder",
     "--data_files=two.jsonl --tokenizer=spm": ".*, but a tokenizer in another form: copy the",
     "--data_files=two.jsonl --tokenizer=spm/x.model": ".* or write the ids with the package sentencepiece",
     "--data_files=two.jsonl --tokenizer=bpe": ".*: write it with transformers' GPT2Tokenizer.from_pretrained",

@@ -210,9 +210,9 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     ids = ids_of_documents(False)
 
     for positions, count, problem in (
-        (begins, 59, "480 bytes, not the train_documents of meta.json, 59 of 8 bytes"),
-        (begins, None, "not the train_documents of meta.json, None"),
-        (begins, "60", "not the train_documents of meta.json, 60"),
+        (begins, 59, "480 bytes, not 8 for each of train_documents in meta.json, 59"),
+        (begins, None, "not 8 for each of train_documents in meta.json, None"),
+        (begins, "60", "not 8 for each of train_documents in meta.json, 60"),
         (begins[:0], 0, "contains 0 bytes"),
         (begins.astype(np.int32), 30, "belongs to other tokens|do not increase"),
         (begins + 1, 60, "belongs to other tokens: in train, its documents begin with 9 different ids"),
@@ -234,7 +234,7 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     with open(folder / "train.bin", "ab") as f:
         f.write(np.array([5, END], np.uint16).tobytes())
     said = refusal(folder)
-    assert f"is of {len(ids)} tokens, but train contains {len(ids) + 2}" in said and said.endswith(command)
+    assert f"for {len(ids)} tokens, but train contains {len(ids) + 2}" in said and said.endswith(command)
 
 
 def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
@@ -255,13 +255,13 @@ def test_a_folder_without_a_data_set_is_refused(tmp_path):
 
 def test_a_text_without_documents_is_refused(tmp_path):
     for ids, args, problem in (
-        ([1, 2, 3, END], ["--id=9"], "token 9, which separates documents, separates nothing in "),
+        ([1, 2, 3, END], ["--id=9"], "token 9, which should separate documents, separates none in "),
         (
             [1, 2, 3],
             ["--id=9"],
-            "separates nothing in .*train.bin: give the id with --id=, or train on the text ",
+            "separates none in .*train.bin: give the id with --id=, or train on the text ",
         ),
-        ([1, 2, 3], ["--id=100000"], "separates nothing"),
+        ([1, 2, 3], ["--id=100000"], "separates none"),
         (
             [1, END, 3],
             [],

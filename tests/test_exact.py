@@ -474,7 +474,7 @@ def test_other_hardware_is_said():
     assert f"threads is not the same on all ranks ({here['threads']} on rank 0, 64 on rank 2)" in note
     assert changed_bits(here, here) == [] == changed_bits(here, {}) == changed_bits({}, {})
     (note,) = changed_bits(there, here)
-    assert note.startswith(f"exact: threads is {here['threads']}, not 64: the bits may differ")
+    assert note.startswith(f"exact: threads is {here['threads']}, not 64, so the bits may differ")
     assert "without exact" in changed_bits({}, here)[0]
 
 

@@ -417,7 +417,7 @@ def test_a_run_that_goes_on_deletes_what_was_found(copy_of, at):
     stored, reports = search.newest_checkpoint(str(out))
     assert (stored.step, reports) == (9, [])
     shutil.rmtree(out / "step_00000009")
-    with pytest.raises(ValueError, match="has just been deleted, by a run that goes on: start again"):
+    with pytest.raises(ValueError, match="has just been deleted by a run that is still going: start again"):
         open_checkpoint(stored)
     search.newest_checkpoint(str(out))
 

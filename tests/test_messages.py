@@ -476,8 +476,7 @@ def test_mistakes_of_sample_py(at, capsys):
     state["model"]["transformer.wpe.weight"][0] = torch.nan
     save_in(at.path / "bad/out", model=state["model"])
     problem = (
-        "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model "
-        "predicts nothing"
+        "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts nothing"
     )
     advice = "use a checkpoint from before the loss became NaN"
     assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")

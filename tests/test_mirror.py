@@ -150,7 +150,7 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
     first, newest, best = outcomes(copied)
     assert (first.step, newest.step, best.step) == (1, 5, 3)
     assert newest.facts["skipped"] == ["step_00000002", "step_00000004"]
-    assert "but not step_00000002, step_00000004: it takes longer" in newest.text
+    assert "but not step_00000002, step_00000004: copying takes longer" in newest.text
     assert whole_steps(tmp_path / "there") == [5, 3]
     copied.request(commit(out, 6, best=3, keep_last=1))
     outcomes(copied)
@@ -209,7 +209,8 @@ def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
     outcomes(second)
     first.request(commit(tmp_path / "out", 2))
     (warning,) = outcomes(first)
-    assert "fails at step_00000002: a different run copies there now, and this one does not" in warning.text
+    problem = "a different run now copies there, so this one no longer does"
+    assert f"fails at step_00000002: {problem}" in warning.text
     assert whole_steps(tmp_path / "there") == [5, 1]
 
 

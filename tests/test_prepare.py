@@ -349,7 +349,7 @@ def test_a_start_that_only_completes_says_so(source, tmp_path, monkeypatch, caps
             prepare(source, tmp_path / "out")
     monkeypatch.setattr(tokenize_documents, "ids_of", fails)
     prepare(source, tmp_path / "out")
-    assert "is what an earlier start, which was interrupted at its end," in capsys.readouterr().out
+    assert "is complete: an earlier start, interrupted at its end, had" in capsys.readouterr().out
 
 
 def test_a_killed_prepare_of_a_text_is_cleaned_up(tmp_path):

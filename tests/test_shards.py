@@ -433,7 +433,7 @@ def test_what_to_type_for_files_of_megatron(folder, name, number, dtype):
     assert train.read(np.array([0]), 5000)[0].tolist() == IDS.tolist() and train.dtype == dtype
     (folder / f"{name}.idx").write_bytes(b"MMIDIDX\0\0")
     if train.path.stem == name:
-        refused("their dtype is unknown: write them with numpy.save")
+        refused("the ids' dtype is unknown: write them with numpy.save")
 
 
 def test_a_slow_file_system_is_read_by_threads(folder, monkeypatch):

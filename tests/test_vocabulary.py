@@ -213,7 +213,7 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     assert zygote.start(sample, tmp_path, script="sample.py").wait().samples() == before
     run = zygote.train([*args, "--init_from=resume", "--max_iters=5"], tmp_path, nproc=2, ok=False)
     assert run.codes == [1, 1] and "iter 4:" not in run.text()
-    assert "do not mean what they meant to the checkpoint: id" in run.text()
+    assert "do not mean what they mean in the checkpoint: id" in run.text()
     assert "--tokenizer=out" in run.text()
     other = zygote.train([*args, "--init_from=out", "--out_dir=new"], tmp_path).text()
     assert "note:    the token ids of" in other and "iter 3:" in other
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, w
     assert capsys.readouterr().out.startswith("o")
     dataset(work / "data/kept", "".join(map(chr, range(32, 97))))
     dataset(work / "data/tiny", TEXT)
-    said = "tiny uses 9 ids, but the run's model 65: the data set was prepared again since"
+    said = "tiny uses 9 ids, but the run's model 65: the data set has been prepared again since then"
     assert said in script_that_fails(at, capsys, "sample.py", args).err
     with pytest.raises(ValueError, match=said):
         export.convert("out", "hf")

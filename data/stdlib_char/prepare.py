@@ -37,7 +37,7 @@ def read_library(library: Path) -> tuple[str, int]:
     texts = [source.decode("ascii") for source in sources if source.isascii()]
     if not texts:
         advice = "use a different Python, or your own text with --data_files="
-        raise ValueError(f"no Python sources in {library}, the library is zipped or compiled: {advice}")
+        raise ValueError(f"no Python sources in {library}, which is perhaps zipped or compiled: {advice}")
     return "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n"), len(texts)
 
 
@@ -47,7 +47,7 @@ def read_standard_library(folder: Path) -> tuple[str, dict]:
     text, files = read_library(library)
     implementation, version = platform.python_implementation(), platform.python_version()
     print(f"{implementation} {version}: {files:,} files of {library}, {len(text):,} characters")
-    print("val.bin: other files than train.bin, so that the losses differ, also without overfitting")
+    print("val.bin contains other files than train.bin, so the losses differ even without overfitting")
     name = "Python standard library"
     return text, {"name": name, "implementation": implementation, "version": version, "files": files}
 

@@ -1,4 +1,4 @@
-"""Read and write a ckpt.pt: torch.load of a file that may be damaged or hostile, torch.save."""
+"""Write a ckpt.pt with torch.save, and read one, which may be damaged or hostile, with torch.load."""
 
 import math
 import os
@@ -54,7 +54,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
         if text := about_content(state):
             raise ValueError(text)
         if missing := [key for key in ("model", "model_args") if key not in state]:
-            raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
+            raise ValueError(f"it is not a checkpoint of nanoGPT or isoGPT: it lacks {', '.join(missing)}")
         state = {"iter_num": 0, **state}
         for name in ("model", "model_args", "config", "isogpt"):
             is_none = name == "config" and state.get(name) is None
@@ -64,7 +64,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
             state[name] = {key: plain(value) for key, value in (state.get(name) or {}).items()}
         if not 0 <= state["iter_num"] < LARGEST_STEP:
             raise ValueError(f"iter_num is {state['iter_num']}")
-        best = state.get("best_val_loss")  # in nanoGPT's a tensor, which may be NaN
+        best = state.get("best_val_loss")  # nanoGPT stores a tensor, which may be NaN
         best = math.inf if best is None else float(best)
         return {
             **state,
@@ -105,11 +105,11 @@ def copied_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optim
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    The state in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a GPT-2. Its
-    tensors are the model's and the optimizers' own.
+    The state in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a GPT-2. The
+    tensors are those of the model and the optimizers, not copies.
 
     Args:
-        run: what is not a tensor.
+        run: the part of the state that is not tensors.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     state = optimizer_state.saved_state(model, optimizers)

@@ -29,19 +29,19 @@ def commit_checkpoint(
         manifest: what make_manifest returned.
         written: the manifest's entries of the files that were hashed while they were written; other files are
             read.
-        held: checkpoints that somebody reads, which are not deleted now.
+        held: checkpoints that are being read, which are not deleted yet.
 
     Raises:
         ValueError: a different run has claimed the folder.
-        OSError: the disk is full, for instance, or a file is not there as it was written.
+        OSError: the disk is full or a file cannot be read, for instance.
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
     write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished, written)}))
     check_owner(out, owner)
-    if folder.is_symlink():  # the files that it leads to are not this run's to replace
+    if folder.is_symlink():  # this run must not replace the files that it points to
         folder.unlink()
-    if folder.exists():  # a conversion, or nanoGPT has saved this step too
+    if folder.exists():  # a ckpt.pt is converted, or nanoGPT has also saved this step
         replace_files(unfinished, folder)
     else:
         os.rename(unfinished, folder)

@@ -113,7 +113,7 @@ def reports_of(url: str, problems: dict[int, str]) -> list[str]:
 def download(is_chosen: bool, step: RemoteStep, target: Path) -> str:
     """
     Download a step into a new folder, on a rank that is chosen. Returns what is wrong with the step's files;
-    '' if the folder is there now. If it was there before, it is renamed, since its content is damaged.
+    '' if the folder is complete. A folder that was there before is renamed, since its content is damaged.
 
     Raises:
         ConnectionError: the files cannot be read.
@@ -165,8 +165,8 @@ def fetch_file(folder: RemoteFolder, step: RemoteStep, unfinished: Path, name: s
 def fetch_together(step: RemoteStep, target: Path) -> str:
     """
     Download a step, whose folder then is `target` on each machine (all ranks, with the same arguments). Rank
-    0 is the first, then one rank on each machine that does not see the folder. Exits with a message if a file
-    cannot be read.
+    0 downloads it first, then one rank on each machine that does not see the folder. Exits with a message if
+    a file cannot be read.
 
     Returns:
         what is wrong with the step's files; '' if nothing is.
@@ -181,7 +181,7 @@ def fetch_together(step: RemoteStep, target: Path) -> str:
     problem = do_together(download, is_first_of_lacking, step, target)
     with exit_together():
         if problem:
-            raise ValueError(f"{step.shown} is damaged as this machine has downloaded it: {problem}")
+            raise ValueError(f"the copy of {step.shown} on this machine is damaged: {problem}")
     return ""
 
 
@@ -199,8 +199,8 @@ def lacks(target: Path) -> bool:
 
 def fetch_newer(config: dict, launch: Launch, known: dict[Path, str]) -> list[str]:
     """
-    Before a run looks for what it starts from: if it resumes and the mirror contains a newer step than
-    out_dir, download this step into out_dir, after the best one if it is not there (all ranks). Exits with a
+    If a run resumes and the mirror contains a newer step than out_dir, download it into out_dir, after the
+    best step if that is not there, before the run looks for what it starts from (all ranks). Exits with a
     message if the mirror is needed and cannot be read.
 
     Args:

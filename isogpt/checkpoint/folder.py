@@ -76,8 +76,8 @@ def look_for_start(
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run; only rank 0 looks. A restart of the launch that entered
-    the folder continues with what this launch has written, and not with what the command says: the first
-    start of the launch followed the command.
+    the folder continues with what this launch has written, not with what the command says, because the first
+    start of the launch has already followed the command.
 
     Args:
         known: see `newest_checkpoint`.
@@ -103,8 +103,8 @@ def look_for_start(
     warnings = []
     if restarts() and not is_restart:
         text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
-        warnings.append(text + "if a config computes out_dir, such as from the time, set --out_dir= after it")
-    # these are no paths, also if a folder here has this name
+        warnings.append(text + "if a config computes out_dir, e.g. from the time, set --out_dir= after it")
+    # these are not paths, even if a folder here has such a name
     is_path = weights_from not in ("scratch", "resume", "auto", *GPT2)
     file = Path(weights_from)
     if is_path and file.is_file():  # a ckpt.pt
@@ -132,7 +132,7 @@ def about_missing(out_dir: str, resume_step: int) -> str:
 
 def prepare_rollback(folder: "RunFolder", newest: StoredCheckpoint | None) -> None:
     """
-    Prepare the folder for its owner, which rolls back to `newest`, as for a resume; only rank 0 does.
+    Prepare the folder, as for a resume, for its owner, which rolls back to `newest` (rank 0).
 
     Raises:
         ValueError: a different run has claimed the folder.
@@ -203,8 +203,8 @@ def about_space(out: Path, plan: Plan) -> str:
 
 def clean_up(out: Path) -> None:
     """
-    Remove what killed runs left of unfinished checkpoints, files and deletions (the owner, before its first
-    checkpoint).
+    Remove the unfinished checkpoints, files and deletions that killed runs have left. The owner calls this
+    before its first checkpoint.
     """
     for path in [*out.glob("unfinished_*"), *out.glob("*.tmp")]:
         if UNFINISHED.fullmatch(path.name) or TEMPORARY.fullmatch(path.name):
@@ -228,7 +228,7 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
         pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
         console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
-    for name in (MARK, RESULT):  # of an earlier ending
+    for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
         (out / name).unlink(missing_ok=True)
     write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
@@ -281,8 +281,7 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     Check that every rank's out_dir is the folder that this run has claimed, and that every rank that writes
     checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
 
-    If rank 0 writes everything, rank 0 may use a folder that other ranks do not see until a checkpoint is
-    read.
+    If rank 0 writes everything, it may use a folder that other ranks do not see until a checkpoint is read.
     """
     out, names = folder.path.absolute(), rank_names(ranks.hosts)
     seen = gather_objects((is_owned(out, folder.owner, patience_s), str(out)))
@@ -353,9 +352,10 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
 
 def abandon_bare(bare: Path, step: int | None = None) -> None:
     """
-    Rename a ckpt.pt or ckpt_best.pt that is neither a link nor of this run: a link would replace it, and the
-    next start might prefer it to the step that a run resumes from. On a file system without links, a copy of
-    a checkpoint, such as export.py also writes, is in its place, of this step if it is given.
+    Rename a ckpt.pt or ckpt_best.pt that is neither a link nor written by isoGPT, since a link would replace
+    it, or the next start might prefer it to the step that this run resumes from. On a file system without
+    links, it may be a copy of a checkpoint, as export.py also writes one; such a copy stays, unless `step` is
+    given and it is of a different step.
     """
     if not bare.exists() or bare.is_symlink():
         return
@@ -368,9 +368,9 @@ def abandon_bare(bare: Path, step: int | None = None) -> None:
 
 def set_aside(out_dir: str) -> Path | None:
     """
-    Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
-    so that nothing is overwritten or mistaken for the new run's: checkpoints, and what sinks write, of which
-    files called metrics* are found by their names. Returns the new folder, or None.
+    Prepare the folder for a run from scratch: move an earlier run's checkpoints and what its sinks wrote,
+    including all files called metrics*, to previous_1, previous_2, ..., so that nothing is overwritten or
+    mistaken for the new run's. Returns the folder to which they were moved; None if there was no earlier run.
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in iterate_records(out / "metrics.jsonl"))

@@ -24,7 +24,7 @@ def nanogpt_args(path: Path, saved: object) -> dict:
     Raises:
         ValueError: a field is missing, or there is a field of a fork that may change what the model computes.
     """
-    # nanoGPT before February 2023 had no setting bias, and biases
+    # before February 2023, nanoGPT had no setting bias, and its models always had biases
     saved = {"bias": True, **saved} if isinstance(saved, dict) else {}
     absent = [name for name in MODEL_ARGS if name not in saved]
     if absent:
@@ -35,7 +35,7 @@ def nanogpt_args(path: Path, saved: object) -> dict:
     if others:
         raise ValueError(
             f"{path}: nanoGPT's model does not know {shortened(others)} in model_args: load it with the "
-            "program that saved it, or delete from model_args what changes no result"
+            "program that saved it, or delete those of them that change no result"
         )
     return args
 

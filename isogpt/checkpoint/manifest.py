@@ -14,9 +14,9 @@ from isogpt.checkpoint.measures import best_step_of, measures_of
 from isogpt.common.files import parse_json, read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
-# errors in reading what may be intact, unlike a file that is missing
+# errors after which a file that cannot be read may still be intact, unlike one that is missing
 MAY_PASS = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-LARGEST_STEP = 2**53  # a float64 is exact below
+LARGEST_STEP = 2**53  # up to here, float64 represents every whole number
 # the types of a manifest's fields
 FIELDS = {
     "step": int,
@@ -66,7 +66,7 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
     What manifest.json contains besides the files' checksums.
 
     Args:
-        run: the state that is not tensors.
+        run: the part of the state that is not tensors.
         val_loss: the loss of this state, if it was evaluated.
     """
     return {
@@ -150,7 +150,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def may_be_intact(path: Path) -> Iterator[None]:
-    """Raise ValueError if the block cannot read a file of a checkpoint, which may be intact."""
+    """Raise ValueError if the block cannot read a file of a checkpoint that may still be intact."""
     try:
         yield
     except OSError as e:
@@ -164,8 +164,8 @@ def may_be_intact(path: Path) -> Iterator[None]:
 
 def visible_damage(folder: Path) -> str:
     """
-    What is wrong with a step folder, as far as the manifest and the sizes of the files tell: '' if they do
-    not. Raises ValueError as `damage` does.
+    What is wrong with a step folder, as far as the manifest and the sizes of the files show it; '' if they
+    show nothing. Raises ValueError as `damage` does.
     """
     manifest = read_manifest(folder)
     if not manifest:

@@ -9,7 +9,7 @@ NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 LABELS = {
     "digest": "the digest of the data",
     "sequences": "eval_iters * batch_size",
-    "bytes_per_token": "bytes of the text for each token",
+    "bytes_per_token": "bytes of text per token",
 }
 WHOLE = 0  # sequences: each token of the validation split once
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 START_S = 10.0  # how long the start of a run waits for an answer
 SLOWEST = 5e6  # bytes per second: at the end, a run waits for a copy at this speed
-PATIENCE_S = 60.0  # and for as long in addition
+PATIENCE_S = 60.0  # and this much longer
 
 
 class Outcome(NamedTuple):
@@ -54,15 +54,15 @@ class Outcome(NamedTuple):
 @dataclass
 class Mirror:
     """
-    Copies the newest checkpoint, and the best one, to a URL. A thread copies one checkpoint after the other.
-    What is committed meanwhile waits, but only the newest: there is no queue.
+    Copies the newest checkpoint, and the best one, to a URL. A thread copies one checkpoint at a time. Of
+    those that are committed meanwhile, only the newest waits: there is no queue.
 
     Args:
         url: of a folder, for fsspec.
         out: the run's folder.
         keep_last: newest checkpoints to keep at the URL, in addition to the best one (0: all).
-        start: the step at which the run continues; None: it is new, and does not write among the checkpoints
-            of an earlier one.
+        start: the step at which the run continues; None: it is new, so it must not write among the
+            checkpoints of an earlier one.
     """
 
     url: str
@@ -109,8 +109,8 @@ class Mirror:
 
     def finish(self, seconds_left: float) -> None:
         """
-        Wait until nothing is left to copy, but not without a limit, and no longer than `seconds_left`; then
-        report what is left.
+        Wait until nothing is left to copy, for a limited time of at most `seconds_left`; then report what is
+        left.
         """
         manifests = filter(None, map(read_manifest, self.held()))
         size = sum(map(size_of, manifests))
@@ -176,7 +176,7 @@ class Mirror:
         path = f"{remote.root}/mirror_owner"
         owner = remote.read(path)
         if self.has_claimed and owner not in ("", self.owner):
-            return "a different run copies there now, and this one does not: set a different --mirror="
+            return "a different run now copies there, so this one no longer does: set a different --mirror="
         if owner != self.owner:  # also shows whether credentials are right
             if not remote.is_object_store:
                 remote.files.makedirs(remote.root, exist_ok=True)
@@ -186,8 +186,8 @@ class Mirror:
 
     def copy(self, folder: Path, skipped: Sequence[str] = ()) -> None:
         """
-        Copy a step folder and report it, unless it is there. If its files are there, since only the loss was
-        recorded later, copy the manifest alone.
+        Copy a step folder and report it, unless it is there already. If its files are there, because only the
+        loss was recorded later, copy the manifest alone.
         """
         began, step, manifest = time.perf_counter(), step_of(folder), read_manifest(folder)
         there, files = self.remote.manifest(step)[0], manifest["files"]
@@ -206,7 +206,7 @@ class Mirror:
         size, self.seconds = size_of(manifest), time.perf_counter() - began
         text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
         if skipped:
-            text += f", but not {', '.join(skipped)}: it takes longer than the time between two checkpoints"
+            text += f", but not {', '.join(skipped)}: copying takes longer than the time between checkpoints"
         facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": [*skipped]}
         self.outcomes.append(Outcome("mirror", text, step, facts))
 
@@ -237,9 +237,9 @@ class Mirror:
 
     def tidy(self, newest: dict, best: Path | None) -> None:
         """
-        After `newest`, with this manifest, was copied: steps beyond it, to which the run did not go on, count
-        no longer, as on the disk, see folder.continue_from. Then delete what the run's folder would not keep
-        either, see commit.prune_checkpoints, and steps without a manifest.
+        Clean up after the step with the manifest `newest` was copied. Steps beyond it, which the run has
+        abandoned, no longer count, as on the disk, see folder.continue_from. Then delete what the run's
+        folder would not keep either, see commit.prune_checkpoints, and steps without a manifest.
         """
         steps, remote = self.remote.steps(), self.remote
         for step in steps:
@@ -257,9 +257,10 @@ class Mirror:
 
 def open_mirror(config: dict, resumed: "OpenCheckpoint | None") -> Mirror | None:
     """
-    Open what copies a run's checkpoints to config["mirror"] (all ranks; rank 0 copies); None without the
-    setting, with eval_only and in a dry run. Exits with a message if the URL cannot be used, or if a new run
-    would write among the checkpoints of an earlier one. A server that does not answer is only reported.
+    Make the Mirror that copies a run's checkpoints to config["mirror"] (all ranks; rank 0 copies). Returns
+    None without the setting, with eval_only and in a dry run. Exits with a message if the URL cannot be used,
+    or if a new run would write among the checkpoints of an earlier one. A server that does not answer is only
+    reported.
 
     Args:
         resumed: the checkpoint whose run continues; None for a new run.

@@ -17,7 +17,7 @@ def is_of_transformers(folder: Path) -> bool:
 
 
 def about_file(path: Path) -> str:
-    """What a file is that torch.load need not try, and what to type; '' for others."""
+    """What is in a file that torch.load need not try to read, and what to type; '' for other files."""
     if path.suffix == ".safetensors" or path.name.startswith("pytorch_model"):
         more = "" if is_of_transformers(path.parent) else ", to which its config.json must be copied"
         return f"weights without the model's shape: set --init_from={path.parent}{more}"
@@ -32,7 +32,7 @@ def about_file(path: Path) -> str:
 
 def about_content(content: object) -> str:
     """
-    What torch.save wrote if it is not of nanoGPT's form, and what to type; '' if nothing is recognized.
+    What torch.save wrote, if it does not have nanoGPT's form, and what to type; '' if nothing is recognized.
     """
     if not isinstance(content, dict):
         return f"it contains a {type(content).__name__}, not a dict"

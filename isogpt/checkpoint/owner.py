@@ -13,8 +13,8 @@ from isogpt.launch.launchers import Launch
 
 def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
     """
-    Make `owner` the folder's owner. `launch` is the launch that has entered the folder, if the folder is
-    prepared.
+    Make `owner` the folder's owner. `launch` is the launch that has entered the folder; None until the folder
+    is prepared.
     """
     write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
 

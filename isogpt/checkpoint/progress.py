@@ -42,7 +42,7 @@ class Progress:
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
 
         Args:
-            data: its digest determines, with settings in `config`, the run's validation losses.
+            data: its digest, together with settings in `config`, determines what validation losses measure.
             kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
         """
         self.measures = what_is_measured(config, data.digest, data.bytes_per_token)
@@ -130,8 +130,8 @@ class Progress:
 
 def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """
-    What a run with `exact` should know about the run that it continues: nothing, or a sentence. The arguments
-    are results of precision.kind_of_device, empty without `exact`.
+    What a user of `exact` should know about the run that is continued: a list of one sentence, or an empty
+    one. The arguments are results of precision.kind_of_device, empty without `exact`.
     """
     if not now:
         return []
@@ -139,4 +139,4 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
         return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
     changed = [name for name in now if now[name] != before.get(name)]
     phrases = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
-    return [f"exact: {phrases}: the bits may differ from a run without this change"] if changed else []
+    return [f"exact: {phrases}, so the bits may differ from a run without this change"] if changed else []

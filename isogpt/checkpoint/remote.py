@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 ABANDONED = "abandoned_manifest.json"  # of a step that does not count any more
 MISSING = f"{MANIFEST} is missing"  # the upload was not completed
-# file systems in which a file is whole or absent while it is written: others get a temporary name first
+# file systems in which a file is whole or absent while it is written; on others, it is first written under
+# a temporary name
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "hf", "memory")
 PAUSES_S = (1.0, 5.0)  # between the attempts to transfer a file
 DISK_FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -120,8 +121,8 @@ class DamagedFile(ValueError):
 @contextmanager
 def reaching(url: str) -> Iterator[None]:
     """
-    Raise ConnectionError if the block cannot read from the URL: file systems raise nearly anything. A file
-    that is damaged is DamagedFile, and a full disk of this machine the OSError as it is.
+    Raise ConnectionError if the block cannot read from the URL: file systems raise nearly anything. If a file
+    is damaged, DamagedFile is raised, and if this machine's disk is full, the OSError as it is.
     """
     try:
         yield

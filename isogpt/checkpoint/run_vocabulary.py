@@ -17,7 +17,7 @@ from isogpt.data.vocabulary import (
 )
 from isogpt.nn.huggingface import GPT2
 
-FEW_IDS = 1000  # a page of text contains larger ids of GPT-2, and smaller ids of characters
+FEW_IDS = 1000  # a page of text contains larger ids if they are GPT-2's, and only smaller ones of characters
 
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
@@ -71,7 +71,7 @@ def vocabulary_of_training_data(run: dict) -> Vocabulary:
     sizes = [vocabulary.size, *(meta.vocab_size for meta in metas)]
     if vocabulary.kind == "table" and vocab_size not in sizes:
         problem = f"data set {name} uses {vocabulary.size} ids, but the run's model {vocab_size}"
-        return Vocabulary("unknown", f"{problem}: the data set was prepared again since")
+        return Vocabulary("unknown", f"{problem}: the data set has been prepared again since then")
     return vocabulary
 
 
@@ -93,7 +93,7 @@ def vocabulary_for_run(
 ) -> tuple[Vocabulary, list[str]]:
     """
     Find the vocabulary of a training run, which the run's checkpoints record. It is the data set's
-    vocabulary, or else the vocabulary with which the run's first weights were trained.
+    vocabulary, or else the one with which the run's first weights were trained.
 
     Args:
         source: the checkpoint that the run starts from.
@@ -113,7 +113,7 @@ def vocabulary_for_run(
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
     notes = []
     if changed := change_of_meaning(before, now, vocab_size, is_resume):
-        problem = f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}"
+        problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"
         if is_resume:
             again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
             new = f"start a new run from the weights, with --init_from={weights} and a new --out_dir"

@@ -72,7 +72,7 @@ class Saver:
     log: Log
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
-    mirror: Mirror | None = None  # copies what was written to a URL; None: nobody does
+    mirror: Mirror | None = None  # copies to a URL what was written; None: nothing does
     pending: Future | None = None  # the checkpoint that is being written
     began: float = 0.0  # when its copy was started
     # about the last checkpoint that was written:
@@ -88,14 +88,15 @@ class Saver:
         self.is_sharded = is_sharded(self.plan, self.mesh)
         # shards are written from a thread, which needs a separate group with a CPU backend
         if self.is_sharded and self.config["save_checkpoint"]:
-            # now, and not at the first checkpoint: the source code may be changed during a run
+            # now, and not at the first checkpoint, since the source code may be changed during a run
             import isogpt.checkpoint.sharded_files  # noqa: F401
 
-            # long, since disks may be slow. The ranks connect in the first checkpoint: this limits that, too
+            # long, since disks may be slow. It also limits how long the ranks take to connect, in the first
+            # checkpoint
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         resumed = step_folder(self.run_folder.path, self.step)
         if self.mirror and is_main() and read_manifest(resumed):
-            # the launch before may have been killed while it copied this one; newer steps count no longer
+            # the launch before may have been killed while it copied this one; newer steps no longer count
             self.mirror.request(resumed)
 
     @property
@@ -150,7 +151,7 @@ class Saver:
         """
         self.check_weights(state)  # also waits until a GPU has copied
         lost = self.claim_folder()
-        # where the folder is not shared, rank 0 could not discard this rank's shards of one that failed
+        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
         self.discard(self.step)
         self.discard(state.step)  # what somebody has put there
         return lost
@@ -178,12 +179,12 @@ class Saver:
         return unfinished_folder(self.run_folder.path, self.run_folder.owner, step)
 
     def discard(self, step: int) -> None:
-        """Remove this folder, as far as possible."""
+        """Remove the folder of an unfinished step, as far as possible."""
         with suppress(OSError):
             remove(self.unfinished(step))
 
     def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
-        """Write a checkpoint in a folder of its own; rank 0 then makes it count (in the background)."""
+        """Write a checkpoint in a separate folder; rank 0 then makes it count (in the background)."""
         folder = self.unfinished(run["iter_num"])
         manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         try:
@@ -237,7 +238,7 @@ class Saver:
         return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
-        """Save a state for which data cannot be read, since the run ends now, and record why (all ranks)."""
+        """Save the state when the run must end because data cannot be read, and record why (all ranks)."""
         self.save(state)
         self.wait()
         self.log.failed(reason)
@@ -273,7 +274,7 @@ class Saver:
 
     def wait_for_mirror(self, seconds_left: float) -> None:
         """
-        Wait until the last checkpoint is copied to the mirror, but not without a limit (all ranks).
+        Wait for a limited time until the last checkpoint is copied to the mirror (all ranks).
 
         Args:
             seconds_left: until the run must have ended.

@@ -32,7 +32,7 @@ class StoredCheckpoint:
     A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (of a bare ckpt.pt: its
     checksum, and what its losses measure), and the validation loss of the weights (None if not known).
 
-    `is_original` says whether rank 0 sees this very file or folder, not perhaps a copy, see
+    `is_original` says whether this is the very file or folder that rank 0 sees, and not perhaps a copy, see
     `share_checkpoint`.
     """
 
@@ -89,7 +89,7 @@ def newest_checkpoint(
         step: only this step's checkpoint; -1: the newest.
         known: what is wrong with step folders, as far as it is known. The ranks verify together what is
             found, see verify.py. None: files are verified here.
-        attempts: how often to look if a run that goes on deletes checkpoints meanwhile.
+        attempts: how often to look if a run that is still going deletes checkpoints meanwhile.
 
     Returns:
         (the checkpoint or None, a sentence for each newer checkpoint that is damaged)
@@ -144,8 +144,8 @@ def best_checkpoint(
 def best_folder(out: Path, manifest: dict) -> Path | None:
     """
     Find the checkpoint with the best validation loss, by the newest checkpoint's manifest. If the step that
-    the manifest names was not saved (the disk was full, for instance), it is the checkpoint with the lowest
-    comparable loss. None if no checkpoint was evaluated.
+    the manifest names was not saved (because the disk was full, for instance), find the checkpoint with the
+    lowest comparable loss. None if no checkpoint was evaluated.
     """
     named = step_folder(out, manifest["best_step"])
     if named.exists():
@@ -185,19 +185,19 @@ def where(stored: StoredCheckpoint) -> str:
 
 
 def is_here(stored: StoredCheckpoint) -> bool:
-    """Whether this machine's disk contains `stored`, which may come from rank 0, by its manifest."""
+    """Whether, by its manifest, this machine's disk contains `stored`, which may come from rank 0."""
     return stored.is_bare or read_manifest(stored.folder) == stored.manifest
 
 
 def check_same(stored: StoredCheckpoint) -> None:
     """Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0."""
     if stored.is_original and not stored.path.exists():
-        raise ValueError(f"{where(stored)} has just been deleted, by a run that goes on: start again")
+        raise ValueError(f"{where(stored)} has just been deleted by a run that is still going: start again")
     if not is_here(stored):
         raise ValueError(
-            f"{where(stored)} is not the checkpoint that rank 0 found, and all ranks read it: use a folder "
-            "on a file system that all machines share, or copy the checkpoint from rank 0's machine to the "
-            "others"
+            f"{where(stored)} is not the checkpoint that rank 0 found, which all ranks must read: use a "
+            "folder on a file system that all machines share, or copy the checkpoint from rank 0's machine "
+            "to the others"
         )
 
 
@@ -206,7 +206,7 @@ def check_same(stored: StoredCheckpoint) -> None:
 
 
 def about_folder(folder: Path) -> str:
-    """What to do about what a folder contains in place of a run's checkpoint; '' if nothing is recognized."""
+    """What to do about a folder that contains something other than a run; '' if nothing is recognized."""
     models = [folder, *sorted(folder.glob("checkpoint-*"), key=number_in)]  # those of transformers' Trainer
     if model := next(filter(is_of_transformers, reversed(models)), None):
         return (

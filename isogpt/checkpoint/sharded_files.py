@@ -7,8 +7,8 @@ parameter name, and reads the parts that it holds from shards of any layout.
                       rank 3 holds: a rank that resumes on the same layout opens no index but these
     tensors.json      the shape of each tensor, and the values of those that are single numbers
 
-No file describes all pieces, and no rank gathers such a description: there are as many as ranks times
-tensors. DCP's own .metadata, which does, is read if it is there.
+No file describes all pieces, and no rank gathers such a description, because there can be as many pieces as
+ranks times tensors. DCP's own .metadata, which describes all of them, is read if it is there.
 """
 
 import io
@@ -103,8 +103,8 @@ def write(
     Returns when all ranks have written. Raises OSError if a rank fails, or if files are missing on rank 0.
 
     Args:
-        division: what the call before returned. The ranks divide the pieces again only if a rank holds other
-            pieces than then.
+        division: what the previous call returned. The ranks divide the pieces again only if one of them now
+            holds different pieces.
 
     Returns:
         (the division; on rank 0 the manifest's entries of all files, which each rank has hashed while it
@@ -127,7 +127,8 @@ def write(
 
 def pieces_of(parts: dict[str, LocalPart]) -> Iterator[tuple[str, LocalPart, Offsets, Tensor]]:
     """
-    Yield (name, part, offsets, piece) for each piece that is written to a file of its rank: all but numbers.
+    Yield (name, part, offsets, piece) for each piece that is written to a rank's file, that is, all but
+    single numbers.
     """
     for name, part in parts.items():
         for offsets, piece in part.pieces if part.shape else ():
@@ -137,7 +138,7 @@ def pieces_of(parts: dict[str, LocalPart]) -> Iterator[tuple[str, LocalPart, Off
 def digests_of(parts: dict[str, LocalPart]) -> np.ndarray:
     """
     Identify each piece by 8 bytes, and its size by another 8: (pieces, 2). Ranks that hold the same piece
-    have the same digest. This is all that rank 0 gathers of pieces, and only at a run's first checkpoint.
+    have the same digest. This is all that rank 0 gathers about pieces, and only at a run's first checkpoint.
     """
     rows = []
     for name, _, offsets, piece in pieces_of(parts):
@@ -193,7 +194,7 @@ def data_file(folder: Path, rank: int) -> Path:
 
 
 def index_file(folder: Path, rank: int) -> Path:
-    """The file that says where these are."""
+    """The file that says where in `data_file` each of these pieces is."""
     return folder / f"__{rank}_index.json"
 
 
@@ -216,7 +217,7 @@ def complete(folder: Path, files: dict[str, dict], ranks: list[Written]) -> None
     numbers = {name: value for written in ranks for name, value in written.numbers.items()}
     count, needed = sum(written.count for written in ranks), sum(map(prod, shapes.values()))
     if count != needed:
-        raise ValueError(f"the ranks hold {count:,} numbers of tensors with {needed:,}: pieces are missing")
+        raise ValueError(f"the ranks hold {count:,} of the tensors' {needed:,} numbers: pieces are missing")
     files |= write_json(folder / TENSORS, {"shapes": shapes, "numbers": numbers})
 
 
@@ -381,7 +382,7 @@ class PlainReader(dcp.FileSystemReader):
     @property
     def has_metadata(self) -> bool:
         """
-        Whether DCP's metadata describes the pieces, and not indices. Metadata beside indices is left over
+        Whether DCP's metadata describes the pieces, rather than indices. Metadata beside indices is left over
         from a different checkpoint.
         """
         return not (Path(self.path) / TENSORS).exists()
@@ -407,9 +408,9 @@ class PlainReader(dcp.FileSystemReader):
 
     def _slice_file(self, file: IO[bytes], info: _StorageInfo) -> IO[bytes]:
         """
-        The part of a file that contains a tensor, of which DCP reads no other part. If nobody has verified
-        the file on this machine, the checksums of what torch.save wrote for this tensor are compared: the
-        file's own would need all that other ranks hold.
+        Return the part of a file that contains a tensor; DCP reads no other part. If the file was not
+        verified on this machine, compare the checksums in what torch.save wrote for this tensor, since the
+        checksum of the whole file would also need what other ranks hold.
         """
         part = super()._slice_file(file, info)
         if info.relative_path in self.unverified:
@@ -426,7 +427,7 @@ class PlainReader(dcp.FileSystemReader):
         return self.read_whole_metadata() if self.has_metadata else self.read_indices()
 
     def read_json(self, path: Path) -> dict:
-        """A file with JSON in the folder."""
+        """Verify and read a JSON file in the folder."""
         self.verify(path.name)
         return parse_json(read_utf8(path))
 

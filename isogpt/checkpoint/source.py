@@ -65,7 +65,7 @@ class OpenCheckpoint:
     def __post_init__(self) -> None:
         """
         Raise ValueError if the model has settings that GPTConfig lacks, or what is recorded has other types
-        or sizes than a run records: building and reading it could then take forever.
+        or sizes than a run records, since building and reading the model could then take forever.
         """
         if problem := problem_of_run(self.run) or problem_of_sizes(self):
             raise ValueError(f"{self.stored.path} cannot be loaded: {problem}")
@@ -252,8 +252,8 @@ def is_plain(value: object) -> bool:
 
 def flat(weights: dict[str, Value], state: dict[str, dict[str, Value]]) -> dict[str, Value]:
     """
-    Tensors or parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for what is
-    kept for each.
+    Tensors or parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the
+    optimizer's state of each.
     """
     named = {f"model.{name}": weight for name, weight in weights.items()}
     for name, kept in state.items():
@@ -307,7 +307,7 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 
 
 def check_finite(model: nn.Module, where: object) -> None:
-    """Raise ValueError if weights from `where` are not finite: nanoGPT also saves such weights."""
+    """Raise ValueError if weights from `where` are not finite, since nanoGPT saves such weights, too."""
     if bad := names_of_not_finite(model):
-        problem = f"weights in {where} are not finite ({shortened(bad)}), so that the model predicts nothing"
+        problem = f"weights in {where} are not finite ({shortened(bad)}), so the model predicts nothing"
         raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")

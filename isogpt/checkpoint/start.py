@@ -53,7 +53,7 @@ class Start:
 
     @property
     def previous_dtype(self) -> str | None:
-        """The dtype that the run which continues has computed in, if it is known."""
+        """The dtype in which the resumed run has computed so far; None if it is not known."""
         return self.resumed.dtype if self.resumed else None
 
     @property
@@ -142,7 +142,7 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
 
 def find_stored(config: dict, ranks: Ranks) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
-    Find and verify the checkpoint on the disk, after what a mirror contains in addition is there (all ranks).
+    Find and verify the checkpoint on the disk, after downloading what only the mirror contains (all ranks).
 
     Returns:
         (the checkpoint or None, whether to resume from it, on rank 0 sentences for the user)
@@ -215,8 +215,8 @@ def differences(
 
 def changes_of_curve(config: dict, run: dict, data: dict[str, dict]) -> list[str]:
     """
-    Describe in what a resumed run differs from the run before, whose checkpoint contains `run`, in what it
-    reads or how it updates the weights, all in one sentence. For `data`, see `differences`.
+    Describe in one sentence how a resumed run differs from the earlier run, whose checkpoint contains `run`,
+    in what it reads or in how it updates the weights. For `data`, see `differences`.
     """
     before, recorded = run["config"], run.get("isogpt", {})
     sources, sources_before = data.get("sources", {}), recorded.get("sources", {})
@@ -251,7 +251,7 @@ def other_documents(data: dict[str, dict], recorded: dict) -> list[str]:
 def change_of_sources(config: dict, before: dict, sources: dict, sources_before: dict) -> str:
     """
     Describe what differs between two mixtures, or between a mixture and a single data set, whose settings are
-    `config` now, and `before`.
+    now `config` and were `before`.
     """
     now, was = spelled(sources, config), spelled(sources_before, before)
     text = f"dataset {now} (was {was})"

@@ -49,8 +49,8 @@ class TrainState:
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
         Continue with a checkpoint's state, on any layout; the best loss and the skipped steps stay. Each rank
-        reads what it holds, and ranks do not communicate. Of the slow network, what the checkpoint lacks
-        starts again; on a different number of ranks, each rank starts with the mean.
+        reads what it holds, and ranks do not communicate. What the checkpoint lacks of the slow network's
+        state starts anew; on a different number of ranks, each of them starts with the mean.
 
         Raises:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
@@ -68,8 +68,8 @@ class TrainState:
 
     def check_finite(self, where: object) -> None:
         """
-        Raise ValueError if weights from `where` are not finite, or the optimizers' tensors are NaN: infinity
-        there only stops the update of a weight.
+        Raise ValueError if weights from `where` are not finite, or the optimizers' tensors are NaN. Infinity
+        is accepted there, since it only stops the update of a weight.
         """
         check_finite(self.model, where)
         moments = flat({}, optimizer_state.state_by_name(self.model, self.optimizers))
@@ -84,8 +84,8 @@ class TrainState:
     def evaluated_weights(self) -> Iterator[None]:
         """
         In the block, the model contains the weights to evaluate (all ranks): with islands, those of the last
-        average; with an optimizer that has `eval`, those of its average. Then the weights are the same bits
-        as before.
+        average; with an optimizer that has `eval`, those of its average. Afterwards, the weights have the
+        same bits as before.
         """
         islands = self.slow_network.islands
         if not (islands or optim.average_weights(self.optimizers)):
@@ -183,7 +183,7 @@ def state_parts(
 def parts_of_state(
     model: nn.Module, state: dict[str, dict[str, Tensor]], island: tuple[int, int]
 ) -> dict[str, dict[str, LocalPart]]:
-    """The same of what `state_by_name` or `create_state` has returned."""
+    """The same for what `state_by_name` or `create_state` has returned."""
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
         name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}

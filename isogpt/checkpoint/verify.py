@@ -25,7 +25,7 @@ def find_together(
 ) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find and verify a run's newest checkpoint, or its best one, and share it (all ranks; rank 0 looks). Exits
-    as `verify_together`.
+    as `verify_together` does.
 
     Returns:
         (the checkpoint or None, on rank 0 a sentence for each checkpoint that is damaged)
@@ -49,11 +49,12 @@ def verify_together(
 ) -> tuple[StoredCheckpoint | None, bool]:
     """
     Verify a checkpoint that rank 0 has found and `share_checkpoint` has shared (all ranks). Exits with a
-    message if a copy is damaged, but not what rank 0 sees, or if a file cannot be read, but may be intact.
+    message if a copy is damaged although what rank 0 sees is not, or if a file cannot be read, but may be
+    intact.
 
     Args:
         known: gets what is wrong with the checkpoint, on rank 0, which then looks for an older one.
-        on_error: as of exit_together.
+        on_error: as in exit_together.
 
     Returns:
         (the checkpoint, with what this rank still has to verify when it reads it; whether it is intact). None
@@ -86,8 +87,8 @@ def verify_together(
 
 def readers_of(files: Iterable[str], places: list[str]) -> dict[str, list[int]]:
     """
-    The ranks that verify each file: of shards, the rank with the number of the one that wrote the file, which
-    reads it next on the same layout; of a file that all ranks read, the first rank in each place.
+    The ranks that verify each file: for a file of shards, the rank with the number of the one that wrote it,
+    because on the same layout it also loads it; for a file that all ranks read, the first rank in each place.
 
     Args:
         places: where each rank sees the files, see `place_of`.

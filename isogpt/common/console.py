@@ -43,8 +43,8 @@ def is_screen(stream: TextIO | None) -> bool:
     """
     Return whether a stream is a terminal that a person looks at, on which a line can be erased and drawn
     again. Not with TERM=dumb, nor in a CI (the variable CI), whose log would contain each drawing, nor if the
-    terminal has no size: mpirun and `docker run -t` give their processes such a terminal when a file or a log
-    reads it.
+    terminal has no size: mpirun and `docker run -t` give their processes such a terminal even when the output
+    goes to a file or a log.
     """
     if os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
@@ -73,7 +73,7 @@ def visible(text: str, but: str = "") -> str:
 
 
 def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """The first items of a list, as many as a line takes, and how many there are in addition."""
+    """The first items of a list, as many as a line takes, and how many more there are."""
     while most > 1 and len(between.join(items[:most])) > LIST_SIZE:
         most -= 1
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
@@ -81,7 +81,7 @@ def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 3, 5, 9', at most RANKS_SHOWN of them, and how many there are in addition."""
+    """'rank 3, 5, 9', at most RANKS_SHOWN of them, and how many more there are."""
     return f"rank {shortened([*map(str, ranks)], RANKS_SHOWN)}"
 
 
@@ -94,8 +94,8 @@ def duration(seconds: float) -> str:
 
 def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:
     """
-    Return whether printing would wait for longer than patience_s, since Ctrl-S has stopped the terminal or a
-    pager reads no further (not on Windows). A run would wait with it, and end after dist_timeout_s.
+    Return whether printing would wait for longer than patience_s, because Ctrl-S has stopped the terminal or
+    a pager reads no further; always False on Windows. A run would wait, too, and end after dist_timeout_s.
     """
     with suppress(OSError, AttributeError, ValueError):  # not a file, or closed
         poll = select.poll()
@@ -133,7 +133,7 @@ def print_error(message: str, source: str = "") -> None:
 def is_worker_of_nproc() -> bool:
     """
     Whether this process is a worker of the torchrun that launchers.start_workers has started. The variable
-    contains the process id of that torchrun, since the variable may also be left over in a shell.
+    contains the process id of that torchrun, since it may also be left over in a shell.
     """
     return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
 
@@ -167,7 +167,7 @@ def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSEr
     OSError: returns what `flush` returns.
     """
     if patience_s < math.inf and is_blocked(sys.stdout, patience_s):
-        return TimeoutError("nobody reads stdout, and lines are lost")
+        return TimeoutError("nobody reads stdout, so lines are lost")
     try:
         print(text, end=end)
     except OSError as e:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
@@ -177,8 +177,8 @@ def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSEr
 
 def print_result(text: str) -> None:
     """
-    Print lines for which a script was called. Exits with a message if the disk is full, and goes on if nobody
-    reads stdout.
+    Print the lines that a script was called for. Exits with a message if the disk is full, and goes on if
+    nobody reads stdout.
     """
     error = print_line(text)
     if error and error.errno not in CLOSED:

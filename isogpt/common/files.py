@@ -38,7 +38,9 @@ def path_of_script(name: str) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that nobody can foresee: a link of this name would lead to a different file."""
+    """
+    A name beside `path` that nobody can foresee, since a link of this name would lead to a different file.
+    """
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -282,7 +284,10 @@ def iterate_records(path: Path) -> Iterator[dict]:
 
 
 def read_records(path: Path) -> list[dict]:
-    """Read the records of a metrics.jsonl, whose memory grows with the number of steps: see `last_lines`."""
+    """
+    Read all records of a metrics.jsonl, which takes more memory the more steps there are, unlike
+    `last_lines`.
+    """
     return list(iterate_records(path))
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 @contextmanager
 def needed_by(use: str, package: str) -> Iterator[None]:
     """
-    A block that imports a package, which only `use` needs. Raises ValueError with the command that installs
-    the package if it, or a package that it imports, is missing or cannot be imported.
+    In the block, a package is imported that only `use` needs. Raises ValueError with the command that
+    installs the package if it, or a package that it imports, is missing or cannot be imported.
     """
     try:
         yield

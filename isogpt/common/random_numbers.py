@@ -66,7 +66,7 @@ def normal_rows(key: int, starts: list[int], n: int) -> np.ndarray:
     consecutive numbers are computed from one 64-bit word (Box and Muller 1958).
     """
     words = np.stack([random_words(key, start // 2, n // 2 + 1) for start in starts])
-    # contiguous, since numpy may compute other bits where numbers are not
+    # contiguous, since numpy may compute different bits for other arrays
     uniform = words.view(np.uint32).reshape(-1, 2).T.astype(np.float32, order="C") * 2.0**-32
     radius = np.sqrt(-2.0 * np.log(uniform[0] + 2.0**-33))  # never the logarithm of 0
     angle = 2.0 * np.pi * uniform[1]
@@ -75,6 +75,9 @@ def normal_rows(key: int, starts: list[int], n: int) -> np.ndarray:
 
 
 def random_words(key: int, first: int, n: int) -> np.ndarray:
-    """Return n 64-bit words from number `first` of Philox's stream with this key; a count has four words."""
+    """
+    Return n 64-bit words from number `first` of Philox's stream with this key; each count of the counter
+    gives four words.
+    """
     skipped = first % 4
     return np.random.Philox(key=key, counter=first // 4).random_raw(skipped + n)[skipped:]

@@ -1,7 +1,7 @@
 """
 What differs between torch 2.11 and 2.13, with both of which isoGPT runs.
 
-Names: that of 2.13 if it exists, since 2.13 warns about the old one.
+Names: those of 2.13 where they exist, since 2.13 warns about the old ones.
 
 The rest needs no branch, since the code is in a form that both versions compute:
 - under torch.compile, 2.11 gives an autograd.Function no gradient, silently, if its forward returns what an
@@ -20,5 +20,5 @@ import torch.distributed as dist
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-# of gloo, between two stages of one rank
+# whether gloo can send between two stages of one rank
 SENDS_TO_ITSELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)

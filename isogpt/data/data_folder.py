@@ -33,7 +33,7 @@ def places_of(name: str) -> list[Path]:
 
 
 def is_folder(name: str) -> bool:
-    """Whether a folder has this name, though its files may not be prepared."""
+    """Whether a folder has this name, even if its files are not prepared."""
     return any(map(os.path.isdir, places_of(name)))
 
 
@@ -62,7 +62,7 @@ def prepared_datasets(split: str = "train") -> list[str]:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read what a folder says of its token ids. Raises ValueError if a file cannot be read."""
+    """Read what a folder says about its token ids. Raises ValueError if a file cannot be read."""
     meta = read_meta(folder)
     vocabulary = vocabulary_of_data(meta, folder)
     vocab_size = meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)

@@ -30,14 +30,14 @@ from isogpt.data.windows import Windows
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
-PART = 2**18  # ids that are read at a time of all ids of a file
+PART = 2**18  # ids that are read at a time where all ids of a file are read
 
 
 @dataclass(frozen=True)
 class EvalDataset:
     """
-    A validation set besides that of a run's only data set: a further one, see `open_eval_datasets`, or a
-    source's. It is named like its folder.
+    A validation set other than that of a single data set: a further one, see `open_eval_datasets`, or that of
+    a mixture's source. It is named after its folder.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class EvalDataset:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of token files: the whole data set, or one part of a mixture. It is named like the folder."""
+    """A folder of token files: the whole data set, or one part of a mixture. It is named after the folder."""
 
     folder: Path
     train: Tokens
@@ -78,7 +78,7 @@ class Source:
 
     @property
     def validation(self) -> EvalDataset:
-        """The source's val.bin as a validation set of its own."""
+        """The source's val.bin as a separate validation set."""
         return EvalDataset(self.folder, self.val, self.highest, self.vocabulary, self.val_bytes)
 
 
@@ -172,8 +172,8 @@ class Dataset:
 
     def describe(self) -> dict[str, dict]:
         """
-        What a checkpoint records of the data besides the digest: of a mixture, `sources`, and of windows that
-        begin with a document, `documents`, both by the source's name.
+        What a checkpoint records of the data besides the digest: `sources` for a mixture, and `documents` for
+        windows that begin with a document, both by the source's name.
         """
         sources = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources}
         described = {
@@ -194,8 +194,8 @@ class Dataset:
 
 def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
     """
-    Convert a loss in nats per token to bits per byte of the text, which consists of so many tokens and bytes.
-    None if its length in bytes is not known (0).
+    Convert a loss in nats per token to bits per byte of the text, which consists of this many tokens and
+    bytes. None if its length in bytes is not known (0).
     """
     return loss / math.log(2) * tokens / text_bytes if text_bytes else None
 
@@ -325,7 +325,8 @@ def find_sources(name: str) -> dict[Path, Fraction | None]:
         name: as in find_dataset, or several names with weights or without, see mixture.parse_mixture.
 
     Raises:
-        ValueError: a folder is missing, is named twice, or is called like another one; or see parse_mixture.
+        ValueError: a folder is missing, is named twice, or has the same name as another one; or see
+            parse_mixture.
     """
     found, weights = {}, {}  # by the folder's name
     for part, weight in parse_mixture(name, is_folder):

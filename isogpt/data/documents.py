@@ -26,9 +26,9 @@ AT_ONCE = 512  # sections of which windows are counted at once
 class DocumentWindows:
     """
     Windows that begin with a document. The next window begins with the first document that begins at or after
-    the end of this one's input; or with the document that this one cuts, if it begins within this window, so
-    that its beginning is read again. So only what a document contains beyond block_size tokens is left out,
-    and documents for whose window the file ends too early.
+    the end of this one's input, or with the document that this one cuts, if that begins within this window:
+    its beginning is then read again. So the only tokens left out are those of a document beyond its first
+    block_size, and the documents at the end whose window does not fit into the file.
 
     Sections of documents are independent of each other, so that only the number of windows in each of them is
     kept in memory: they are counted at the start, and computed again when they are read.
@@ -55,7 +55,7 @@ class DocumentWindows:
         self.digest = digest.hexdigest()[:12]  # of where windows begin
         self.ends = np.cumsum(np.concatenate(counts))  # (sections,): the windows up to the end of each
         self.left_out = n_tokens - covered  # tokens that no window reads as input
-        self.repeated = len(self) * block_size - covered  # how many tokens more than that the windows contain
+        self.repeated = len(self) * block_size - covered  # tokens that are read twice
         if not len(self):
             problem = f"no document in {index.path} is followed by block_size {block_size} tokens"
             raise ValueError(f"{problem}: set a smaller --block_size=, or --data_order=shuffle")
@@ -116,7 +116,7 @@ class DocumentWindows:
         return int(distance[is_first[ends]].sum())
 
     def check(self, begins: np.ndarray) -> None:
-        """Raise ValueError unless positions increase within the tokens, up to those that there are not."""
+        """Raise ValueError unless positions increase within the tokens, up to the padding at the end."""
         is_padding = begins[:, 1:] == self.n_tokens
         if begins.min() < 0 or begins.max() > self.n_tokens or not (is_padding | (np.diff(begins) > 0)).all():
             problem = f"do not increase, or are not within the {self.n_tokens:,} tokens of train"
@@ -158,10 +158,10 @@ def open_index(folder: Path, train: Tokens, meta: dict) -> TokenFile:
     index, size = TokenFile(path, "int64"), path.stat().st_size
     recorded = meta.get("train_documents")
     if not size or size / index.dtype.itemsize != recorded:
-        problem = f"{path} contains {size} bytes, not the train_documents of meta.json, {recorded} of 8 bytes"
+        problem = f"{path} contains {size} bytes, not 8 for each of train_documents in meta.json, {recorded}"
         raise ValueError(f"{problem}: {how_to_find(path)}")
     if meta.get("searched_tokens", len(train)) != len(train):  # train.bin has become longer or shorter since
-        problem = f"{path} is of {meta['searched_tokens']} tokens, but train contains {len(train)}"
+        problem = f"{path} was written for {meta['searched_tokens']} tokens, but train contains {len(train)}"
         raise ValueError(f"{problem}: {how_to_find(path)}")
     places = np.linspace(0, len(index) - 1, 1000).astype(np.int64)
     begins = index.read(np.unique(places), 1)[:, 0]

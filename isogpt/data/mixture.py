@@ -1,7 +1,7 @@
 """
 A mixture of data sets: which of them a sequence of the run comes from.
 
-Each 1,000 sequences contain the same number of every data set, its quota, in an order that is drawn again for
+Every data set provides the same number of each 1,000 sequences, its quota, in an order that is drawn anew for
 each 1,000.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from isogpt.common.random_numbers import MIXTURE, random_bits
 
-PER = 1000  # quotas are of so many sequences
+PER = 1000  # sequences to which a quota refers
 
 
 def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str, Fraction | None]]:
@@ -21,8 +21,8 @@ def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str
     Parse the names of data sets and their weights: a:0.7,b:0.3, or a,b, whose weights are None.
 
     Args:
-        is_folder: whether a text is the name of a folder. Such a text is nothing else, though it may contain
-            commas and colons.
+        is_folder: whether a text is the name of a folder. Such a text is taken as that name, even if it
+            contains commas and colons.
 
     Raises:
         ValueError: a weight is not a positive number, or only some data sets have one.
@@ -35,7 +35,7 @@ def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str
         example = ",".join(f"{name}:1" for name, _ in parts)
         raise ValueError(
             f"--dataset={text} gives no weight to {', '.join(without)}: type a weight after each name, such "
-            f"as --dataset={example}, or after none, for as much of each as it has training tokens"
+            f"as --dataset={example}, or after none, to mix them in proportion to their training tokens"
         )
     return parts or [(text, None)]
 
@@ -60,7 +60,7 @@ def parse_part(part: str, is_folder: Callable[[str], bool]) -> tuple[str, Fracti
 
 def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
     """
-    Return how many of each PER sequences are of each data set, by the largest remainder.
+    Return how many of each PER sequences are of each data set, by the method of the largest remainder.
 
     Args:
         weights: by name.
@@ -93,7 +93,7 @@ def drawn_sources(quotas: Sequence[int], seed: int, numbers: np.ndarray) -> tupl
     set, of which each occurs once, (n,) each.
 
     Args:
-        quotas: of each PER sequences. All of them are of a single data set.
+        quotas: how many of each PER sequences are of each data set; all of them, if there is a single one.
     """
     if len(quotas) == 1:
         return np.zeros_like(numbers), numbers

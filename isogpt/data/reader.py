@@ -60,9 +60,9 @@ class Reader:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    # of the data ranks, whose shares are in proportion; (): equal; None: as the plan's shares say
+    # of the data ranks, whose shares are proportional to them; (): equal; None: as the plan's shares say
     speeds: tuple[float, ...] | None = None
-    # how many sequences more than the steps say the run has read before, since the batch size was different
+    # how many more sequences the run has read before than the steps say, because its batch size was different
     shift: int = 0
     problem: DataError | None = None  # why this rank cannot read the rest of the training data
 

@@ -65,7 +65,7 @@ def names_in(folder: Path) -> list[str]:
     The names in a folder, in order, without hidden ones; [] if there is no such folder. Raises ValueError if
     it cannot be read.
     """
-    if not os.path.isdir(folder):  # also of a mixture, whose text may be longer than a name
+    if not os.path.isdir(folder):  # such as a mixture's text, which may be longer than a name can be
         return []
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -114,7 +114,7 @@ def is_of_split(name: str) -> bool:
 def about_megatron(path: Path, target: Path) -> str:
     """
     What to do about a file of ids that Megatron has written; '' for other files. Such a file contains nothing
-    but ids, in a dtype that only the index next to it says.
+    but ids, in a dtype that only the index next to it records.
 
     Args:
         target: the name under which the file would be read.
@@ -129,7 +129,7 @@ def about_megatron(path: Path, target: Path) -> str:
     dtype = MEGATRON_DTYPES.get(start[MEGATRON_DTYPE]) if len(start) > MEGATRON_DTYPE else None
     problem = f"{path} has an index of Megatron, {index.name}, which is not read"
     if not dtype:
-        return f"{problem}; their dtype is unknown: write them with numpy.save('{target.stem}.npy', ids)"
+        return f"{problem}; the ids' dtype is unknown: write them with numpy.save('{target.stem}.npy', ids)"
     commands = [f"mv {index} {index}.unread"]
     if path != target:
         commands.insert(0, f"mv {path} {target}")
@@ -180,7 +180,7 @@ class Shard:
 @lru_cache(maxsize=MOST_OPEN)
 def opened(shard: Shard) -> TokenFile:
     """
-    Open a shard. The least recently read one of the process is closed, as soon as no thread reads it.
+    Open a shard. If too many are open, the least recently read one is closed, once no thread reads it.
 
     Raises:
         DataError: the file is missing or has changed.
@@ -256,13 +256,13 @@ def find_shard(path: Path, declared: str | None) -> Shard:
 
 
 def check_alike(shards: Sequence[Shard]) -> None:
-    """Raise ValueError if shards have different headers or dtypes: they hardly belong together."""
+    """Raise ValueError if shards have different headers or dtypes: they probably do not belong together."""
     first = shards[0]
     for shard in shards:
         if (shard.header, shard.dtype) != (first.header, first.dtype):
             raise ValueError(
                 f"{first.path} contains {first.dtype} and {first.header}, but {shard.path} {shard.dtype} and "
-                f"{shard.header}: move the files that do not belong together to folders of their own"
+                f"{shard.header}: move the files that do not belong together to separate folders"
             )
 
 

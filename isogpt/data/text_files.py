@@ -12,7 +12,7 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-FEW = 0.1  # the part of a text's bytes that are not ASCII, if its language has Latin letters
+FEW = 0.1  # at most this part of a text's bytes is not ASCII if its language has Latin letters
 # quotation marks, dashes and the ellipsis of Windows-1252; in ISO 8859-1 these bytes mean nothing
 OF_WINDOWS = re.compile(rb"[\x84\x85\x91\x92\x93\x94\x96\x97]")
 ASCII = bytes(range(128))

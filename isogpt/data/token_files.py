@@ -1,6 +1,6 @@
 """
-Files of token ids: how they are read, and their format: as llm.c's or numpy's header or the metadata
-declares, else uint16, as in nanoGPT.
+Files of token ids: how they are read, and their format, which llm.c's or numpy's header or the metadata
+declares; otherwise it is uint16, as in nanoGPT.
 
 Files that are probably something else are refused, since they would give wrong tokens.
 """
@@ -136,7 +136,7 @@ class Format(NamedTuple):
 
 def format_of(path: Path, start: bytes, size: int, declared: str | None) -> Format:
     """
-    Find how a file contains ids, without a look at their values: see `check_undeclared`.
+    Find how a file contains ids, without looking at their values: see `check_undeclared`.
 
     Args:
         start: the first HEADER_READ bytes of the file, or all of a shorter one.
@@ -159,7 +159,7 @@ def format_of(path: Path, start: bytes, size: int, declared: str | None) -> Form
     if size != expected:
         raise ValueError(
             f"{path} contains {size} bytes, but the header announces {tokens} tokens, that is {expected} "
-            "bytes: the file is truncated or damaged; copy or prepare the file again"
+            "bytes: the file is truncated or damaged; copy or prepare it again"
         )
     return found
 
@@ -178,7 +178,7 @@ def llm_c_format(path: Path, magic: int, version: int) -> Format:
 def npy_format(path: Path, start: bytes) -> tuple[Format, int]:
     """
     The format that a .npy header announces, and the number of ids. Raises ValueError if the header cannot be
-    read, or announces other things than a row of ids.
+    read, or announces something other than a row of ids.
     """
     try:
         shape, dtype, offset = npy_header(start[: start.index(b"\n") + 1])
@@ -203,13 +203,13 @@ def npy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 
 def check_undeclared(path: Path, vocab_size: int) -> None:
     """
-    Check a file without a header whose dtype nobody has declared.
+    Check a file without a header whose dtype is not declared.
 
     Args:
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: the file cannot be read, or probably contains something else than ids of 16 bits.
+        ValueError: the file cannot be read, or probably contains something other than ids of 16 bits.
     """
     start = read_start(path, START)[0]
     check_kind(path, start[: 2**16], may_be_text=False)
@@ -289,8 +289,8 @@ def is_spread_evenly(numbers: np.ndarray) -> bool:
 
 def check_width(path: Path, ids: np.ndarray, vocab_size: int) -> None:
     """
-    Raise ValueError if a file without a declared dtype probably does not contain ids of 16 bits. `ids` are
-    the first of them, if they are.
+    Raise ValueError if a file without a declared dtype probably does not contain ids of 16 bits. `ids` is the
+    beginning of the file, read as ids of 16 bits.
     """
     parts = (ids[0::2], ids[1::2], ids[2::4], ids & 0xFF, ids >> 8)
     first, second, third, low, high = (part.max(initial=0) for part in parts)

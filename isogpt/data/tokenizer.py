@@ -155,7 +155,7 @@ def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
 
     Raises:
         ValueError: this is not known for the vocabulary, as for a tokenizer.json, whose decoder may depend on
-            the ids before.
+            the preceding ids.
     """
     if vocabulary.kind == "table":
         return {i: token.encode() for i, token in vocabulary.tokens.items()}
@@ -331,6 +331,6 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     if tokenizer.encode(SAMPLE).ids != encoding.encode(SAMPLE, allowed_special="all"):
         raise ValueError(
-            f"the tokenizers library splits text otherwise than tiktoken's encoding {encoding.name}"
+            f"the tokenizers library splits text differently from tiktoken's encoding {encoding.name}"
         )
     return tokenizer

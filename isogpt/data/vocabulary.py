@@ -141,7 +141,8 @@ def declared_vocabulary(meta: dict, folder: Path) -> Vocabulary | None:
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     """
     Read the tokenizer.json in a folder, and which token ends a document; None without this file. UNTRAINED is
-    left out. A table that export.py has written is a table again: its next export needs UNTRAINED again.
+    left out. A table that export.py has written becomes a table again, since its next export needs UNTRAINED
+    again.
 
     Raises:
         ValueError: the file cannot be read.
@@ -204,7 +205,7 @@ def end_of_text_in(folder: Path, tokens: dict[str, int]) -> str:
 def table_in(meta: dict) -> Vocabulary | None:
     """
     The vocabulary in nanoGPT's tables: text is encoded by stoi, ids are decoded by itos, a dict or a list.
-    One of them suffices. None without both.
+    One of them suffices; None if there is neither.
     """
     if "stoi" not in meta and "itos" not in meta:
         return None
@@ -239,8 +240,8 @@ def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
 
 def how_to_write_json(folder: Path) -> str:
     """
-    How to make a tokenizer.json of another form in a folder. Without a configuration, transformers' choice of
-    a class may give other ids.
+    How to make a tokenizer.json from a tokenizer of another form in a folder. Without a configuration,
+    transformers' choice of a class may give other ids.
     """
     name = ""
     if any((folder / config).exists() for config in ("tokenizer_config.json", "config.json")):

@@ -72,8 +72,8 @@ def shuffled_windows(windows: Windows, seed: int, numbers: np.ndarray) -> np.nda
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """
-    Return where a permutation of range(n) takes `places`. It is computed for these alone, so that nothing is
-    kept of a data set of any size.
+    Return where a permutation of range(n) takes `places`. It is computed for these alone, so that no memory
+    is needed for the others, however large the data set is.
 
     The permutation is a generalized Feistel network on a rectangle of at least n places: a place has a row
     and a column, and each round shifts one of them by a random function of the other one. A place that

@@ -18,7 +18,7 @@ from isogpt.options.values import FRACTIONS, Setting, Value, is_url, problem_of_
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
 FOLDERS = ("out_dir", "init_from")  # settings that can name a folder
-SEVERAL = ("dataset", "eval_datasets")  # that can name several, separated by commas
+SEVERAL = ("dataset", "eval_datasets")  # settings that can name several folders, separated by commas
 LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -58,7 +58,7 @@ def problem_of_choice(setting: Setting, value: Value) -> str:
 
 
 def problem_of_limits(setting: Setting, value: Value) -> str:
-    """A sentence about the first of the setting's limits that the value does not keep; "" if it keeps all."""
+    """A sentence about the first of the setting's limits that the value does not meet; "" if it meets all."""
     if isinstance(value, int) and value > LARGEST:
         return f"{setting.name} is {value}: it must be < 2**63"
     for limit in setting.range.split(",") if setting.range else []:

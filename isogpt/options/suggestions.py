@@ -1,4 +1,4 @@
-"""Which setting was meant by a name that is none: names of other tools, and spellings."""
+"""Which setting was meant by a name that is not one: names in other tools, and misspellings."""
 
 import difflib
 from collections.abc import Mapping

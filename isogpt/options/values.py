@@ -33,8 +33,8 @@ VARIABLE = re.compile(
 @dataclass(frozen=True)
 class Setting:
     """
-    A setting of a script, which --help prints under its section; if it is rare, --help=all. For the range of
-    its values see ranges.py.
+    A setting of a script, which --help prints under its section, or only --help=all if it is rare. For the
+    range of its values see ranges.py.
     """
 
     name: str
@@ -109,8 +109,8 @@ def hide_credentials(text: str, url: str) -> str:
 
 def problem_of_folder(option: str, path: str) -> str:
     """
-    A sentence if `path`, the value of `option`, names a folder that nobody means, or that would change what a
-    terminal shows; else "".
+    A sentence if `path`, the value of `option`, names a folder that nobody can mean, or that would change
+    what a terminal shows; else "".
     """
     if path != visible(path):
         return f"{option} is {path!r}: rename the file or folder, whose name contains control characters"
