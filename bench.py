@@ -87,7 +87,7 @@ def say(text: str) -> None:
 
 
 def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:
-    """Print what of the model holds on which layout, and return the same."""
+    """Print what holds for the model on each layout, and return the same."""
     worker = "import isogpt.launch.torch_import, sys; from isogpt.speed import model_check; "
     worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
     rows = []

@@ -2,9 +2,9 @@
 The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights and optimizer groups.
 
 Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable. Linear weights are
-(out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
-`lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the model
-from outside. `Seams` lists the functions that it exchanges for this.
+(out, in), the query, key and value projections are stacked in `c_attn` in that order, and `transformer.wte`
+and `lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the
+model from outside. `Seams` lists the functions that it exchanges for this.
 """
 
 import math
@@ -110,8 +110,8 @@ def advice_on_rule(name: str, is_buffer: bool = False) -> str:
 
 def check_what_init_writes(model: nn.Module, rules: dict[str, object]) -> None:
     """
-    Raise ValueError if `__init__` has set what a Linear or a norm begins with to values that `init_weights`
-    is about to replace: a constant, or numbers beyond those that PyTorch's Linear draws.
+    Raise ValueError if `__init__` has given a Linear or a norm initial values that `init_weights` is about to
+    replace: a constant, or numbers beyond those that PyTorch's Linear draws.
     """
     for name, p in model.named_parameters():
         module, rule = model.get_submodule(name.rpartition(".")[0]), rules[name]
@@ -582,8 +582,8 @@ class GPT(nn.Module):
         last block_size tokens. If the model computes something else with the cache than without it, the cache
         is not used, with a note, see generation.problem_of_cache.
 
-        The random numbers of row i depend on (seed, first_sample + i) alone. So a sample's text does not
-        depend on the batch, except through rounding. The order of the sums in a matmul can vary with the
+        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
+        depend on the batch, except through rounding: the order of the sums in a matmul can vary with the
         number of rows.
 
         Args:

@@ -216,7 +216,7 @@ precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32
 logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
-recorded = settings.without_secrets(recorded)  # tokens: checkpoints and logs are passed on
+recorded = settings.without_secrets(recorded)  # no tokens, since checkpoints and logs are passed on
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns

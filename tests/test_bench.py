@@ -438,7 +438,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     for args, message in (
         (xl, "start with 2, the fewest that do, or set --zero=3 --cpu_offload=True"),
         ([*xl, "--device_memory_gb=2"], "no layout fits on 1 device\n"),
-        ([*xl, "--init_from=."], "init_from is '.': a plan and an estimate know the shapes of gpt2, "),
+        ([*xl, "--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
         (
             [*xl, "--init_from=scratch", "--dataset=none"],
             "to predict without the data, set --vocab_size=50304",

@@ -199,7 +199,7 @@ def test_a_sample_is_what_the_model_writes(arch, work):
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
     assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), default_plan(**layout), ALONE) is None
-    assert f"but {named} divides it: there are no samples. Run sample.py" in capsys.readouterr().out
+    assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
 
 
 def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):

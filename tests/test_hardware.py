@@ -171,7 +171,7 @@ def test_flash_attention_3_is_used_where_it_is_installed_and_fits(monkeypatch):
 
     capability[0] = 9
     monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", broken)
-    said = "FlashAttention-3 is installed and cannot be used: ImportError: undefined symbol: x"
+    said = "FlashAttention-3 is installed, but cannot be used: ImportError: undefined symbol: x"
     assert precision.use_flash_attention_3(cuda, plan, False) == [said] and calls == []
 
 

@@ -362,9 +362,9 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
         with pytest.raises(ValueError, match=re.escape(advice)):
             remote.check_url(url)
     for arguments, advice in {
-        "--mirror=/mnt/disk": "mirror is '/mnt/disk', which is no URL: set --mirror=s3://bucket/run or",
+        "--mirror=/mnt/disk": "mirror is '/mnt/disk', not a URL: set --mirror=s3://bucket/run or",
         "--mirror=s3://bucket/run --save_checkpoint=False": "what save_checkpoint writes: set --save",
-        "--mirror=file://out": "mirror is in out_dir out, with which it is lost: set a URL",
+        "--mirror=file://out": "mirror is in out_dir out and would be lost with it: set a URL",
         f"--mirror=local://{tmp_path}/a/b/.. --out_dir=./a": "mirror is in out_dir ./a",
     }.items():
         with pytest.raises(ValueError, match=re.escape(advice)):

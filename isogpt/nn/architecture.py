@@ -70,7 +70,7 @@ class GPTConfig:
             all tokens.
         balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
         residual_dtype: one of RESIDUAL_DTYPES, in which autocast in bfloat16 leaves what passes from block to
-            block. Other computations leave it as they do.
+            block. Without such autocast, it has no effect.
     """
 
     block_size: int = 1024
@@ -113,7 +113,7 @@ class GPTConfig:
 
 def problems_of_shape(values: dict) -> list[str]:
     """
-    A sentence for each value that makes no model.
+    A sentence for each value with which no model can be made.
 
     Args:
         values: some of GPTConfig's fields; the others are assumed to be the defaults.

@@ -154,7 +154,7 @@ def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:
     """
     Return the FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, appendix B,
     arXiv:2204.02311). N, the parameters that the token is multiplied by, is counted. The second term,
-    attention's, is a formula of n_layer, n_embd and block_size: it does not know of an edited attention.
+    attention's, is a formula of n_layer, n_embd and block_size, so it does not follow an edit of attention.
 
     FLOPs are not counted in a forward pass on the meta device, which would leave meta tensors in whatever an
     edited model.py caches.

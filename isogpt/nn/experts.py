@@ -77,7 +77,7 @@ class MoE(nn.Module):
 class Reorder(torch.autograd.Function):
     """
     Select row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of
-    `order`. The forward pass of PyTorch's index_select is the same, but the backward pass adds up rows one by
+    `order`. The forward pass of PyTorch's index_select is the same, but its backward pass adds up rows one by
     one.
     """
 
@@ -157,7 +157,7 @@ def has_grouped_kernel(device_type: str) -> bool:
     Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
     counterparts it is a loop, for which the host waits in each matmul (torch 2.13).
     """
-    # torch.compile takes properties for constants, unlike get_device_capability
+    # torch.compile treats properties as constants, unlike get_device_capability
     return device_type != "cuda" or torch.cuda.get_device_properties().major in (9, 10)
 
 
@@ -169,7 +169,7 @@ BLOCKS_PER_EXPERT = 2
 def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     Divide N rows, sorted by expert, into blocks of equal size, each for one expert and padded with zeros.
-    There are as many blocks as any `counts` (E,) can need: no shape depends on the counts.
+    There are as many blocks as any `counts` (E,) can need, so that no shape depends on the counts.
 
     Returns:
         the place of each row in the blocks (N,), the expert of each block (blocks,), and the rows of a block.
@@ -190,7 +190,7 @@ def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
 class BlockMatmul(torch.autograd.Function):
     """
     grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`: x (N, in), weight (E, out, in) ->
-    (N, out). There is at most half as much additional arithmetic.
+    (N, out). The zeros add at most half as much arithmetic.
     """
 
     @staticmethod

@@ -135,7 +135,7 @@ def load(name: str) -> "PreTrainedModel":
         )
     except Exception as e:  # transformers, safetensors and the network raise many types
         raise ValueError(f"cannot load {name!r} with transformers: {reason_of(name, e)}") from e
-    # transformers initializes weights randomly that are missing or of a different shape
+    # transformers randomly initializes weights that are missing or of a different shape
     if report["missing_keys"]:
         raise ValueError(
             f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing"
@@ -148,7 +148,7 @@ def load(name: str) -> "PreTrainedModel":
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise ValueError if a folder contains an adapter of PEFT, such as LoRA, which is no model by itself."""
+    """Raise ValueError if a folder contains a PEFT adapter, such as LoRA, which is not a model by itself."""
     if (folder / "adapter_config.json").exists():
         merge = f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
         command = f'python -c "from peft import *; {merge}.save_pretrained({f"{folder}-merged"!r})"'

@@ -326,11 +326,11 @@ def causal_attention(
 
 def attention_backends(dropout: float, device: torch.device, grows: bool = False) -> AbstractContextManager:
     """
-    In the context, PyTorch chooses among the back ends that drop attention weights with this probability.
+    A context in which PyTorch chooses among the back ends that drop attention weights with this probability.
 
     On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. But cuDNN
-    rounds the probability to sixteenths: 0.1 becomes 0.125 or 0.0625. FlashAttention rounds to 1 / 256. And
-    cuDNN takes up to 0.4 s to plan each new length.
+    rounds the probability to sixteenths, so that 0.1 becomes 0.125 or 0.0625, whereas FlashAttention rounds
+    it to 1 / 256. Besides, cuDNN takes up to 0.4 s to plan each new length.
 
     Args:
         grows: whether each call has one more key than the one before.
@@ -345,8 +345,8 @@ class CPUHalfAttention(torch.autograd.Function):
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
     PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large blocks. The kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
-    queries attends to all keys up to its last position in one batched matmul. The probabilities, (T +
+    large blocks, so its forward and backward pass took 2 to 4 times as long. Here, each chunk of queries
+    attends to all keys up to its last position in one batched matmul. The probabilities, (T +
     HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept for the backward pass if the sequence is short
     or dropout needs them. Otherwise they are recomputed.
     """

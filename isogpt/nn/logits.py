@@ -1,4 +1,4 @@
-"""How far the logits of two computations of one model are apart."""
+"""How far apart the logits of two computations of one model are."""
 
 import torch
 from torch import Tensor

@@ -1,14 +1,14 @@
 """
 How tensor, expert and context parallelism attach to a model that does not know them.
 
-A plan is a table. Its rows name modules, how the parameters of these modules are divided over ranks, and what
-surrounds or takes the place of a module: a hook on its inputs, a hook on its outputs, or a different module
+A plan is a table. Each of its rows names modules, and says how their parameters are divided over ranks and
+what surrounds or replaces each module: a hook on its inputs, a hook on its outputs, or a different module
 with the same parameters. `attach` applies a plan in one loop. Functions that are not modules are those of
 model.Seams, which `replace_seams` exchanges.
 
-A plan of PyTorch's parallelize_module is a table, too, but makes parameters DTensors, divided in one piece.
-Here, q, k and v are stacked in one parameter and each is divided, and so are several experts. The forward and
-backward pass of a Linear with a DTensor take 0.4 ms more of a CPU (64 x 64, torch 2.13).
+PyTorch's parallelize_module takes a table, too, but turns each parameter into a DTensor, which it divides in
+one piece. Here, q, k and v are stacked in one parameter but divided separately, and so are experts. Besides,
+a DTensor costs a Linear 0.4 ms of a CPU in each forward and backward pass (64 x 64, torch 2.13).
 """
 
 import re
@@ -42,8 +42,8 @@ class Attachment:
         dim: the dimension along which the modules' parameters are divided. Parameters with fewer dimensions
             stay whole, such as the bias of a Linear whose columns are divided. None: all stay whole.
         sections: what is stacked along `dim`, see `Split`: maps (config, length) to the sections.
-        becomes: makes the module that takes the place: becomes(ranks, module). It holds the same parameters
-            under the same names.
+        becomes: makes the module that replaces it, with the same parameters under the same names:
+            becomes(ranks, module) -> module.
         inputs: a forward pre-hook that also gets the ranks: inputs(ranks, module, args) -> args.
         output: a forward hook that also gets the ranks: output(ranks, module, args, result) -> result.
     """
@@ -100,8 +100,8 @@ def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mes
 
 def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     """
-    Raise LayoutError if a module calls a function in place of the `known` one, which a way of dividing the
-    work replaces by what computes the same on several ranks.
+    Raise LayoutError if a module calls a different function than the `known` one, which a way of dividing the
+    work replaces by one that computes the same on several ranks.
     """
     for module_name, module in model.named_modules():
         used = getattr(module.seams, name) if hasattr(module, "seams") else known

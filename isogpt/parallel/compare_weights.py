@@ -59,9 +59,9 @@ def weight_differences(model: nn.Module, mesh: Mesh) -> str:
 
 def term_of_comparison(model: nn.Module, mesh: Mesh, checksums: dict[tuple, int]) -> int:
     """
-    Return this rank's term of a sum over all ranks that is a multiple of TERM if all holders of each
-    parameter have the same checksum, and else almost never is: holder i multiplies the checksum by a random
-    number for i less that for i + 1, which together are zero.
+    Return this rank's term of a sum over all ranks. The sum is a multiple of TERM if all holders of each
+    parameter have the same checksum, and almost never otherwise: holder i multiplies its checksum by a random
+    number for i minus that for i + 1, and these differences add up to zero.
     """
     params, term = dict(model.named_parameters()), 0
     for key, checksum in checksums.items():
@@ -85,7 +85,7 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
     Return the first digits of the SHA-256 of the weights, the same on any layout (all ranks). It is the
     digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
     """
-    if is_pretended():  # the other ranks' weights are not known, and in a dry run perhaps none
+    if is_pretended():  # the other ranks' weights are not known, and in a dry run perhaps no weights are
         return ""
     number, copies = mesh.loss.index, mesh.loss.size
     shards = mesh.shards.group
@@ -95,7 +95,7 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
             continue
         whole = whole_tensors([part], shards, next(model.parameters()).device)  # (1, *shape)
         if i % copies == number:
-            whole = whole.add_(0.0)  # -0 becomes 0, as the sum over the shards makes it
+            whole = whole.add_(0.0)  # -0 becomes 0, as in the sum over shards
             mine[name] = hashlib.sha256(whole.cpu().numpy()).hexdigest()
     digests = {name: digest for theirs in gather_objects(mine) for name, digest in theirs.items()}
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))

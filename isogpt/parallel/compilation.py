@@ -17,9 +17,10 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     uncompiled on a CPU, where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial
     compilation fails on any rank, for instance because there is no C compiler.
 
-    FSDP and divided models are compiled by block. So are all layouts with exact, whose compiled parts must be
-    the same. With cuda_graphs, the kernels of a forward or backward pass are recorded in a CUDA graph and
-    launched together; gradients must be allocated before, see data_parallel.allocate_gradients.
+    With FSDP, and where ranks divide the model, each block is compiled separately. So it is in all layouts
+    with exact, because they must compile the same parts. With cuda_graphs, the kernels of a forward or
+    backward pass are recorded in a CUDA graph and launched together; gradients must be allocated beforehand,
+    see data_parallel.allocate_gradients.
 
     Returns:
         A sentence for the user about what was done.
@@ -55,11 +56,11 @@ def trial_compilation(device: torch.device) -> str:
 
 def compile_generation(model: nn.Module, device: torch.device, splits_model: bool) -> str:
     """
-    Let the model generate in compiled steps (all ranks), whose kernels one CUDA graph launches. The host then
-    neither launches kernels one by one nor waits for a token.
+    Let the model generate in compiled steps (all ranks). One CUDA graph launches the kernels of a step, so
+    that the host neither launches them one by one nor waits for a token.
 
     Args:
-        splits_model: several ranks divide the model, which is not compiled.
+        splits_model: whether several ranks divide the model, which is then not compiled.
 
     Returns:
         '', or the reason why the model generates without compiled steps.
@@ -82,15 +83,15 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
-    # not the loss of tensor parallelism, which communicates; warning: nor a partial of summed_loss
+    # neither the loss of tensor parallelism, which communicates, nor (beware) a partial of summed_loss
     if by_block and model.seams.loss is summed_loss:
         replace_seams(model, loss=torch.compile(summed_loss, dynamic=False, **options))
 
 
 def is_compiled(model: nn.Module) -> bool:
     """
-    Whether `compile_model` has compiled the model: on a GPU, with the setting, where compilation works. What
-    else a step computes with many small kernels is compiled as well then.
+    Whether `compile_model` has compiled the model, which needs a GPU, the setting, and a compiler that works.
+    If so, whatever else a step computes with many small kernels is compiled as well.
     """
     return any(module._compiled_call_impl is not None for module in model.modules())
 

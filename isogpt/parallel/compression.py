@@ -1,11 +1,11 @@
 """
-Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their
+Gradient compression: data-parallel ranks on a slow network send each other fewer bytes to average their
 gradients.
 
 fp16, bf16 and PowerSGD are hooks of DistributedDataParallel that torch offers. The other kinds use error
-feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): the compression error of a rank's
-gradient is added to the rank's next gradient. torch's own feedback of PowerSGD is not used, since it is by
-bucket: errors by parameter can be resumed on a different layout.
+feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): each rank adds the compression error
+of its gradient to its next gradient. The error feedback of torch's PowerSGD is not used, because it keeps
+errors by bucket, whereas errors by parameter can be resumed on a different layout.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Bucket:
             yield from grad.split(grad.size(1)) if is_stack else [grad]
 
     def index(self) -> str:
-        """A name in place of DDP's number, with the sizes: other versions may cut buckets differently."""
+        """A name in place of DDP's number; it contains the sizes, as other versions may cut other buckets."""
         columns = sum(matrix.size(-1) for matrix in self.gradients())
         return f"{self.name}:{len(self.flat)}:{columns}"
 
@@ -102,8 +102,7 @@ class Compression:
     @torch.no_grad()
     def average(self, bucket: Bucket, group: ProcessGroup) -> None:
         """
-        Replace a bucket of gradients by the mean over the group, as far as it was sent (all ranks of the
-        group).
+        Replace a bucket of gradients by what was sent of its mean over the group (all ranks of the group).
         """
         flat = bucket.flat
         if self.kind in HALF_HOOKS:
@@ -136,7 +135,7 @@ class Compression:
 
     def error_of(self, p: nn.Parameter) -> Tensor:
         """
-        Return the compression error of this rank's gradient of a parameter; a DTensor if the parameter is.
+        Return the compression error of this rank's gradient of a parameter: a DTensor if the parameter is.
         """
         if p not in self.errors:
             self.errors[p] = torch.zeros_like(p, requires_grad=False)
@@ -147,15 +146,15 @@ class Compression:
         self.errors.clear()
         for factors in self.factors.values():
             factors.clear()
-        self.powersgd.rng.seed(0)  # new factors equal those of a run that was just started or resumed
+        self.powersgd.rng.seed(0)  # so that new factors equal those of a run that has just started or resumed
 
     def restart(self, step: int, saved: dict[str, torch.Size]) -> None:
         """
         Start without errors before a step.
 
         Args:
-            saved: the names (see state.flat) and shapes in a checkpoint; makes room for PowerSGD's
-                factors.
+            saved: the names (see state.flat) and shapes in a checkpoint. Memory is allocated for PowerSGD's
+                factors among them.
         """
         self.forget()
         self.powersgd.iter = step
@@ -166,13 +165,13 @@ class Compression:
                 self.factors[letter][bucket] = torch.empty(shape, device=self.device)
 
     def name_of_factors(self) -> str:
-        """The name in a checkpoint of this rank's factors, whose order in a bucket only torch knows."""
+        """The name of this rank's factors in a checkpoint; only torch knows their order in a bucket."""
         return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
-        Return the errors by parameter name and PowerSGD's factors. An error is a row of a stack, with the
-        errors of all ranks that hold the same part of the parameter.
+        Return the errors by parameter name, and PowerSGD's factors. Errors of all ranks that hold the same
+        part of a parameter are stacked, and this rank's error is a row of the stack.
         """
         if self.kind in HALF_HOOKS:
             return {}
@@ -186,7 +185,7 @@ class Compression:
                 and p is getattr(model.lm_head, "weight", None)
                 and model.config.tied
             )
-            # wte and the head, tied on different ranks, have separate errors
+            # wte and the head have separate errors if they are tied but on different ranks
             key = "error_of_head" if is_second else "error"
             part = local_part_of(self.error_of(p), splits_of(p))
             parts[name] = {key: part.in_row(holders.index, holders.size)}
@@ -227,7 +226,7 @@ def int8_mean(
 ) -> tuple[Tensor, Tensor]:
     """
     Return the mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
-    Each rank receives a share of all tensors, computes the mean, and sends the mean to all ranks.
+    Each rank receives one share of every rank's tensor, averages these, and sends the mean to all ranks.
 
     Returns:
         (the mean, the compression error of this rank's tensor; for this rank's share, the compression error
@@ -250,8 +249,8 @@ def int8_mean(
 
 def encode(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
-    Encode rows of numbers as int8, in blocks with a float32 scale, rounded up or down at random so that the
-    expected value stays (Alistarh et al. 2017, arXiv:1610.02132).
+    Encode rows of numbers as int8, in blocks that share a float32 scale. Numbers are rounded up or down at
+    random, so that their expected values stay the same (Alistarh et al. 2017, arXiv:1610.02132).
 
     Args:
         x: (rows, elements), the elements a multiple of INT8_BLOCK.

@@ -91,15 +91,15 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
     Compute the attention of the last T of S positions: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
 
     Args:
-        mask: see `last_rows_mask`; None: compute in float32. With a mask, some gradients in bfloat16 were
-            several times too large on a CPU (torch 2.13).
+        mask: see `last_rows_mask`. None: compute in float32, since on a CPU some bfloat16 gradients were
+            several times too large with a mask (torch 2.13).
     """
     T, S, dtype = q.size(1), k.size(1), q.dtype
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)
     if mask is None:
         q, k, v = (t.float() for t in (q, k, v))
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    with attention_backends(dropout, q.device):  # the mask of the first chunk leaves the choice to PyTorch
+    with attention_backends(dropout, q.device):  # PyTorch chooses for the first chunk's mask
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2).flatten(2).to(dtype)
 

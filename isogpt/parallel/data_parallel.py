@@ -22,10 +22,10 @@ from isogpt.parallel.plan import LayoutError, Plan
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
     """
     Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered
-    when it is needed; embeddings, the tied head and the last norm form the root unit. With zero 2 the
-    gathered parameters stay until the backward pass is done. The same holds in a pipeline whose schedule
-    delays gradients of weights. Blocks compute in the plan's dtype; weights and the reduction of gradients
-    are float32. With grad_compression or exact, fully_shard does not average gradients over dp_replicate.
+    when it is needed; embeddings, the tied head and the last norm form the root unit. With zero 2, or in a
+    pipeline whose schedule delays gradients of weights, gathered parameters stay until the backward pass is
+    done. Blocks compute in the plan's dtype, whereas weights and the reduction of gradients are float32. With
+    grad_compression or exact, fully_shard does not average gradients over dp_replicate.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -58,15 +58,14 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
         block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
-        # the head in the last stage can be tied to wte in the first stage, which comes first, on the same
-        # rank
+        # the last stage's head can be tied to wte in the first stage on the same rank, which has sharded it
         done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
 
 
 def shared_parameter(model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> str:
     """
-    Return the name of a parameter in a module that a module of a different part shares; "" if none is shared.
+    Return the name of a parameter that modules of different parts share; "" if they share none.
     """
     part_of = {}
     for number, modules in enumerate(parts):
@@ -82,7 +81,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a forward pass without a backward pass; does nothing without FSDP."""
+    """Free gathered parameters after a forward pass without a backward pass; do nothing without FSDP."""
     for unit in fsdp_units(model):
         unit.reshard()
 
@@ -90,7 +89,7 @@ def reshard(model: nn.Module) -> None:
 @contextmanager
 @torch.no_grad()
 def kept_weights(model: nn.Module) -> Iterator[None]:
-    """In the block, the weights may be changed; then they are the same bits as before."""
+    """A context in which the weights may be changed; on leaving it, they are what they were, to the bit."""
     reshard(model)
     kept = [local(p).clone() for p in model.parameters()]
     try:
@@ -112,7 +111,7 @@ def allocate_gradients(
 ) -> bool:
     """
     Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
-    whether there are such gradients, which must be set to zero after a step and not to None.
+    whether there are such gradients: after a step, they must be set to zero instead of None.
 
     DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
     three or more ranks a different order of summation gives different bits. Without one discarded forward and
@@ -120,15 +119,15 @@ def allocate_gradients(
     called exactly as in a step, so that torch.compile does not compile a second graph.
 
     With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
-    graph's next run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd
-    adds the output.
+    graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd adds
+    the output to it.
 
     Args:
         passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
     """
     if isinstance(model, DistributedDataParallel):
         # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
-        # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
+        # (torch 2.13). Only torch.compile still reads the attribute, since DDP has made its buckets.
         model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         for _ in range(passes):
             with autocast:
@@ -143,7 +142,7 @@ def allocate_gradients(
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in lists of at most this size. A larger tensor is in a list of its own."""
+    """Yield the tensors in order, in lists of at most this size; a larger tensor is alone in its list."""
     bucket, size = [], 0
     for t in tensors:
         if bucket and size + t.nbytes > bucket_bytes:

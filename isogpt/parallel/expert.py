@@ -32,7 +32,7 @@ def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, cou
     counts_here = torch.empty_like(counts)  # rows for this rank's experts, from each rank
     dist.all_to_all_single(counts_here, counts, group=group)
     counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
-    if is_pretended():  # what a dry run's other ranks route is not known
+    if is_pretended():  # a dry run does not know what the other ranks route
         sent = received = even_parts(len(x), ranks)
         counts_here = torch.tensor([even_parts(n, counts_here.size(1)) for n in received])
     else:  # the copy waits for a GPU
@@ -55,7 +55,7 @@ PLAN = (Attachment(r"transformer\.h\.\d+\.mlp\.experts\.c_\w+", dim=0),)
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank's experts of a model on the meta device, in place (all ranks)."""
+    """Keep only this rank's experts in a model on the meta device, in place (all ranks)."""
     attach(model, PLAN, mesh, "ep", ranks=None)
     replace_seams(model, experts=partial(exchange_tokens, mesh.group("ep")))
     # complete_gradients reduces the experts' gradients, over fewer ranks than DDP

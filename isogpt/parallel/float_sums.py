@@ -29,8 +29,8 @@ class FloatSums:
     them do nothing here, since autograd, DDP and FSDP add the gradients.
 
     Attributes:
-        loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
-            mean over the ranks of an island is the mean over the island's tokens.
+        loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number, so that
+            its mean over the ranks of an island is the mean over the island's tokens.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
         keeps_memory: whether gradients stay where they are, so that DDP or CUDA graphs find them.
     """
@@ -73,10 +73,10 @@ class FloatSums:
         clear_gradients([*chain(*self.by_replica_count.values())], self.keeps_memory)
 
     def start_micro_batch(self, micro_step: int) -> None:
-        """Nothing: no sum depends on the number of the micro-batch."""
+        """Do nothing, since no sum depends on the number of the micro-batch."""
 
     def add_gradients(self, module: nn.Module | None = None) -> None:
-        """Nothing: autograd adds to the gradients."""
+        """Do nothing, since autograd adds to the gradients."""
 
     def loss_term(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss as a term of the step's loss."""
@@ -85,8 +85,8 @@ class FloatSums:
     @contextmanager
     def micro_batch(self, micro_step: int) -> Iterator[None]:
         """
-        The context of a micro-batch's forward and backward pass, which reduces gradients over the ranks in
-        the last micro-batch, or with FSDP in each, as grad_sync says.
+        The context of a micro-batch's forward and backward pass. Gradients are reduced over the ranks in the
+        last micro-batch or, with FSDP, in each, as grad_sync says.
         """
         is_last = micro_step == self.share.micro_steps - 1
         if self.reduces_always or (is_last and self.plan.grad_sync != "never"):

@@ -63,8 +63,8 @@ def complete_gradients(
 
 def average(params: list[nn.Parameter], ranks: Role, compression: "Compression | None", name: str) -> None:
     """
-    Replace gradients by the mean over these ranks (all of these ranks); `name` is what compression calls
-    their buckets in checkpoints.
+    Replace gradients by their mean over these ranks (all of them); `name` is what compression calls their
+    buckets in checkpoints.
     """
     group = ranks.group
     if not (group and params):
@@ -79,7 +79,7 @@ def average(params: list[nn.Parameter], ranks: Role, compression: "Compression |
 
 def is_tied_over_ranks(model: nn.Module) -> bool:
     """
-    Whether this rank of a pipeline holds one of wte and the head, tied to the other on a different rank.
+    Whether this rank of a pipeline holds one of wte and the head, and a different rank the other, tied to it.
     """
     has_first, has_last = (any(getattr(s, name) for s in model.stages) for name in ("is_first", "is_last"))
     return model.config.tied and has_first != has_last
@@ -88,7 +88,7 @@ def is_tied_over_ranks(model: nn.Module) -> bool:
 def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """
     Group this rank's parameters by the number of ranks that hold the same part. Islands count as well,
-    although their gradients differ: so the squared norm is the mean over the islands.
+    although their gradients differ, so that the squared norm is the mean over the islands.
     """
     groups = defaultdict(list)
     for p in model.parameters():
@@ -106,7 +106,7 @@ def clear_gradients(params: list[nn.Parameter], keeps_memory: bool) -> None:
     gradient to zero with a separate kernel.
     """
     if keeps_memory:
-        if grads := [local(p.grad) for p in params if p.grad is not None]:  # none, if all are frozen
+        if grads := [local(p.grad) for p in params if p.grad is not None]:  # none if all are frozen
             torch._foreach_zero_(grads)
         return
     for p in params:

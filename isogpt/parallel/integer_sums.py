@@ -1,9 +1,9 @@
 """
-The same bits on any number of processes, the setting `exact`: sums without an order.
+The setting `exact`: sums that do not depend on an order, for the same bits on any number of processes.
 
 A sum of floating-point numbers depends on the order of the terms, and the order depends on the layout. Here
 each micro-batch is computed by one rank, with the same kernels on any rank, and the micro-batch's gradient is
-rounded to multiples of UNIT. The multiples are added as 64-bit integers. Integer addition has no order.
+rounded to multiples of UNIT. These are added as 64-bit integers, whose sum is the same in any order.
 
 Gradients of a micro-batch arrive as flat tensors:
 - the buckets of DistributedDataParallel (zero 0 and 1), which a hook reduces during the last micro-batch's
@@ -32,8 +32,8 @@ from isogpt.parallel.mesh import Mesh, Role
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
 
-# What a gradient is rounded to. float32 numbers above 2^-27 (7e-9) are multiples of it: these are not
-# rounded.
+# What a gradient is rounded to. float32 numbers above 2^-27 (7e-9) are multiples of it, so they stay as they
+# are.
 UNIT = 2.0**-50
 # The integers of all micro-batches must add up to less than this, so that no partial sum overflows: in any
 # order, an element of the gradient can reach 2^12.
@@ -44,11 +44,11 @@ LOSS_UNIT = 2.0**-32  # of a mean over the tokens of a step
 TOKENS_UNIT = 2.0**-20  # of a sum over tokens
 COARSE_UNIT, FINE_UNIT = 2.0**-6, 2.0**-42  # parts of the squared norm, which reaches 2^47 in coarse units
 # Elements that are converted at once: by each thread of a CPU, whose cache holds intermediate results of this
-# size; on a GPU, where these results take little memory; and by compiled code, which has none. The gradients
-# of small parameters are concatenated up to this size.
+# size; on a GPU, where these results take little memory; and by compiled code, which has no such results. The
+# gradients of small parameters are concatenated up to this size.
 CHUNK, GPU_CHUNK, COMPILED_CHUNK = 2**15, 2**22, 2**27
-# Compiled code reduces rows of this length, and then the results: only so is what it reduces also converted
-# by the same kernel. Most parameters consist of whole rows.
+# Compiled code reduces rows of this length, and then the results, because only then does one kernel convert
+# numbers and reduce them. Most parameters consist of whole rows.
 ROW = 256
 
 
@@ -64,10 +64,10 @@ def rounded(x: Tensor, unit: float) -> Tensor:
 def add_rounded(totals: Tensor, values: Tensor, factor: Tensor, largest: float, is_first: bool) -> Tensor:
     """
     Add `values` times `factor`, rounded to integers, to the int64 `totals` of equal shape, in place. Returns
-    whether no integer is larger than `largest`, or NaN: ().
+    a bool tensor (): whether no integer is larger than `largest` and none is NaN.
 
     Args:
-        is_first: totals contain nothing yet.
+        is_first: whether totals contain nothing yet.
     """
     scaled = values * factor
     fit = scaled.abs().amax(-1).amax() <= largest  # False for NaN
@@ -100,13 +100,13 @@ def squares_of(values: Tensor) -> Tensor:
 class Conversions:
     """
     Conversions of flat tensors: of gradients to integers, of sums to gradients, and of gradients to a squared
-    norm. Their bits are the same for any division into chunks, and compiled: factors are powers of two,
-    integers are added, and all other sums and products are exact.
+    norm. Their bits are the same for any division into chunks, compiled or not, because factors are powers of
+    two, integers are added, and all other sums and products are exact.
 
     Args:
         chunk: how many elements are converted at once.
-        compiled: compiled forms of the functions above, if there are any. On a GPU they read and write each
-            element once, and not with each of some ten operators.
+        compiled: compiled forms of the functions above, if there are any. On a GPU, they read and write each
+            element once, instead of once in each of some ten operators.
     """
 
     chunk: int
@@ -151,7 +151,7 @@ def conversions_for(device: torch.device, compiles: bool = False) -> Conversions
     """Conversions that suit a device, compiled or with PyTorch's operators."""
     if not compiles:
         return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
-    # a kernel for the first length, and one for all others: DDP's buckets and FSDP's units have many
+    # a kernel for the first length, and one for all others, since DDP's buckets and FSDP's units have many
     functions = (add_rounded, write_sums, squares_of)
     return Conversions(COMPILED_CHUNK, {function: torch.compile(function) for function in functions})
 
@@ -164,7 +164,7 @@ def concatenated(tensors: list[Tensor]) -> Tensor:
 def in_groups(module: nn.Module, elements: int) -> list[list[nn.Parameter]]:
     """
     Divide a module's trained parameters into lists of at most this many elements on this rank. A larger
-    parameter is in a list of its own.
+    parameter is alone in its list.
     """
     params = iter([p for p in module.parameters() if p.requires_grad])
     parts = [local(p.detach()) for p in module.parameters() if p.requires_grad]
@@ -172,7 +172,7 @@ def in_groups(module: nn.Module, elements: int) -> list[list[nn.Parameter]]:
 
 
 def share_of(flat: Tensor, ranks: Role) -> Tensor:
-    """This rank's share of a flat tensor that all these ranks hold: whole rows, but for the last share."""
+    """This rank's share of a flat tensor that all these ranks hold: whole rows, except in the last share."""
     size = ceil(len(flat) / (ranks.size * ROW)) * ROW
     return flat[size * ranks.index : size * (ranks.index + 1)]
 
@@ -201,7 +201,7 @@ class ExactSums:
     keeps_memory: bool = field(init=False, default=False)  # see FloatSums
     # int64 sums, by the address of a bucket, FSDP's unit, or the first parameter of a group
     totals: dict[Hashable, Tensor] = field(default_factory=dict)
-    # whether this rank's terms of a sum did fit, of the sums to which it has added in this step
+    # for each sum to which this rank has added in this step, whether its terms did fit
     fits: dict[Hashable, Tensor] = field(default_factory=dict)
     buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
     flat: list[Tensor] = field(default_factory=list)  # the step's gradients of groups
@@ -217,7 +217,7 @@ class ExactSums:
         self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
         self.loss_weight = self.mesh.data_size
         self.group = self.mesh.replicas.group  # the ranks with the same parameters
-        # of a micro-batch's integers; the number of micro-batches does not depend on the layout
+        # limit of a micro-batch's integers; the number of micro-batches does not depend on the layout
         self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
         self.reduces_shards = self.mesh.shards.size > 1
         for unit in fsdp_units(self.model) if self.reduces_shards else ():
@@ -276,8 +276,8 @@ class ExactSums:
     @torch.no_grad()
     def add_gradients(self, module: nn.Module | None = None) -> None:
         """
-        Add the gradients that a backward pass has left on this rank, of all parameters or of a module's.
-        Nothing is left by FSDP, and by DDP's last micro-batch.
+        Add the gradients that a backward pass has left on this rank, of all parameters or of a module's. FSDP
+        leaves none, and neither does DDP in the last micro-batch.
         """
         if self.model.config.n_expert and not self.is_padding:
             self.routing += rounded(self.model.routing, TOKENS_UNIT)
@@ -299,11 +299,11 @@ class ExactSums:
         is_first = key not in self.fits
         if not self.is_padding:
             self.add_terms(key, self.totals[key], values, is_first)
-        elif is_first:  # a rank that computes nothing else in this step: padding comes last
+        elif is_first:  # padding comes last, so the rank computes nothing else in this step
             self.totals[key].zero_()
 
     def add_terms(self, key: Hashable, total: Tensor, values: Tensor, is_first: bool) -> None:
-        """Add values to integers, and note whether they can be added: they are finite and small enough."""
+        """Add values to integers, and note whether they fit, which they do if finite and small enough."""
         if values.numel():
             how = dict(factor=self.to_units, largest=self.largest, is_first=is_first)
             fit = self.conversions.add(total, values, **how)

@@ -35,7 +35,7 @@ class Role:
 
     @property
     def size(self) -> int:
-        """How many ranks these are, with this rank."""
+        """How many ranks these are, including this rank."""
         return self.mesh.size(*self.axes)
 
     @property
@@ -107,7 +107,7 @@ class Mesh:
 
     @property
     def same_tokens(self) -> Role:
-        """Ranks that read the same tokens, and so all know the loss of these."""
+        """Ranks that read the same tokens, and therefore all know their loss."""
         return Role(self, ("pp", "tp"))
 
     @property
@@ -136,7 +136,7 @@ class Mesh:
         return Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
 
     def holders(self, p: Tensor) -> Role:
-        """Ranks that hold the same part of a parameter; islands hold it with values of their own."""
+        """Ranks that hold the same part of a parameter, with different values on different islands."""
         return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)
 
     @property
@@ -151,9 +151,9 @@ class Mesh:
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
-        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late chunk.
-        Chunk i attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and
-        none waits.
+        Which of a sequence's 2 cp chunks rank `index` of a cp group holds: an early and a late one. Chunk i
+        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none
+        waits.
         """
         return index, 2 * self.cp - 1 - index
 
@@ -189,7 +189,7 @@ class Mesh:
 
     def limit(self, group: ProcessGroup) -> None:
         """
-        Set a group's timeout to the mesh's. A new group uses the backend's timeout, up to half an hour.
+        Set a group's timeout to the mesh's, because a new group uses the backend's, up to half an hour.
         """
         _set_pg_timeout(collectives_timeout(self.timeout_s, str(get_backend_config(group))), group)
 
@@ -227,9 +227,9 @@ class Mesh:
 
 def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     """
-    Make the mesh of a plan, for one of its ranks. The ranks that pp, cp and tp leave divide the batch. Within
-    an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3 shard them; ep
-    divides experts.
+    Make the mesh of a plan, for one of its ranks. The batch is divided over the ranks that pp, cp and tp
+    leave. Within an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3
+    shard them, and ep divides experts.
     """
     degrees = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
     replicate, shard = plan.world_size // prod(degrees.values()), 1

@@ -1,5 +1,5 @@
 """
-Steps that distribute a model that does not know of processes. train.py calls them in the order that works.
+The steps that distribute a model which knows nothing of processes. train.py calls them in the right order.
 
 The model is on the meta device until `materialize`, so that no rank ever holds a model that is larger than
 its memory.
@@ -22,8 +22,8 @@ def split_model(
     model: nn.Module, mesh: Mesh, pp_schedule: str, device: torch.device, splits_sequence: bool = True
 ) -> dict[str, Splits]:
     """
-    Leave this rank's layers and experts, its part of each matrix and its part of each sequence, of a model on
-    the meta device, with pp, ep, tp and cp. Nothing changes where these are 1.
+    Keep only what this rank computes of a model on the meta device: its layers with pp, its experts with ep,
+    its part of each matrix with tp, and of each sequence with cp. Degrees of 1 change nothing.
 
     Returns:
         How each parameter was split, for `materialize`, since fully_shard replaces parameters.
@@ -48,7 +48,7 @@ def split_model(
 def make_pipeline(
     model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan, splits_sequence: bool = True
 ) -> Pipeline | None:
-    """Make what calls a model from `split_model` whose layers are divided; None if pp is 1."""
+    """Make the pipeline that calls a model from `split_model` whose layers are divided; None if pp is 1."""
     if mesh.pp == 1:
         return None
     return Pipeline(
@@ -59,7 +59,7 @@ def make_pipeline(
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:
     """
     Allocate memory for this rank's parts of a model on the meta device. The values of parameters are
-    undefined, those of buffers are the model's. Modules share the parameters that they shared.
+    undefined, those of buffers are the model's. Modules that shared a parameter still share it.
 
     Args:
         splits: what `split_model` returned.
@@ -86,8 +86,8 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
 
 def check_what_is_lost(model: nn.Module) -> None:
     """
-    Raise LayoutError for what the modules of model.py hold that `materialize` does not allocate: tensors and
-    modules that PyTorch does not know, and hooks of parameters.
+    Raise LayoutError if the modules of model.py hold something that `materialize` does not allocate: tensors
+    or modules that PyTorch does not know, or hooks of parameters.
     """
     modules = {*model.modules()}
     for path, module in model.named_modules():
@@ -109,7 +109,7 @@ def check_what_is_lost(model: nn.Module) -> None:
         for name, p in module.named_parameters(recurse=False):
             if p._backward_hooks:
                 raise LayoutError(
-                    f"a hook of {path}.{name} in model.py is lost where the model is allocated: use a hook "
+                    f"a hook of {path}.{name} in model.py is lost when the model is allocated: use a hook "
                     "of a module, or change what forward computes"
                 )
 
@@ -127,7 +127,7 @@ def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Ten
     """
     Return the routers' statistics since the last logged step, over all ranks and divided by the number of
     tokens (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged.
-    A copy from a GPU is only queued: it has arrived when numbers that are gathered later have arrived.
+    A copy from a GPU is only queued: it has arrived once numbers that are gathered later have arrived.
     """
     c = model.config
     if not c.n_expert or not is_logged:

@@ -63,7 +63,7 @@ def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
 def block_costs(counts: ModelCounts, block_size: int, n_embd: int) -> tuple[float, ...]:
     """
     Return the FLOPs of each block's forward pass for a token, the first block with what comes before it, the
-    last block with the final norm and the head. Attention's are a formula.
+    last block with the final norm and the head. Those of attention come from a formula.
     """
     costs = [2.0 * block.used + 2 * block_size * n_embd for block in counts.blocks]
     first, last = edges_of(0, 2, tied=False), edges_of(1, 2, tied=False)
@@ -84,7 +84,7 @@ def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
 
 
 def edges_of(stage: int, n: int, tied: bool) -> set[str]:
-    """The modules that one of n stages contains besides blocks; both ends contain a tied wte and head."""
+    """The modules that one of n stages contains besides blocks; a tied wte and head are at both ends."""
     names = {"wte", "wpe", "ln_0"} if stage == 0 else set()
     names |= {"ln_f", "lm_head"} if stage == n - 1 else set()
     return names | {"wte", "lm_head"} if tied and names else names
@@ -178,8 +178,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 class Pipeline(nn.Module):
     """
-    A model whose layers are divided over the ranks of a group, as it is called: this rank's stages and how
-    micro-batches pass through them.
+    What is called in place of a model whose layers are divided over the ranks of a group: this rank's stages,
+    and how micro-batches pass through them.
 
     Args:
         model: the model that `split_layers` has divided.

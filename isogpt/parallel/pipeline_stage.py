@@ -15,8 +15,8 @@ from isogpt.parallel.integer_sums import ExactSums
 
 class TimedStage(PipelineStage):
     """
-    A stage whose passes are timed, since the rest of a step is the bubble, and whose gradients of each
-    micro-batch are added to the step's sums.
+    A stage that times its passes, since the rest of a step is the bubble, and adds the gradients of each
+    micro-batch to the step's sums.
     """
 
     def __init__(

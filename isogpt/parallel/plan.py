@@ -1,6 +1,5 @@
 """
-The plan of a run: a record in which nothing is left open. speed/planner.py decides it, before anything is
-built.
+The plan of a run: a record in which nothing is left open. speed/planner.py makes it before anything is built.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -22,7 +21,7 @@ LAYOUT = ("zero", "dp_replicate", "tp", "pp", "pp_schedule", "cp", "ep", "activa
 
 
 class LayoutError(ValueError):
-    """The model and the layout do not fit: all ranks raise this, and one of them prints it."""
+    """The model and the layout do not fit each other: all ranks raise this, and one of them prints it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class Plan:
 
     def job(self) -> dict:
         """
-        What must be equal so that a choice recorded by an earlier attempt applies to this attempt. Such
+        What must be equal for a choice that an earlier attempt has recorded to apply to this one. Such
         choices are the smaller micro-batch after running out of memory, and the layout of --layout=auto.
         """
         without_effect = ("micro_batch", "outer_lr", "outer_momentum")

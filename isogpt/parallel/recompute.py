@@ -55,8 +55,8 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 def fits_schedule(mode: str, pp: int, pp_schedule: str) -> bool:
     """
-    Whether a pipeline's schedule allows this recomputation: what 'selective' has kept can be used once, and a
-    second backward pass finds nothing.
+    Whether a pipeline's schedule allows this recomputation: what 'selective' has kept can be used only once,
+    so a second backward pass would find nothing.
     """
     return mode != "selective" or pp == 1 or not splits_backward(pp_schedule)
 

@@ -92,8 +92,8 @@ def share_of(
     Return one rank's share: the same number of micro-steps and rows on every rank. There are as few
     micro-steps as batch_size allows, and then as few rows as possible. 48 sequences on 7 ranks at batch_size
     12 are one micro-step of 7 rows, one of which is padding. With a pipeline of `pp` ranks, the number of
-    micro-steps is a multiple of pp. With `speeds` of the data ranks that differ, rows are in proportion to
-    the speeds: see `divide_rows`.
+    micro-steps is a multiple of pp. If the `speeds` of the data ranks differ, rows are in proportion to them,
+    see `divide_rows`.
 
     The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
     speeds. So neither batch_size nor the number of ranks in an island changes what the island learns.
@@ -164,9 +164,9 @@ def divide_rows(
     sequences: int, speeds: tuple[float, ...], batch_size: int, least: int = 1
 ) -> tuple[int, tuple[int, ...]]:
     """
-    Return the fewest micro-steps for which no rank runs more than batch_size rows, and the rows of each rank.
-    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the speeds. 48
-    sequences for speeds 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    Return the fewest micro-steps for which no rank runs more than batch_size rows, but at least `least`, and
+    the rows of each rank, in proportion to the speeds, but at least 1. 48 sequences for speeds 2, 1 at
+    batch_size 12 are 3 micro-steps of 11 and 5 rows.
     """
     for micro_steps in count(max(least, quotient_up(sequences, batch_size * len(speeds)))):
         rows = rows_by_speed(quotient_up(sequences, micro_steps), speeds)
@@ -177,7 +177,7 @@ def divide_rows(
 def rows_by_speed(total: int, speeds: tuple[float, ...]) -> list[int]:
     """
     Divide the rows of a micro-step, of which each rank gets at least one. A micro-step takes as long as the
-    largest rows / speed: each row goes to the rank for which that becomes the smallest.
+    largest rows / speed, so each further row goes to the rank that would then have the smallest.
     """
     rows = [1] * len(speeds)
     times = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one more row
@@ -208,8 +208,8 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     else:
         return ""
     return (
-        f"{observation}: a step reads {share.sequences} sequences on any number of processes, for the same "
-        f"curve. {aim}, set --gradient_accumulation_steps={ranks * pp}. A step then reads "
+        f"{observation}: a step reads {share.sequences} sequences on any number of processes, so that the "
+        f"curve stays the same. {aim}, set --gradient_accumulation_steps={ranks * pp}. A step then reads "
         f"{ranks * pp * batch_size} sequences, which changes the curve"
     )
 

@@ -1,5 +1,5 @@
 """
-Communication of replicas over a slow network, as one object for train.py: compressed gradients, or weights.
+What replicas send over a slow network, compressed gradients or weights, as one object for train.py.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class SlowNetwork:
 
 
 def keeps_errors(grad_compression: str) -> bool:
-    """Whether a compression is lossy: its errors are added to the next gradients."""
+    """Whether a compression keeps its errors, which are added to the next gradients."""
     return grad_compression not in ("none", "fp16", "bf16")
 
 

@@ -41,7 +41,7 @@ class TensorRanks:
     vocab_size: int
 
     def whole_sequence(self, x: Tensor) -> Tensor:
-        """All positions of what each rank holds a part of: (B, T / tp, C) -> (B, T, C)."""
+        """All positions, of which each rank holds a part: (B, T / tp, C) -> (B, T, C)."""
         return Gather.apply(x, self.group) if self.splits_sequence else x
 
     def sum(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class TensorRanks:
 
     @property
     def longest(self) -> int:
-        """The number of token ids of each rank, of which the last rank can hold fewer."""
+        """The number of token ids that each rank holds; the last rank can hold fewer."""
         return ceil(self.vocab_size / self.count)
 
 
@@ -110,7 +110,7 @@ def whole_sequence(ranks: TensorRanks, layer: nn.Module, args: tuple) -> tuple:
 
 
 def sum_of_experts(ranks: TensorRanks, dropout: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """The experts' weighted sum, of whose hidden features each rank has added some, goes into the dropout."""
+    """Before the dropout, add the ranks' weighted sums of experts, each over some of the hidden features."""
     (y,) = args
     return (ranks.sum(y),)
 
@@ -138,8 +138,8 @@ def vocabulary_parallel_loss(
     ranks: TensorRanks, x: Tensor, weight: Tensor, targets: Tensor, cap: float
 ) -> Tensor:
     """
-    Compute summed_loss on (B, T / tp, C), with each rank's logits of a part of the vocabulary; equal on all
-    ranks.
+    Compute summed_loss on (B, T / tp, C); each rank computes the logits of a part of the vocabulary. The loss
+    is equal on all ranks.
     """
 
     def reduce(value: Tensor, op: str) -> None:
@@ -161,7 +161,7 @@ def features_of_experts(config: GPTConfig, length: int) -> tuple[int, ...]:
 
 ATTENTION, MLP = r"transformer\.h\.\d+\.attn", r"transformer\.h\.\d+\.mlp"
 # Column-parallel layers (rows of the weight, dimension 0) come before row-parallel layers (columns of the
-# weight, dimension 1). All parameters without a dimension here are on every rank.
+# weight, dimension 1). Parameters for which no dimension is given here are on every rank.
 PLAN = (
     Attachment(r"transformer\.wte", dim=0, becomes=VocabularyEmbedding),
     Attachment(r"transformer\.wpe", inputs=own_positions),

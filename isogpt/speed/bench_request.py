@@ -92,7 +92,7 @@ def problems_of_prediction(c: SimpleNamespace, cards: list[str]) -> list[str]:
     describes_card = c.device_memory_gb > 0 or c.device_tflops > 0
     if (c.devices or cards != ["this"]) and not predicts:
         problems.append(
-            "devices and hardware are to be predicted: set --plan=True; to measure N processes, set --nproc=N"
+            "devices and hardware are for predictions: set --plan=True; to measure N processes, set --nproc=N"
         )
     if (len(cards) > 1 or describes_card) and not c.plan:
         problems.append("several devices, device_memory_gb and device_tflops are for a plan: set --plan=True")

@@ -40,9 +40,9 @@ class Clock:
         clock.step()
 
     Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
-    CPU does not wait; elsewhere the CPU's time. `part` times a block that is not a lap.
+    CPU does not wait; elsewhere it is the CPU's time. `part` times a block that is not a lap.
 
-    A step takes the time from the one before to its `step_s`, without what stands between `pause` and
+    A step lasts from the end of the one before to its `step_s`, without what happens between `pause` and
     `start`: evaluations, checkpoints and samples.
 
     All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
@@ -76,7 +76,7 @@ class Clock:
         self.steps = deque(maxlen=1000)  # {part: ms} of each step
 
     def pause(self) -> None:
-        """What follows, until `start`, does not belong to a step."""
+        """Count nothing that follows as part of a step, until `start`."""
         if self.paused_at is None:
             self.paused_at = time.perf_counter()
 
@@ -145,9 +145,9 @@ class Clock:
 
     def find_waiting(self, last: nn.Parameter | None) -> None:
         """
-        Measure from here on in which share of a step this rank communicates or waits for other ranks, see
-        `waiting_share`. Not for layouts that communicate inside the forward and backward passes, except for
-        the average of gradients and the messages of a pipeline.
+        From here on, measure the share of a step in which this rank communicates or waits for other ranks,
+        see `waiting_share`. This is not for layouts that communicate inside the forward and backward passes,
+        unless they only average gradients or send a pipeline's messages.
 
         Args:
             last: the parameter whose gradient is the last that a backward pass computes; None with a
@@ -190,7 +190,7 @@ class Clock:
         return self.cpu.get(name, 0.0)
 
     def mark(self) -> Mark:
-        """Return the present."""
+        """Return the present point in time."""
         event = None
         if self.on_gpu:
             event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
@@ -226,7 +226,7 @@ class Clock:
         self.laps, self.spans, self.cpu = [], {}, {}
 
     def last(self, name: str) -> float:
-        """Return a part's milliseconds in the latest step whose times are known; 0 before."""
+        """Return a part's milliseconds in the latest step whose times are known; 0 if there is none."""
         return self.steps[-1].get(name, 0.0) if self.steps else 0.0
 
     def medians(self) -> dict[str, float]:

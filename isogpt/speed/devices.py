@@ -47,8 +47,8 @@ class Hardware:
             all-reduce's; more than 1 where the backend copies, as gloo does.
         overlap: the fraction of a collective's time that computation hides, while there is any: both use the
             same memory and processors. On a CPU it hides nothing.
-        fixed_gb: memory that a process takes before it allocates a model; on a GPU with what NCCL takes and
-            fragments.
+        fixed_gb: memory that a process takes before it allocates a model; on a GPU, this includes what NCCL
+            takes, and fragments.
     """
 
     memory_gb: float
@@ -187,7 +187,8 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
 
 def hardware_here(device: torch.device, dtype: str, nproc: int, local: Link | None = None) -> Hardware:
     """
-    Measure a large matmul and a copy on this machine, whose cores `nproc` processes share. The rest is usual.
+    Measure a large matmul and a copy on this machine, whose cores `nproc` processes share. Other figures are
+    the usual ones.
 
     Args:
         local: the link between its devices, if it was measured.
@@ -248,7 +249,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
         if gpu:
             return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), DATA_SHEET
     source = "measured matmul"
-    if is_emulated(dtype, device):  # the model's kernels convert to float32, a plain matmul takes seconds
+    if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
     try:
         return measured_matmul(device, dtype, START_BUDGET_S), source

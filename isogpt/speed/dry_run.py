@@ -1,6 +1,6 @@
 """
-Dry runs: train.py as one of so many ranks that are not there, see launch/pretended_ranks.py. It takes two
-steps; the second one's memory and collectives are counted, and printed beside the planner's prediction.
+Dry runs: train.py runs as one of many ranks, without the others, see launch/pretended_ranks.py. It takes two
+steps; the memory and collectives of the second are counted, and printed beside the planner's prediction.
 """
 
 import json
@@ -133,7 +133,7 @@ class MemoryCounter(TorchDispatchMode):
         self.sizes[key] = size
 
     def forget(self, key: int, _: weakref.ref) -> None:
-        """A storage was freed."""
+        """Note that a storage was freed."""
         self.total -= self.sizes.pop(key, 0)
         del self.references[key]
         self.resizable.discard(key)
@@ -294,7 +294,7 @@ def check(config: dict) -> None:
     """Raise ValueError if settings cannot be dry run."""
     ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
     if ranks == 1:
-        raise ValueError("dry_run_ranks is 1, but a dry run is of many ranks: set --dry_run_ranks=2 or more")
+        raise ValueError("dry_run_ranks is 1, but a dry run needs several: set --dry_run_ranks=2 or more")
     if rank >= ranks:
         raise ValueError(
             f"dry_run_rank is {rank}, but dry_run_ranks is {ranks}: set --dry_run_ranks={rank + 1} or more, "
@@ -308,7 +308,7 @@ def check(config: dict) -> None:
             "and the model's shape with --n_layer, --n_head and --n_embd"
         )
     if config["shares"] == "auto":
-        raise ValueError("shares 'auto' measures ranks, of which a dry run has one: set --shares=equal")
+        raise ValueError("shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal")
 
 
 def exit_at_once(number: int, _: object) -> None:
@@ -317,7 +317,7 @@ def exit_at_once(number: int, _: object) -> None:
 
 
 def is_prepared(config: dict) -> bool:
-    """Whether the data set is there. Raises ValueError if not, and the vocabulary is not known either."""
+    """Whether the data set is there. Raises ValueError if neither it nor the vocabulary's size is known."""
     try:
         find_sources(config["dataset"])
     except ValueError as e:
@@ -377,7 +377,8 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     share = share_of_plan(plan, mesh)
     yield f"\ndry run: rank {run.rank} of {run.ranks:,} ({degrees}), zero {plan.zero}, on a CPU with {kind}"
     tokens = plan.model_args["block_size"]
-    yield f"a step: {share.micro_steps:,} micro-batches of {share.rows} x {tokens:,} tokens on this rank"
+    count = f"{share.micro_steps:,} micro-batch{'es' if share.micro_steps > 1 else ''}"
+    yield f"a step: {count} of {share.rows} x {tokens:,} tokens on this rank"
 
     predicted = prediction(plan, mesh)
     kept = {"weights": counted.parameters, "gradients": counted.gradients, "optimizer": counted.optimizer}
@@ -409,7 +410,7 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
 
 
 def checkpoint_bytes(plan: Plan) -> float:
-    """About the bytes of the weights and the optimizer's moments in a checkpoint, of all ranks."""
+    """Roughly the bytes of the weights and the optimizer's moments in a checkpoint, over all ranks."""
     of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
     in_blocks = sum(block.parameters for block in plan.counts.blocks)
     return 4 * (plan.counts.parameters * (1 + of_others) - in_blocks * (of_others - of_blocks))

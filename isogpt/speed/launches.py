@@ -100,8 +100,8 @@ class Launches:
 
 def without_torchrun(errors: str) -> str:
     """
-    Return what train.py wrote to stderr, without torchrun's warnings before and torchrun's report of a
-    failure after.
+    Return what train.py wrote to stderr, without torchrun's warnings before it and its report of a failure
+    after it.
     """
     return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
 

@@ -1,6 +1,6 @@
 """
 The layouts that a number of devices allows, ranked by predicted speed: for `bench.py --plan` and
-`train.py --layout=auto`. A layout's setting that is not at the default, or that bench.py was given, is kept.
+`train.py --layout=auto`. Settings of the layout that differ from the defaults, or were typed, are kept.
 """
 
 from bisect import bisect_left
@@ -205,7 +205,7 @@ def typed(settings: dict) -> str:
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:
-    """Why a layout is slower than the best layout: the part that takes longer by the largest amount."""
+    """Why a layout is slower than the best layout: the part of a step that takes longest in comparison."""
     if prediction.problem:
         return prediction.problem
     if prediction.total_s < 1.001 * best.total_s:

@@ -201,7 +201,7 @@ def edges_on(counts: ModelCounts, stages: Sequence[int], n_stages: int, tied: bo
 def shard(plan: Plan, dense: float, experts: float) -> float:
     """
     Return how many of these parameters a rank's shard contains. Experts are divided by ep first, and then
-    over the ranks that hold the same experts: into as many shards in total.
+    over the ranks that hold the same experts, so there are as many shards in total.
     """
     shards = plan.world_size // (max(1, plan.islands) * plan.dp_replicate * plan.pp * plan.tp)
     return (dense + experts * plan.ep) / max(1, shards)
@@ -209,8 +209,8 @@ def shard(plan: Plan, dense: float, experts: float) -> float:
 
 def gathered(plan: Plan, part: RankPart) -> float:
     """
-    Return how many parameters ZeRO-3 has gathered at once: the root unit, which stays gathered, and the
-    blocks of which one computes while the others arrive.
+    Return how many parameters ZeRO-3 has gathered at once: those of the root unit, which stays gathered, of
+    the block that computes, and of the blocks that arrive meanwhile.
     """
     blocks = min(1 + plan.fsdp_prefetch, part.layers)
     return part.edges + blocks * (part.block + part.block_experts)

@@ -247,7 +247,7 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
 
 
 def compare_optimizers(trial: Trial) -> tuple[str, str]:
-    """Whether a step changes each parameter that has a gradient, and no other. Says what updates which."""
+    """Whether a step changes each parameter that has a gradient, and no other. Says what updates them."""
     model = trial.new_model()
     trial.whole_step(model, trial.micro_batches())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -284,7 +284,7 @@ def compare_export(trial: Trial) -> tuple[str, str]:
         except ValueError as e:
             return REFUSED, str(e)
     wrong = [name for name, p in model.state_dict().items() if not torch.equal(p, weights[name])]
-    return (DIFFERS, f"{wrong[0]} is different after the way back") if wrong else (HOLDS, "")
+    return (DIFFERS, f"{wrong[0]} is different after the conversion back") if wrong else (HOLDS, "")
 
 
 def compare_initial_values(trial: Trial) -> tuple[str, str]:
@@ -296,7 +296,7 @@ def compare_initial_values(trial: Trial) -> tuple[str, str]:
     materialize(model, CPU)
     init_weights(model, trial.draw)
     wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
-    return (DIFFERS, f"{wrong[0]} begins with other values") if wrong else (HOLDS, "")
+    return (DIFFERS, f"{wrong[0]} begins with different values") if wrong else (HOLDS, "")
 
 
 def compare_counts(trial: Trial) -> tuple[str, str]:
@@ -413,7 +413,7 @@ def results(request: Request, worker: str, launches: Launches) -> Iterator[Resul
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
         for process in processes:
-            process.kill()  # nothing, if it has ended
+            process.kill()  # does nothing if it has ended
         shown = {}
         path = attempt / "results.jsonl"
         for name, state, text in map(json.loads, path.read_text().splitlines() if path.exists() else []):

@@ -179,7 +179,7 @@ class Rings:
 
         Bytes move around a ring. Latency grows with the number of machines, or with its logarithm in trees
         (Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001), which NCCL uses for all-reduces. A ring over
-        several machines uses as many of a machine's links as the ring contains ranks on this machine.
+        several machines uses as many of a machine's links as it contains ranks on that machine.
 
         Args:
             size: bytes of all `count` collectives together.

@@ -47,7 +47,7 @@ class Table:
             console.print_result(self.row(run))
 
     def row(self, run: dict) -> str:
-        """Settings and figures, or why the launch failed. The speed-up is that over the first launch."""
+        """Settings and figures, or why the launch failed. The speed-up is relative to the first launch."""
         text = "".join(f"  {value!s:>{max(len(name), 9)}}" for name, value in run["point"].items())
         if "problem" in run:
             return f"{text}  failed: {run['problem']}"

@@ -12,7 +12,7 @@ import torch
 def memory_gb(device: torch.device) -> float:
     """
     Return the peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU it is the
-    resident set: what the process has allocated, and the code of libraries. 0 if the system does not tell.
+    resident set: what the process has allocated, and the code of libraries. 0 if the system gives no figure.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9

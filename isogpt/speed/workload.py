@@ -48,8 +48,8 @@ class Workload:
 
     Args:
         settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        typed: the same as the user's arguments set them.
-        kept: names of the layout's settings that these arguments set, at their defaults too.
+        typed: those that the user's arguments set.
+        kept: names of the layout's settings that these arguments set, even to their defaults.
         chosen: settings that bench.py chooses, without which train.py would train a different model.
         device: of this machine.
         processes: how many are launched.
@@ -89,8 +89,8 @@ class Workload:
             return self.settings
         if start not in GPT2:
             raise ValueError(
-                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know the shapes of "
-                f"{', '.join(GPT2)} only. For a different model, set --init_from=scratch, --n_layer, "
+                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know only the "
+                f"shapes of {', '.join(GPT2)}. For a different model, set --init_from=scratch, --n_layer, "
                 "--n_head and --n_embd"
             )
         shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
@@ -101,7 +101,7 @@ class Workload:
         Return the fields of the model's GPTConfig.
 
         Raises:
-            ValueError: the data set that tells the vocabulary is not prepared.
+            ValueError: the data set, from which the vocabulary's size is read, is not prepared.
         """
         settings = self.without_weights()
         vocab_size = settings["vocab_size"]
@@ -120,8 +120,8 @@ class Workload:
             machines: the number of islands if the setting islands is 0.
 
         Raises:
-            ValueError: the settings do not fit the devices, or the data set that tells the vocabulary is
-                not prepared.
+            ValueError: the settings do not fit the devices, or the data set, from which the vocabulary's size
+                is read, is not prepared.
         """
         micro_batches = {"gradient_accumulation_steps": self.micro_batches(world_size)}
         settings = self.without_weights() | micro_batches

@@ -12,7 +12,7 @@ class Limits(NamedTuple):
     notes: list[str]  # what a user should know
 
     def settings(self) -> dict:
-        """The settings of train.py that these limits are."""
+        """These limits, as settings of train.py."""
         return {"max_iters": self.max_iters, "lr_decay_iters": self.lr_decay_iters}
 
 
@@ -22,7 +22,7 @@ def limits_of(config: dict, train_tokens: int) -> Limits:
     place of max_iters and lr_decay_iters.
 
     Args:
-        train_tokens: of the training split, which are one epoch.
+        train_tokens: how many tokens the training split contains: one epoch.
     """
     tokens, of_what = config["max_tokens"], ""
     if config["max_epochs"]:
@@ -43,5 +43,5 @@ def limits_of(config: dict, train_tokens: int) -> Limits:
 
 
 def steps_of(tokens: float, tokens_per_step: int) -> int:
-    """The number of steps that is nearest to this many tokens, at least one."""
+    """The number of steps that comes closest to this many tokens, at least one."""
     return max(1, round(tokens / tokens_per_step))

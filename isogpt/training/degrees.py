@@ -18,7 +18,7 @@ def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
     Check that the degrees of parallelism divide the ranks and the model, and that both allow CUDA graphs.
 
     Args:
-        plan: whose model_args are empty if the model is not known yet.
+        plan: its model_args are empty if the model is not known yet.
         splits_sequence: whether cp and tp divide sequences of block_size tokens, as they do in training.
 
     Raises:
@@ -75,7 +75,7 @@ def problems_with_heads(plan: Plan) -> Iterator[str]:
 
 
 def problems_with_experts(plan: Plan) -> Iterator[str]:
-    """Each rank of an ep group holds as many experts, and a CUDA graph none."""
+    """Each rank of an ep group holds the same number of experts, and CUDA graphs allow none."""
     experts, ep = plan.model_args.get("n_expert", 0), plan.ep
     if plan.cuda_graphs and experts:
         yield "cuda_graphs is for models without experts: set --cuda_graphs=False"
@@ -87,7 +87,7 @@ def problems_with_experts(plan: Plan) -> Iterator[str]:
 
 
 def problems_with_stages(plan: Plan) -> Iterator[str]:
-    """Each stage of a pipeline contains a block. With exact, not all models can be divided into stages."""
+    """Each pipeline stage contains a block or more. With exact, some models cannot be divided into stages."""
     args, pp = plan.model_args, plan.pp
     layers, per_rank = args["n_layer"], stages_per_rank(plan.pp_schedule)
     if layers < pp * per_rank:
@@ -120,12 +120,12 @@ def problems_with_sequence(plan: Plan) -> Iterator[str]:
 
 
 def problems_with_widths(plan: Plan) -> Iterator[str]:
-    """The last rank of a tp group must hold something of each matrix."""
+    """The last rank of a tp group must hold a part of each matrix."""
     tp = plan.tp
     for name in ("vocab_size", "n_hidden"):
         size = plan.model_args.get(name)
         if size and (tp - 1) * ceil(size / tp) >= size:
-            yield f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}"
+            yield f"tp is {tp}, which is too many ranks for {name} {size}: set --tp={max(1, tp // 2)}"
 
 
 def multiples_around(n: int, factor: int) -> str:

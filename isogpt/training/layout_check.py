@@ -2,9 +2,9 @@
 Prove a layout before a run trains with it: a small model, with the code of model.py, computes on all ranks
 together what it computes on one process.
 
-The ways of dividing the work know the model: that only attention mixes positions, that nothing but the
-residual stream goes from block to block, and which matrices are divided. After an edit of model.py this can
-be wrong, and nothing else would say so.
+The ways of dividing the work rely on the model: only attention mixes positions, nothing but the residual
+stream goes from block to block, and certain matrices can be divided. After an edit of model.py, this may no
+longer be true, and nothing else would say so.
 """
 
 import gc
@@ -35,12 +35,12 @@ from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, WIDTH = 12, 64  # of the small model, or more, for more stages and more heads
+LAYERS, WIDTH = 12, 64  # of the small model; more if there are more stages or heads
 LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
 # how much a parameter's gradient may differ, relative to the norm of the whole gradient: the parameter's norm
-# is no measure, since the bias of keys has no gradient but rounding
+# is no measure, since the gradient of the keys' bias is nothing but rounding
 GRADIENT_LIMIT = 1e-5
 NUMBER_LIMIT = 1e-5  # of the loss and of the gradient's norm, relative
 LOGITS_LIMIT = 1e-4  # relative to their norm
@@ -72,15 +72,15 @@ def prove_layout(
         config: train.py's settings.
 
     Raises:
-        LayoutError: the results differ, the small model cannot be computed, or a buffer changes, which
-            checkpoints do not contain. On every rank.
+        LayoutError: on every rank: the results differ, the small model cannot be computed, or a buffer
+            changes, although checkpoints contain no buffers.
     """
     is_divided = plan.world_size > 1 or plan.zero >= 2 or plan.exact
     is_divided = is_divided or plan.activation_checkpointing != "none"
     if not config["check_layout"]:
         return []
     try:
-        # in memory: GPT refuses what its __init__ writes in vain
+        # not on the meta device, so that GPT refuses what its __init__ writes in vain
         small_model = model_class(GPTConfig(**small_plan(plan).model_args))
     except ValueError as e:
         raise LayoutError(str(e)) from e
@@ -116,7 +116,7 @@ def prove_layout(
 
 
 def crash_line(plan: Plan, error: Exception) -> str:
-    """What to say of a layout that cannot be computed."""
+    """What to say about a layout that cannot be computed."""
     advice = "To see which layouts can, run: python bench.py --check"
     if plan.tp > 1:
         advice = f"PLAN in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
@@ -184,7 +184,7 @@ def layout_name(plan: Plan) -> str:
 
 
 def crash_of(error: Exception) -> str:
-    """What was raised first, and the last line of our code that called it."""
+    """The error that was raised first, and the last line of our code that led to it."""
     error = cause_of(error)
     root = Path(__file__).resolve().parents[2]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
@@ -200,8 +200,8 @@ def first_problem(
     model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
 ) -> str:
     """
-    Return the first difference of any rank; "" if there is none (all ranks). By rounding, a token can flip
-    from one expert to another: what differs with one draw of weights and tokens must differ with a second.
+    Return the first difference of any rank; "" if there is none (all ranks). Since rounding can flip a token
+    from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
     problem = ""
@@ -326,7 +326,7 @@ class Trial:
                 )
             if self.uses_ddp and p.requires_grad and p.grad is None:
                 raise LayoutError(
-                    f"{name} gets no gradient from the loss, and DDP waits for all gradients: use it in each "
+                    f"{name} gets no gradient from the loss, but DDP waits for all gradients: use it in each "
                     "forward pass, freeze it with requires_grad_(False), or set --zero=2"
                 )
 
@@ -467,7 +467,7 @@ class Trial:
         return (x, y) if positions is None else (x[:, positions], y[:, positions])
 
     def difference_of_norm(self, whole: nn.Module, norm: float) -> Difference | None:
-        """Whether the gradient's norm differs, by which it is clipped. Islands have separate gradients."""
+        """Whether the norm by which the gradient is clipped differs. Islands have separate gradients."""
         return None if self.mesh.islands > 1 else difference_of("the gradient's norm", norm_of(whole), norm)
 
     @torch.no_grad()
@@ -485,7 +485,7 @@ class Trial:
         return difference_of("the loss of an evaluation", expected, losses.sum().item() / copies)
 
     def difference_of_names(self, whole: nn.Module, model: nn.Module) -> Difference | None:
-        """Whether each parameter of the whole model is on a rank, and there are no others (all ranks)."""
+        """Whether a parameter is on no rank, or a rank holds one that is not the model's (all ranks)."""
         names = [name for name, _ in whole.named_parameters()]
         held = [name for name, _ in model.named_parameters()]
         is_held = torch.tensor([float(name in held) for name in names], device=self.device)
@@ -555,7 +555,7 @@ def first_of_ranks(difference: Difference | None) -> str:
 
 
 def difference_of(name: str, whole: float, divided: float) -> Difference | None:
-    """Whether a number differs that is equal on all ranks."""
+    """Whether a number, which is equal on all ranks, differs from that of one process."""
     if abs(divided - whole) <= NUMBER_LIMIT * abs(whole):
         return None
     return Difference(0, f"{name} is {divided:.6f} instead of {whole:.6f}")
@@ -573,7 +573,7 @@ def part_of(tensor: Tensor, p: nn.Parameter) -> LocalPart:
 
 
 def distance(part: LocalPart, whole: Tensor) -> tuple[float, float, float]:
-    """The norms of (a part minus the same part of the whole tensor, the latter, the former)."""
+    """The norms of (a part minus the same part of the whole tensor, that part of the tensor, the part)."""
     squares = torch.zeros(3, dtype=torch.float64)
     for piece, values in part.cut(whole.detach()):
         piece, values = piece.double().cpu(), values.double().cpu()

@@ -25,8 +25,8 @@ class Stack(NamedTuple):
 
 def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -> Stack:
     """
-    The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. Stacked
-    are q, k and v, and experts; the weight of any other layer is one matrix.
+    The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. q, k and
+    v are stacked, and so are experts; the weight of any other layer is one matrix.
     """
     shape, part = matrix_part(p, p).shape, local(p).shape
     if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
@@ -57,7 +57,7 @@ class Muon(torch.optim.Muon):
     then know the same matrices, divide the orthogonalization.
 
     Args:
-        compiles: whether what is between the collectives is compiled, once for each shape.
+        compiles: whether the computations between the collectives are compiled, once for each shape.
     """
 
     grad_scale = 1.0  # gradients are divided by this number, at least 1, see optim.clip_and_step
@@ -94,9 +94,9 @@ class Muon(torch.optim.Muon):
                 group["lr"],
                 1 - group["lr"] * group["weight_decay"],
             ]
-            # what fuses operators may round differently for shapes of another layout
+            # kernels that fuse operators may round differently for the shapes of another layout
             compiled = {} if self.separately else self.compiled
-            if compiled:  # numbers would be constants of the code
+            if compiled:  # as numbers, they would be constants in the code
                 numbers = [torch.full((), number, device=params[0].device) for number in numbers]
             divisor, momentum, lr, decay = numbers
             # parts, since torch 2.11 has no rule for _foreach_lerp on DTensors
@@ -138,7 +138,7 @@ class Muon(torch.optim.Muon):
         `dtype`.
 
         Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices
-        a matmul multiplies together. A matrix of which several ranks hold all is added several times. This
+        a matmul multiplies together. And a matrix that several ranks hold whole is added several times, which
         changes its norm, by which `orthogonalize` divides.
         """
         results = []
@@ -223,7 +223,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
     gram = x @ x.mT  # the eigenvalues are s^2
     # Most s are far below 1 now. The largest sum of absolute values in a row is at least the largest s^2, and
-    # usually far below 1. To divide by this bound saves one polynomial. The bound is at least 1 / rows.
+    # usually far below 1. Dividing by this bound saves one polynomial. The bound is at least 1 / rows.
     bound = gram.float().abs().sum(2, keepdim=True).amax(1, keepdim=True).clamp_(1e-4, 1)  # (matrices, 1, 1)
     x, gram = x * bound.rsqrt().to(dtype), gram * bound.reciprocal().to(dtype)
     if x.dtype != torch.float32:  # half precision keeps too few digits for products of the polynomials

@@ -45,7 +45,7 @@ IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 
 
 # Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
-# than the rest of a tensor, which rounds differently (torch 2.13). So the step with exact pads to these.
+# than the rest of a tensor, which rounds differently (torch 2.13). So with exact, the step pads to them.
 WHOLE_VECTORS = 16
 ADAMW_OPTIONS = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
 
@@ -54,8 +54,8 @@ class AdamW(torch.optim.AdamW):
     """
     torch.optim.AdamW, whose step updates this rank's parts of the parameters, which may be DTensors.
 
-    The arithmetic is the same, without DTensor's dispatch (a step of 148 small parameters takes 1.5 ms
-    instead of 4 on a CPU, torch 2.13), and without the import of torch.compile, only to exclude the step.
+    The arithmetic is the same, but DTensor does not dispatch it (a step of 148 small parameters takes 1.5 ms
+    instead of 4 on a CPU, torch 2.13), and torch.compile is not imported merely to exclude the step.
     """
 
     multiple = 1  # parts are padded to a multiple of this number of elements, see make_steps_exact
@@ -98,14 +98,14 @@ class AdamW(torch.optim.AdamW):
 
 def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
     """
-    The tensors, of equal shape, or padded flat copies if their number of elements is not a multiple.
+    Return the tensors, of equal shape, or padded flat copies if their size is no multiple of `multiple`.
     """
     missing = -tensors[0].numel() % multiple
     return [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in tensors] if missing else tensors
 
 
 class Rule(NamedTuple):
-    """How parameters are updated. The rate and the weight decay are names of train.py's settings."""
+    """How parameters are updated. `rate` and `weight_decay` are names of train.py's settings."""
 
     optimizer: str  # the value of the setting `optimizer` for which this rule holds
     roles: tuple[str, ...]
@@ -219,12 +219,12 @@ def make_optimizers(
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
 
     Raises:
-        ValueError: RULES contain no row for a parameter, or several.
+        ValueError: RULES contains no row for a parameter, or several.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     groups = groups_by_optimizer(model, config)
-    # all ranks create the process groups, also of a pipeline's stage that trains no matrices or no experts
+    # all ranks create the process groups, even a pipeline stage that trains no matrices or no experts
     replicas = [mesh.loss.without(*axes).group for axes in DIVIDED]
     of_matrices = [matrix_groups(mesh, config, zero, axes) for axes in DIVIDED]
     optimizers = []
@@ -264,8 +264,8 @@ def matrix_groups(mesh: Mesh, config: dict, zero: int, divided: tuple[str, ...])
     """
     if not uses_muon(config["optimizer"]):
         return {}
-    # With zero 1, replicas update different parameters. To send the results takes 2 or 4 bytes for each
-    # parameter, besides the 8 of a reduction of gradients: little, unless these are compressed.
+    # With zero 1, replicas update different parameters. Sending the results takes 2 or 4 bytes for each
+    # parameter, besides the 8 for the gradient's reduction: little, unless gradients are compressed.
     shares = zero != 1 and config.get("grad_compression", "none") == "none"
     workers = mesh.matrix_workers if shares else mesh.matrix_parts
     return {"group": mesh.matrix_parts.without(*divided).group, "workers": workers.without(*divided).group}
@@ -289,13 +289,13 @@ def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
 
 
 def average_weights(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer evaluates other weights than it trains, as schedule-free optimizers do."""
+    """Whether an optimizer evaluates weights other than those it trains, as schedule-free optimizers do."""
     return any(has_modes(type(inner_optimizer(optimizer))) for optimizer in optimizers)
 
 
 def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
     """
-    Call `eval` or `train` of the optimizers that have these, which change the weights in place (all ranks).
+    Call `eval` or `train` of the optimizers that have both, which changes the weights in place (all ranks).
 
     Args:
         mode: 'eval' or 'train'.
@@ -308,7 +308,7 @@ def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
 def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
     """
     Let the optimizers compute an element's update in the same way in any shard and next to any other
-    parameters, in place. The step of other layouts is the same up to rounding.
+    parameters, in place. Otherwise, the steps of different layouts are equal only up to rounding.
     """
     for inner in map(inner_optimizer, optimizers):
         if isinstance(inner, Muon):
@@ -349,14 +349,14 @@ def rule_for(name: str, role: str, rules: list[Rule], optimizer: str) -> Rule:
     if len(matching) != 1:
         rows = "no row" if not matching else "more than one row"
         raise ValueError(
-            f"RULES in isogpt/training/optim.py contain {rows} of optimizer {optimizer!r} for {name}: name "
+            f"RULES in isogpt/training/optim.py contains {rows} of optimizer {optimizer!r} for {name}: name "
             f"its role, {role!r}, in one row"
         )
     return matching[0]
 
 
 def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, config: dict) -> dict:
-    """An optimizer's group of parameters. Muon's also contain the heights of the stacked matrices."""
+    """An optimizer's group of parameters. Muon's groups also contain the heights of the stacked matrices."""
     rate = config[rule.rate]
     if rule.rate == "embedding_lr" and rate == 0:
         rate = config["learning_rate"]
@@ -376,7 +376,7 @@ class Treatment(NamedTuple):
     by: str  # class of the optimizer
     rate: float
     decay: str
-    kind: str  # of the parameter: what it is called, perhaps with others
+    kind: str  # what the parameter is called, perhaps together with others
 
 
 def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> str:
@@ -411,7 +411,7 @@ def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], 
 
 
 def short_name(name: str) -> str:
-    """A parameter's name without the number of the block and what all have in common: wte, mlp.router."""
+    """A parameter's name without the number of the block and what all names share: wte, mlp.router."""
     return IN_A_BLOCK.sub("", name).removeprefix("transformer.").removesuffix(".weight")
 
 
@@ -441,8 +441,8 @@ def clip_and_step(
     skips_spikes: bool = False,
 ) -> None:
     """
-    Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
-    any rank, or the step is a spike. In each case, update float16's loss scale.
+    Clip the gradients and update the parameters, or skip the update if the loss or a gradient of any rank is
+    not finite, or if the step is a spike. In each case, update float16's loss scale.
 
     Args:
         scaler: the loss scaler, whose `unscale_` was called.
@@ -484,7 +484,7 @@ def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def clipping_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
-    """By what to divide gradients of this norm, at least 1: as in clip_grad_norm_."""
+    """What to divide gradients of this norm by, at least 1, as in clip_grad_norm_."""
     divisor = (grad_norm + 1e-6) / (max_norm or math.inf)
     return divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
 
@@ -492,7 +492,7 @@ def clipping_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
 def report_overflow(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, gathered: Gathered[StepNumbers]
 ) -> None:
-    """Tell the loss scaler, which only knows of this rank's gradients, whether any rank's are not finite."""
+    """Tell the loss scaler, which knows only this rank's gradients, whether any rank's are not finite."""
     for overflowed in scaler._found_inf_per_device(optimizer).values():
         # computed on the GPU, also for an optimizer that decides on the CPU: copying would wait for the GPU
         overflowed.copy_(~gathered.on(overflowed.device).is_finite)

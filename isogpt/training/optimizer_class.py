@@ -23,7 +23,7 @@ BETAS = (0.9, 0.95)  # of a probe
 @cache
 def load_class(place: str) -> Class:
     """
-    Return the class that `place`, FILE.py:CLASS, names. The file is run, once.
+    Return the class that `place`, FILE.py:CLASS, names. The file is run only once.
 
     Raises:
         ValueError: there is no such file or class, the file fails, or the class is not an optimizer.
@@ -36,9 +36,7 @@ def load_class(place: str) -> Class:
         )
     spec = importlib.util.spec_from_file_location(f"optimizer_{path.stem}", path)
     if spec is None:
-        raise ValueError(
-            f"optimizer is {place!r}, but the name of a file of Python ends in .py: rename {file}"
-        )
+        raise ValueError(f"optimizer is {place!r}, but the name of a Python file ends in .py: rename {file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up
     try:
@@ -101,7 +99,7 @@ class Kept(NamedTuple):
         return sum(is_moment(value, self.shape) for value in self.state.values())
 
     def new_state(self, p: Tensor) -> dict[str, Tensor | float]:
-        """Memory for the state of a parameter, or of what this rank holds of it, which a checkpoint fills."""
+        """Memory for the state of a parameter, or of this rank's part of it; a checkpoint will fill it."""
         state = {}
         for name, value in self.state.items():
             if is_moment(value, self.shape):
@@ -117,15 +115,14 @@ def is_moment(value: object, shape: torch.Size) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number of Python, or True or False."""
+    """Whether a value is a Python number, or True or False."""
     return isinstance(value, int | float)
 
 
 @cache
 def kept_by(cls: Class, dims: int, device: torch.device, betas: tuple[float, ...] = BETAS) -> Kept:
     """
-    Find out what an optimizer keeps from step to step: it takes two steps with a parameter of `dims`
-    dimensions.
+    Find out what an optimizer keeps from step to step, by two steps with a parameter of `dims` dimensions.
 
     Raises:
         ValueError: it cannot be made or fails, or it keeps what a checkpoint or a shard cannot hold.
@@ -147,7 +144,7 @@ def kept_by(cls: Class, dims: int, device: torch.device, betas: tuple[float, ...
         raise ValueError(f"optimizer {name} fails: {in_one_line(e)} ({takes})") from e
     if p.data_ptr() != address or p is not group["params"][0]:
         raise ValueError(
-            f"optimizer {name} replaces a parameter's memory (p.data = ...), of which others hold views: "
+            f"optimizer {name} replaces a parameter's memory (p.data = ...), but others hold views of it: "
             "update it in place, as with p.copy_(...)"
         )
     state = {key: value for key, value in optimizer.state[p].items() if value is not None}
@@ -159,12 +156,12 @@ def kept_by(cls: Class, dims: int, device: torch.device, betas: tuple[float, ...
             )
             raise ValueError(
                 f"optimizer {name} is not element-wise: for a parameter of shape {tuple(p.shape)} it keeps "
-                f"{key}, {what}. Possible are tensors of the same shape and numbers"
+                f"{key}, {what}. It may keep only numbers and tensors of the same shape"
             )
     changed = changes(before, snapshot(group))
     if others := [key for key in changed if not is_number(group[key])]:
         raise ValueError(
-            f"optimizer {name} changes {others[0]} in its groups: a checkpoint can hold numbers only"
+            f"optimizer {name} changes {others[0]} in its groups, of which a checkpoint holds only numbers"
         )
     if hidden := changes(attributes, snapshot(vars(optimizer))):
         raise ValueError(
@@ -181,7 +178,7 @@ def snapshot(values: Mapping[str, Any]) -> dict[str, Tensor | float]:
 
 
 def changes(before: Mapping[str, Tensor | float], after: Mapping[str, Tensor | float]) -> list[str]:
-    """The keys of the values of a later snapshot that an earlier one lacks or has differently."""
+    """The keys of a later snapshot that an earlier one lacks, or holds with a different value."""
     return [
         key
         for key, value in after.items()
@@ -191,8 +188,8 @@ def changes(before: Mapping[str, Tensor | float], after: Mapping[str, Tensor | f
 
 class OnShards(torch.optim.Optimizer):
     """
-    An optimizer of DTensors, with which a class of optimizers updates this rank's parts as plain tensors: it
-    need not know DTensors, whose dispatch also takes longer than the step of a small parameter.
+    An optimizer of DTensors that lets an optimizer of another class update this rank's parts as plain
+    tensors. That class need not know DTensors, whose dispatch also takes longer than a small tensor's step.
     """
 
     def __init__(self, groups: list[dict], cls: Class, **options: Any) -> None:
@@ -244,13 +241,13 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def has_modes(cls: Class) -> bool:
-    """Whether an optimizer evaluates other weights than it trains, as schedule-free optimizers do."""
+    """Whether an optimizer evaluates weights other than those it trains, as schedule-free optimizers do."""
     return hasattr(cls, "eval") and hasattr(cls, "train")
 
 
 @torch.no_grad()
 def switch(optimizer: torch.optim.Optimizer, mode: str) -> None:
-    """Call `eval` or `train` of an optimizer, which change the weights in place (all ranks)."""
+    """Call `eval` or `train` of an optimizer, which changes the weights in place (all ranks)."""
     inner = inner_optimizer(optimizer)
     if isinstance(optimizer, OnShards):
         optimizer.parts()

@@ -30,8 +30,8 @@ def without_folder(kind: str) -> str:
 
 def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, dict]]:
     """
-    Yield (parameter of the model, what the optimizer updates for it, the optimizer's group) of what this rank
-    updates.
+    Yield (parameter of the model, what the optimizer updates for it, the optimizer's group) for all that this
+    rank updates.
     """
     for group in inner_optimizer(optimizer).param_groups:
         for p in group["params"]:
@@ -49,7 +49,7 @@ def what_is_kept(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Kept:
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """
     Return {parameter name: the optimizer's tensors} of what this rank holds: with ZeRO-1 some of the
-    parameters, with ZeRO-2 and 3 a shard of each. Numbers that are no tensors are in new tensors, see
+    parameters, with ZeRO-2 and 3 a shard of each. Numbers that are not tensors are put into new ones, see
     `take_numbers`. Parameters that an optimizer of a user's class has not updated yet have no state.
     """
     names = {p: name for name, p in model.named_parameters()}
@@ -110,7 +110,7 @@ def state_on_meta(
 def take_numbers(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], filled: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Take the numbers that are no tensors from what `create_state` returned and a checkpoint has filled."""
+    """Take numbers that are not tensors from what `create_state` returned and a checkpoint has filled."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         inner = inner_optimizer(optimizer)

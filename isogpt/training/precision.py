@@ -100,7 +100,7 @@ def check_residual_dtype(residual_dtype: str, dtype: str) -> None:
     Check the setting residual_dtype, for the dtype to compute in.
 
     Raises:
-        ValueError: only autocast in bfloat16 leaves the residual stream in bfloat16.
+        ValueError: it is bfloat16, but `dtype` is not: only autocast to bfloat16 leaves the stream in it.
     """
     if residual_dtype == "bfloat16" and dtype != "bfloat16":
         raise ValueError(
@@ -148,7 +148,7 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
 def use_flash_attention_3(device: torch.device, plan: Plan, deterministic: bool) -> list[str]:
     """
     Let attention use FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) if its package is installed on a
-    machine with a Hopper GPU. It has no dropout, and nothing says that its backward pass repeats its bits.
+    machine with a Hopper GPU. It has no dropout, and its backward pass is not known to repeat its bits.
 
     Returns:
         Sentences for the user.
@@ -161,7 +161,7 @@ def use_flash_attention_3(device: torch.device, plan: Plan, deterministic: bool)
         attention.activate_flash_attention_impl("FA3")
     except Exception as e:  # a package that was built for another version of PyTorch can raise anything
         reason = (str(e).splitlines() or [""])[0]
-        return [f"FlashAttention-3 is installed and cannot be used: {type(e).__name__}: {reason}"]
+        return [f"FlashAttention-3 is installed, but cannot be used: {type(e).__name__}: {reason}"]
     # otherwise, PyTorch tries cuDNN's attention first on Hopper (torch 2.11 and 2.13)
     torch.backends.cuda.enable_cudnn_sdp(False)
     return ["attention uses FlashAttention-3"]

@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Real
 
 WINDOW = 128  # taken steps from which the limits are computed
-ENOUGH = 64  # with fewer there is no limit: the fall of a run's first losses is no noise
+ENOUGH = 64  # with fewer there is no limit: the fall of a run's first losses is not noise
 SIGMAS = 6  # standard deviations above the mean: the rule of OLMo 2 (2025, arXiv:2501.00656)
 # The standard deviation counts as at least this fraction of the mean: without it, rounding would be a spike
 # where all losses are equal.
@@ -32,7 +32,7 @@ class RecentSteps:
     skipped: int = 0  # spikes in succession that were skipped
 
     def limits(self) -> tuple[float, float]:
-        """The largest loss and gradient norm with which the next step is no spike; infinity: any."""
+        """The largest loss and gradient norm with which the next step is not a spike; infinity allows any."""
         return limit_of(self.losses), limit_of(self.grad_norms)
 
     def add(self, loss: float, grad_norm: float) -> None:
@@ -44,7 +44,7 @@ class RecentSteps:
     def skip(self) -> bool:
         """
         Count a spike that was skipped. After PATIENCE of them in succession all steps are forgotten, so that
-        the next ENOUGH steps are taken and set new limits: no run skips forever. Returns whether they are.
+        the next ENOUGH steps are taken and set new limits: no run skips forever. Returns whether it forgot.
         """
         self.skipped += 1
         if self.skipped < PATIENCE:

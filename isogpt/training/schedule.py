@@ -9,7 +9,7 @@ from isogpt.training import optim
 @dataclass(frozen=True)
 class Schedule:
     """
-    Linear warm-up, decay to min_lr by lr_schedule, then min_lr; learning_rate throughout without decay_lr.
+    Linear warm-up, decay to min_lr by lr_schedule, then min_lr; without decay_lr, learning_rate throughout.
     """
 
     learning_rate: float  # the maximum

@@ -1,6 +1,6 @@
 """
-How settings of the scripts fit each other, and the model's shape that they describe. The range of a single
-setting stands in its line in the script, see options/ranges.py.
+How the scripts' settings fit each other, and which shape of a model they describe. The range of a single
+setting is given in its line of the script, see options/ranges.py.
 """
 
 import json
@@ -94,18 +94,18 @@ def rules_of_start(c: Settings) -> Iterator[str]:
     if c.mirror and not c.save_checkpoint:
         yield "mirror copies what save_checkpoint writes: set --save_checkpoint=True, or --mirror="
     if c.mirror and not is_url(c.mirror):
-        yield f"mirror is {c.mirror!r}, which is no URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
+        yield f"mirror is {c.mirror!r}, not a URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
     if c.mirror and is_inside(c.mirror, c.out_dir):
-        yield f"mirror is in out_dir {c.out_dir}, with which it is lost: set a URL of a different folder"
+        yield f"mirror is in out_dir {c.out_dir} and would be lost with it: set a URL of a different folder"
     if c.grad_sync == "never" and c.save_checkpoint:
         yield (
-            "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
+            "grad_sync 'never' is for measuring communication, and lets the ranks' weights drift apart: set "
             "--save_checkpoint=False"
         )
 
 
 def rules_of_model(c: Settings) -> Iterator[str]:
-    """What an architecture does not contain; experts."""
+    """What an architecture cannot contain, and experts."""
     if c.arch == "gpt2" and 0 < c.n_kv_head < c.n_head and c.n_head % c.n_kv_head == 0:
         yield "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"
     if c.arch == "gpt2" and c.head == "untied":
@@ -114,8 +114,8 @@ def rules_of_model(c: Settings) -> Iterator[str]:
         yield f"arch {c.arch!r} uses no biases: set --bias=False"
     if c.n_expert > 1 and c.n_expert_active == 1:
         yield (
-            "n_expert_active is 1: the weights of a token's experts add up to 1, and a router of a single "
-            "expert learns nothing: set --n_expert_active=2"
+            "n_expert_active is 1: the weights of a token's experts add up to 1, so a router that chooses "
+            "one expert learns nothing: set --n_expert_active=2"
         )
 
 
@@ -142,7 +142,7 @@ def rules_of_updates(c: Settings) -> Iterator[str]:
         )
     if c.islands != 1 and any(map(has_modes, classes)):
         yield (
-            f"optimizer {c.optimizer!r} evaluates an average of its weights (it has eval and train), and "
+            f"optimizer {c.optimizer!r} evaluates an average of its weights (it has eval and train), but "
             "islands evaluate the average over the islands: set --islands=1"
         )
     if c.exact and classes and normalized(vars(c))["zero"] >= 1:
@@ -189,7 +189,7 @@ def rules_of_compression(c: Plan | Settings) -> Iterator[str]:
         return
     if c.grad_compression != "none" and c.zero >= 2 and c.dp_replicate == 1:
         yield (
-            "grad_compression is for gradients of replicas, and zero 2 or 3 uses replicas only with "
+            "grad_compression is for gradients of replicas, but zero 2 and 3 use replicas only with "
             "dp_replicate: set --dp_replicate= to the number of replicas, or --grad_compression=none"
         )
     if c.grad_compression != "none" and c.zero < 2 and c.grad_sync == "every":
@@ -219,7 +219,7 @@ def rules_of_memory(c: Plan | Settings) -> Iterator[str]:
         )
     if not fits_schedule(c.activation_checkpointing, c.pp, c.pp_schedule):
         yield (
-            "activation_checkpointing 'selective' keeps results for one backward pass, and pp_schedule "
+            "activation_checkpointing 'selective' keeps results for one backward pass, but pp_schedule "
             f"{c.pp_schedule!r} needs them in two: set --activation_checkpointing=full, or "
             "--pp_schedule=interleaved"
         )
@@ -227,7 +227,7 @@ def rules_of_memory(c: Plan | Settings) -> Iterator[str]:
         yield "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"
     if c.cuda_graphs and c.zero >= 2:
         yield (
-            "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new gradients: set "
+            "cuda_graphs needs gradients that stay in place, but zero 2 and 3 allocate new gradients: set "
             "--zero=0 --fsdp=False, or --cuda_graphs=False"
         )
     if (c.cpu_offload or c.dp_replicate != 1) and c.zero < 2:
@@ -252,7 +252,7 @@ def rules_of_exact(c: Settings) -> Iterator[str]:
     if c.cuda_graphs:
         yield "cuda_graphs is for one process: set --cuda_graphs=False"
     if c.cpu_offload:
-        yield "the sums are on the GPU, and cpu_offload does not use them: set --cpu_offload=False"
+        yield "the sums are on the GPU, but cpu_offload does not use them: set --cpu_offload=False"
     if c.pp > 1:
         yield from rules_of_exact_pipeline(c)
 
@@ -276,7 +276,7 @@ def rules_of_exact_pipeline(c: Settings) -> Iterator[str]:
 
 
 def model_fields(config: dict) -> dict:
-    """The settings that are fields of GPTConfig. Not vocab_size, which is 0 for the data set's."""
+    """The settings that are fields of GPTConfig, except for vocab_size, where 0 stands for the data set's."""
     names = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]
     return {name: config[name] for name in names if name in config}
 
@@ -317,7 +317,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
     if data.highest >= model_args["vocab_size"]:
         raise ValueError(
             f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
-            f"{model_args['vocab_size']}: it was trained on a different data set"
+            f"{model_args['vocab_size']}: its model was trained on a different data set"
         )
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args
     fitted |= {name: value for name, value in model_fields(config).items() if name in OF_THE_RUN}
@@ -339,23 +339,23 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
 
 
 def problem_of_samples(c: Plan) -> str:
-    """Return why no process can write samples by itself with this layout; '': rank 0 can."""
+    """Return why no process can write samples by itself with this layout; '' if rank 0 can."""
     divided = [f"zero {c.zero}"] if c.zero >= 2 else []
     divided += [f"{name} {getattr(c, name)}" for name in ("tp", "pp", "ep") if getattr(c, name) > 1]
     if not divided:
         return ""
     return (
-        f"sample_interval needs the whole model on one process, but {', '.join(divided)} divides it: there "
-        "are no samples. Run sample.py on a checkpoint"
+        f"sample_interval needs the whole model on one process, but {', '.join(divided)} divides it, so no "
+        "samples are written. Run sample.py on a checkpoint"
     )
 
 
 def check_sampling(config: dict) -> None:
     """
-    Check from what sample.py's settings take the model.
+    Check where sample.py's settings take the model from.
 
     Raises:
-        ValueError: init_from names nothing.
+        ValueError: init_from names no model.
     """
     init_from = config["init_from"]
     if os.path.isfile(init_from):
