@@ -244,11 +244,13 @@ def test_the_readme_is_short_and_lists_every_page():
 
 
 def test_the_edit_in_the_readme_applies():
-    """And two lines of model.py stand before its lines, and one after them."""
     diff = re.search(r"^```diff\n(.*?)^```", (REPO / "README.md").read_text(), re.S | re.M)[1]
-    lines = diff.splitlines()[3:]
-    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-    assert len(lines) == 5 and before in (REPO / "model.py").read_text()
+    lines = diff.splitlines()
+    number = int(re.match(r"@@ -(\d+),1 \+\d+,3 @@ def embed\(", lines[2])[1])
+    assert lines[5] == f" {(REPO / 'model.py').read_text().splitlines()[number - 1]}"
+    added = "".join(f"{line[1:]}\n" for line in lines[3:5])
+    code = (REPO / "model.py").read_text().replace(f"{lines[5][1:]}\n", f"{added}{lines[5][1:]}\n")
+    assert code.count(added) == 1 and compile(code, "model.py", "exec")
 
 
 def test_the_readme_says_how_large_the_code_is():
