@@ -197,7 +197,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 rows = result.get("sweep") or result.get("tune", {}).get("tried", [])
-if any(row["state"] == DIFFERS for row in result.get("check", [])):
-    fail("this model.py does not compute the same everywhere: see what differs above")
+differing = [row["name"] for row in result.get("check", []) if row["state"] == DIFFERS]
+if differing:
+    fail(f"with this model.py, results differ for {', '.join(differing)}: see above; do not use these")
 if rank == 0 and rows and all("problem" in row for row in rows):
     fail("no launch succeeded")

@@ -104,8 +104,11 @@ def initial_rule(name: str, module: nn.Module) -> float | str | Callable[[GPTCon
 def advice_on_rule(name: str, is_buffer: bool = False) -> str:
     """A sentence that says which line of INITIAL_VALUES a parameter or buffer needs."""
     pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
-    value = "lambda config: ..., a function that returns its values," if is_buffer else "0.0"
-    return f'Add a line such as r"{pattern}": {value} to INITIAL_VALUES in model.py'
+    value = (
+        "lambda config: ..., a function that returns its values," if is_buffer else "1.0, with your value,"
+    )
+    line = f'a line such as r"{pattern}": {value}'
+    return f"What __init__ writes is lost: add {line} to INITIAL_VALUES in model.py"
 
 
 def check_what_init_writes(model: nn.Module, rules: dict[str, object]) -> None:

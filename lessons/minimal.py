@@ -195,7 +195,7 @@ def save(step: int) -> None:
 
 @torch.no_grad()
 def evaluate() -> float:
-    """The mean loss of the same sequences of val in each evaluation; the ranks share the work."""
+    """The mean loss over sequences of val, which are always the same ones; the ranks share the work."""
     total = torch.zeros((), device=device)
     for number in range(rank, eval_iters, world_size):
         with autocast:
