@@ -8,8 +8,9 @@
 # signal (scancel --signal=USR1, sbatch --signal=USR1@300) and on scancel. It is requeued, except after scancel, and its
 # next start resumes. Submit it from a folder on a file system that all nodes share. Environment variables: PYTHON
 # (interpreter, for instance of a virtual environment), NPROC (processes per node; default: its GPUs), HEAD (a name or
-# address of the first node that all nodes can reach), SAVING (seconds reserved for saving before the time limit and
-# after a signal; default: 120), TRAIN (the script; default: train.py).
+# address of the first node that all nodes can reach), SAVING (seconds reserved for saving before the time limit, and
+# torchrun's limit after a signal, which does not delay Slurm's own KILL; default: 120), TRAIN (the script; default:
+# train.py). Ports and Slurm's settings: docs/launchers.md, "Running on a cluster".
 #SBATCH --job-name=isogpt
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive

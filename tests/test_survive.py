@@ -107,6 +107,7 @@ sink_plot.Plot.draw = draw
 def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     long = [*TINY, "--out_dir=out", "--eval_iters=1000000", "--eval_interval=10", "--init_from=auto"]
     run = zygote.start([*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"], work, 2).wait()
+    assert "M parameters, from scratch\n" in run.text(), "auto without a checkpoint"
     # resumes at 15; at 20 it evaluates, which would take hours
     run = zygote.start([*long, "--max_iters=25"], work, 2)
     assert run.until(lambda text: "iter 19:" in text)

@@ -60,7 +60,7 @@ class Start:
     def description(self) -> str:
         """Where the weights are from, for the user."""
         if not self.checkpoint:
-            return self.name
+            return "scratch" if self.name == "auto" else self.name
         if is_url(self.name):
             return f"{self.name}, step {self.checkpoint.stored.step}"
         return f"{self.checkpoint.stored.path}, step {self.checkpoint.stored.step}"
