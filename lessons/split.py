@@ -103,7 +103,8 @@ def passes_of(schedule: str, stage: int) -> list[tuple[str, int]]:
 def ideal(schedule: str) -> list[list[tuple]]:
     """For each stage, its passes as (direction, micro-batch, start, length), in slots."""
     waiting = [passes_of(schedule, stage) for stage in range(p)]
-    timeline, ends = [[] for _ in range(p)], {}  # {(direction, micro-batch, stage): the slot in which it ends}
+    timeline: list[list[tuple]] = [[] for _ in range(p)]
+    ends = {}  # {(direction, micro-batch, stage): the slot in which it ends}
     while any(waiting):
         for stage in range(p):
             direction, i = waiting[stage][0] if waiting[stage] else (None, None)
@@ -180,7 +181,8 @@ q, k, v = torch.randn(3, B, H, T, C // H)  # (B, H, T, D) each
 def ring_attention(held: list[Tensor]) -> tuple[Tensor, int]:
     """
     Causal attention of this rank's queries, while the keys and values pass from rank to rank; `held` are the
-    positions of each rank, (T / p,). Returns (B, H, T / p, D), and the number of pairs of a query and a key it sees.
+    positions of each rank, (T / p,). Returns (B, H, T / p, D), and how many pairs of a query and a key
+    it sees.
     """
     mine, pairs = held[rank], 0
     y, logsumexp = torch.zeros(B, H, len(mine), C // H), torch.full((B, H, len(mine), 1), -torch.inf)
