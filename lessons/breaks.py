@@ -37,7 +37,7 @@ def run_two_ranks(function: Callable, *settings: object) -> Tensor:
         for process in ranks:
             process.start()
         ranks[0].join()
-        ranks[1].kill()  # if it still waits for something
+        ranks[1].kill()  # if it still waits for something, or sleeps, as at the end of two of the functions
         ranks[1].join()
     return losses
 
@@ -96,7 +96,9 @@ def read_nan(rank: int, losses: Tensor, policy: str) -> None:
         scaler.step(optimizer)  # only if all gradients are finite
         scaler.update()
     if policy == "each decides":
-        time.sleep(60)  # rank 1 has finished, and calls no other collective
+        # Rank 1 has finished, but its connections must stay open: rank 0 would see at once that they close.
+        # So it sleeps until rank 0 has reached the timeout, and is then killed in run_two_ranks.
+        time.sleep(60)
 
 
 # 2. Rank 1 is killed in step 3.
@@ -164,7 +166,8 @@ def differ(rank: int, losses: Tensor) -> None:
     for _ in range(3 - rank):  # rank 0 has three micro-batches, rank 1 has two
         dist.monitored_barrier(timeout=timedelta(seconds=2))
         F.mse_loss(ddp_model(x), y).backward()
-    time.sleep(60)  # rank 1 has finished
+    # As in read_nan, rank 1 lives until rank 0 has reported it: then run_two_ranks kills it.
+    time.sleep(60)
 
 
 if __name__ == "__main__":

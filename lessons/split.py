@@ -8,7 +8,6 @@ sequences (context parallelism). Each result is compared with that of the whole 
 import argparse
 import copy
 import time
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -78,12 +77,12 @@ x_here = x.detach().clone().requires_grad_()
 hidden = F.gelu(F.linear(AllReduce.apply(x_here, "backward"), fc_part))  # (B, T, 4 C / p)
 y_here = AllReduce.apply(F.linear(hidden, proj_part), "forward")
 y_here.backward(y_grad)
-whole = (y, x.grad, c_fc.grad.chunk(p, 0)[rank], c_proj.grad.chunk(p, 1)[rank])
+of_whole_mlp = (y, x.grad, c_fc.grad.chunk(p, 0)[rank], c_proj.grad.chunk(p, 1)[rank])
 here = (y_here, x_here.grad, fc_part.grad, proj_part.grad)
 log(f"1. Tensor parallelism: an MLP {C} -> {4 * C} -> {C} on {p} ranks")
 log(f"weights of a rank: {fc_part.numel() + proj_part.numel()} of {c_fc.numel() + c_proj.numel()}")
 log("all-reduces: " + " ".join(all_reduces))
-log(f"output and gradients are those of one process: {is_equal(*zip(here, whole, strict=True))}")
+log(f"output and gradients are those of one process: {is_equal(*zip(here, of_whole_mlp, strict=True))}")
 
 # 2. A pipeline: each rank holds one stage, and the micro-batches pass through all of them.
 SLOTS = {"forward": 1, "backward": 2}  # a backward pass has twice as many matrix products
@@ -92,29 +91,32 @@ AHEAD = {"forward": 1, "backward": -1}  # from a stage to the one that reads its
 
 def passes_of(schedule: str, stage: int) -> list[tuple[str, int]]:
     """The passes of a stage in order, each with the number of its micro-batch."""
-    forwards, backwards = ([(direction, i) for i in range(m)] for direction in SLOTS)
     first = m if schedule == "GPipe" else min(p - 1 - stage, m)  # forward passes before the two alternate
-    alternating = [one for pair in zip(forwards[first:], backwards, strict=False) for one in pair]
-    return forwards[:first] + alternating + backwards[m - first :]
+    passes = [("forward", i) for i in range(first)]
+    for i in range(m):
+        if first + i < m:
+            passes.append(("forward", first + i))
+        passes.append(("backward", i))
+    return passes
 
 
 def ideal(schedule: str) -> list[list[tuple]]:
     """For each stage, its passes as (direction, micro-batch, start, length), in slots."""
-    passes = [passes_of(schedule, stage) for stage in range(p)]
-
-    @cache
-    def end_of(stage: int, number: int) -> int:
-        """A pass begins when the one before it on its stage has ended, and the one that sends its input."""
-        direction, i = passes[stage][number]
-        source = stage - AHEAD[direction]
-        free = end_of(stage, number - 1) if number > 0 else 0
-        arrives = end_of(source, passes[source].index((direction, i))) if 0 <= source < p else 0
-        return max(free, arrives) + SLOTS[direction]
-
-    return [
-        [(d, i, end_of(stage, n) - SLOTS[d], SLOTS[d]) for n, (d, i) in enumerate(passes[stage])]
-        for stage in range(p)
-    ]
+    waiting = [passes_of(schedule, stage) for stage in range(p)]
+    timeline: list[list[tuple]] = [[] for _ in range(p)]
+    ends = {}  # {(direction, micro-batch, stage): the slot in which it ends}
+    while any(waiting):
+        for stage in range(p):
+            direction, i = waiting[stage][0] if waiting[stage] else (None, None)
+            source = stage - AHEAD.get(direction, 0)
+            if direction is None or (0 <= source < p and (direction, i, source) not in ends):
+                continue  # the input has not been computed yet: look again in the next round
+            free = sum(timeline[stage][-1][2:]) if timeline[stage] else 0  # when the pass before it ends
+            start = max(free, ends.get((direction, i, source), 0))
+            ends[direction, i, stage] = start + SLOTS[direction]
+            timeline[stage].append((direction, i, start, SLOTS[direction]))
+            waiting[stage].pop(0)
+    return timeline
 
 
 def run(schedule: str, stage: nn.Module) -> tuple[list[tuple], int]:
@@ -155,8 +157,8 @@ def bubble(timeline: list[list[tuple]]) -> tuple[float, float]:
 
 stages = [nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)) for _ in range(p)]
 batches = torch.randn(m, B, T, C)
-for x in batches:
-    (nn.Sequential(*stages)(x).square().mean() / m).backward()
+for micro_batch in batches:
+    (nn.Sequential(*stages)(micro_batch).square().mean() / m).backward()
 log(f"2. Pipeline: {p} stages, {m} micro-batches; predicted bubble {(p - 1) / (m + p - 1):.3f}")
 log("schedule  slots  bubble  micro-batches kept  gradients are those of one process")
 timelines = {}
@@ -179,7 +181,8 @@ q, k, v = torch.randn(3, B, H, T, C // H)  # (B, H, T, D) each
 def ring_attention(held: list[Tensor]) -> tuple[Tensor, int]:
     """
     Causal attention of this rank's queries, while the keys and values pass from rank to rank; `held` are the
-    positions of each rank, (T / p,). Returns (B, H, T / p, D), and the pairs of a query and a key it sees.
+    positions of each rank, (T / p,). Returns (B, H, T / p, D), and how many pairs of a query and a key
+    it sees.
     """
     mine, pairs = held[rank], 0
     y, logsumexp = torch.zeros(B, H, len(mine), C // H), torch.full((B, H, len(mine), 1), -torch.inf)
@@ -206,14 +209,14 @@ chunks = torch.arange(T).chunk(2 * p)
 in_order = torch.arange(T).chunk(p)
 zigzag = [torch.cat((chunks[r], chunks[2 * p - 1 - r])) for r in range(p)]
 layouts = {"in order": (in_order, [(2 * r + 1) / p**2 for r in range(p)]), "zigzag": (zigzag, [1 / p] * p)}
-whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+whole_attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 log(f"3. Context parallelism: {T} positions; share of the work on each of {p} ranks")
 log(f"{'positions':9}  {'predicted':23}  {'counted':23}  attention is that of one process")
 for layout, (held, predicted) in layouts.items():
-    y, pairs = ring_attention(held)
+    attention, pairs = ring_attention(held)
     counted = [n / (T * (T + 1) / 2) for n in of_all_ranks(pairs)]
     texts = [" ".join(f"{share:.3f}" for share in shares) for shares in (predicted, counted)]
-    log(f"{layout:9}  {texts[0]}  {texts[1]}  {is_equal((y, whole[:, :, held[rank]]))}")
+    log(f"{layout:9}  {texts[0]}  {texts[1]}  {is_equal((attention, whole_attention[:, :, held[rank]]))}")
 
 if options.picture and rank == 0:
     from split_picture import draw
