@@ -41,9 +41,10 @@ inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
 # one process, the whole batch in one pass: what the step should compute
 F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-expected = [p.grad.clone() for p in model.parameters()]
+expected = [weight.grad.clone() for weight in model.parameters()]
 
-# 2. DDP, with a hook that counts. Each matrix fills a bucket of 1 MiB, and each bucket is one all-reduce.
+# 2. DDP, with a hook that counts: a function that DDP calls for each bucket instead of its own all-reduce. Each
+# matrix fills a bucket of 1 MiB, and each bucket is one all-reduce.
 counts = Counter()
 
 
@@ -79,7 +80,7 @@ largest = max(grad.abs().max().item() for grad in expected)
 for name, calls in (("every micro-batch", layers * micro_steps), ("the last one (no_sync)", layers)):
     counts.clear()
     accumulate(uses_no_sync="no_sync" in name)
-    grads = [p.grad for p in model.parameters()]
+    grads = [weight.grad for weight in model.parameters()]
     errors = [(grad - e).abs().max().item() for grad, e in zip(grads, expected, strict=True)]
     megabytes = calls * 4 * width**2 / 1e6
     counted = f"{calls:22} {counts['all-reduces']:7} {megabytes:15.2f} {counts['bytes'] / 1e6:7.2f}"
@@ -88,11 +89,11 @@ times = [(accumulate(False), accumulate(True)) for _ in range(7)]  # in turn, si
 always, once = (1e3 * median(column) for column in zip(*times, strict=True))
 log(f"measured: the passes of a step take {always:.0f} ms, and {once:.0f} ms with no_sync")
 
-# 3. What this saves on a network: in a ring of p ranks, each sends 2 (p - 1) / p times the gradient's bytes.
-sent = 2 * 7 / 8 * 4 * 124e6  # GPT-2 124M on 8 machines
-log(f"{'seconds to send, GPT-2 124M, 8 machines':42} every micro-batch   no_sync")
+# 3. What this saves on a network. How often an all-reduce sends each byte is the subject of lesson 3; here it is once.
+gradient_bytes = 4 * 124e6  # GPT-2 124M, float32
+log(f"{'seconds to send 496 MB (GPT-2 124M)':42} every micro-batch   no_sync")
 for gigabits in (1, 10, 100):
-    seconds = sent / (gigabits * 1e9 / 8)
+    seconds = gradient_bytes / (gigabits * 1e9 / 8)
     log(f"  {f'{gigabits} Gbit/s':40} {micro_steps * seconds:17.3f} {seconds:9.3f}")
 
 # 4. The division. The model is two logits, which are 0, so that the gradient of b's is 1 / 2 minus the share
@@ -102,8 +103,8 @@ nn.init.zeros_(shares.module.weight)
 micro_batches = world_size * micro_steps
 texts = [torch.zeros(64, dtype=torch.long)] * (micro_batches - 1) + [torch.ones(8, dtype=torch.long)]
 mine = texts[rank::world_size]
-n_rank = 64 * (micro_steps - 1) + 8  # tokens of the last rank
-n_all = 64 * (micro_batches - 1) + 8  # tokens of all ranks
+last_rank_tokens = 64 * (micro_steps - 1) + 8
+all_tokens = 64 * (micro_batches - 1) + 8
 
 
 def gradient_of_b(divisors: list[float]) -> float:
@@ -119,9 +120,9 @@ def gradient_of_b(divisors: list[float]) -> float:
 sizes = [len(text) for text in mine]
 rules = {
     "tokens of the micro-batch": (sizes, micro_steps * (1 / 2 - 1 / micro_batches)),
-    "the same, times micro-batches": ([micro_steps * n for n in sizes], 1 / 2 - 1 / micro_batches),
-    "tokens of the rank": ([sum(sizes)] * micro_steps, 1 / 2 - 8 / n_rank / world_size),
-    "tokens of all ranks / ranks": ([n_all / world_size] * micro_steps, 1 / 2 - 8 / n_all),
+    "the same, times micro-batches": ([micro_steps * size for size in sizes], 1 / 2 - 1 / micro_batches),
+    "tokens of the rank": ([sum(sizes)] * micro_steps, 1 / 2 - 8 / last_rank_tokens / world_size),
+    "tokens of all ranks / ranks": ([all_tokens / world_size] * micro_steps, 1 / 2 - 8 / all_tokens),
 }
 log(f"{'a sum of losses is divided by':42} {'predicted':>17} {'computed':>9}   gradient of b's logit")
 for name, (divisors, predicted) in rules.items():

@@ -51,21 +51,21 @@ model = make_model()
 x, y = torch.randint(vocab_size, (2, tokens))
 my_part = slice(rank * tokens // world_size, (rank + 1) * tokens // world_size)
 forward_backward(model)
-whole = parameters_to_vector(p.grad for p in model.parameters())
+whole = parameters_to_vector(weight.grad for weight in model.parameters())
 
 
 def log_difference(name: str) -> None:
     """Compare the gradient with the whole batch's, by the norm of their difference."""
-    grads = parameters_to_vector(p.grad for p in model.parameters())
+    grads = parameters_to_vector(weight.grad for weight in model.parameters())
     log(f"{name:<28} {(grads - whole).norm() / whole.norm():.3f}")
 
 
 log("gradient of                  differs from one process's by")
 forward_backward(model, my_part)
 log_difference("rank 0's half, not averaged")
-for p in model.parameters():
-    dist.all_reduce(p.grad)
-    p.grad /= world_size
+for weight in model.parameters():
+    dist.all_reduce(weight.grad)
+    weight.grad /= world_size
 log_difference("both, averaged by hand")
 
 # 2. DDP does the same. First, it broadcasts rank 0's weights, so that all ranks begin with the same.
@@ -104,7 +104,7 @@ for cap in (None, 8):
     model = make_model()
     ddp_model = DDP(model, bucket_cap_mb=cap)
     ddp_model.register_comm_hook(timeline, average)
-    sizes = [p.nbytes for p in reversed(list(model.parameters()))]
+    sizes = [weight.nbytes for weight in reversed(list(model.parameters()))]
     # the first bucket is smaller, so that communication begins soon, unless the cap is set
     rows = {"predicted": predict_buckets(sizes, (cap or 25) * MIB, (cap or 1) * MIB)}
     for step in (1, 2):
@@ -121,8 +121,9 @@ dist.barrier()
 begin = time.perf_counter()
 loss.backward()
 sent, reduced = ([1e3 * (row[event] - begin) for row in timeline] for event in ("sent", "reduced"))
-names = {p: name.removesuffix(".weight") for name, p in model.named_parameters()}
-log("\nlayers of each bucket: " + " | ".join(" ".join(names[p] for p in row["params"]) for row in timeline))
+names = {weight: name.removesuffix(".weight") for name, weight in model.named_parameters()}
+layers = [" ".join(names[weight] for weight in row["params"]) for row in timeline]
+log("\nlayers of each bucket: " + " | ".join(layers))
 for event, times in {"sent": sent, "reduced": reduced}.items():
     log(f"measured: {event:<8}{' '.join(f'{ms:5.0f}' for ms in times)} ms after the backward pass began")
 if rank == 0 and sys.argv[1:]:
@@ -139,31 +140,47 @@ if rank == 0 and sys.argv[1:]:
     axes.set_xlabel("ms")
     figure.savefig(sys.argv[1].removeprefix("--picture="))
 
-
-# 5. Speed.
-def seconds(name: str, function: Callable, *args: object, ranks: int = world_size) -> float:
-    """The shortest of five calls, which other programs disturbed least. The other ranks wait meanwhile."""
-    dist.barrier()
-    times = [float("inf")]
-    for _ in range(5 if rank < ranks else 0):
-        started = time.perf_counter()
-        function(*args)
-        times.append(time.perf_counter() - started)
-    log(f"measured: {name:<40}{1e3 * min(times):5.0f} ms")
-    dist.barrier()
-    return min(times)
-
-
+# 5. Speed: the parts of a step, and the whole step, on one process while the other waits, and on both.
 alone = make_model()
 forward_backward(alone)
-update = torch.optim.AdamW(alone.parameters(), fused=True).step
-log("\nthe shortest of five runs of forward and backward pass, or update")
-one = seconds("one process: whole batch", forward_backward, alone, ranks=1)
-one += seconds("one process: update", update, ranks=1)
-seconds("one process: half the batch", forward_backward, alone, my_part, ranks=1)
-seconds("two processes: half each, not averaged", forward_backward, alone, my_part)
-two = seconds("two processes: half each, DDP", forward_backward, ddp_model, my_part)
-two += seconds("two processes: the same update in both", update)
-seconds("two processes: all-reduce, nothing else", dist.all_reduce, torch.zeros(sum(sizes) // 4))
-log(f"measured: {tokens / one:.0f} and {tokens / two:.0f} tokens/s, a factor of {one / two:.2f}")
+optimizer = torch.optim.AdamW(alone.parameters(), fused=True)
+ddp_optimizer = torch.optim.AdamW(ddp_model.parameters(), fused=True)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice(None)) -> None:
+    forward_backward(model, part)
+    optimizer.step()
+
+
+calls: dict[str, tuple[int, Callable, tuple]] = {  # how many ranks call it at the same time, and its arguments
+    "one process: whole batch": (1, forward_backward, (alone,)),
+    "one process: half the batch": (1, forward_backward, (alone, my_part)),
+    "one process: update": (1, optimizer.step, ()),
+    "one process: whole step": (1, train_step, (alone, optimizer)),
+    "two processes: half each, not averaged": (world_size, forward_backward, (alone, my_part)),
+    "two processes: half each, DDP": (world_size, forward_backward, (ddp_model, my_part)),
+    "two processes: the same update in both": (world_size, optimizer.step, ()),
+    "two processes: whole step, DDP": (world_size, train_step, (ddp_model, ddp_optimizer, my_part)),
+    "two processes: all-reduce, nothing else": (world_size, dist.all_reduce, (torch.zeros(sum(sizes) // 4),)),
+}
+times: dict[str, list[float]] = {name: [] for name in calls}
+for _ in range(5):  # in turn, since other programs disturb
+    for name, (ranks, function, args) in calls.items():
+        dist.barrier()
+        started = time.perf_counter()
+        if rank < ranks:
+            function(*args)
+        times[name].append(time.perf_counter() - started)
+log("\nthe shortest of five runs of forward and backward pass, update, or both")
+for name, seconds in times.items():
+    log(f"measured: {name:<40}{1e3 * min(seconds):5.0f} ms")
+
+passes, half, update, one_step, shared, ddp, both_update, two_step, _ = (min(s) for s in times.values())
+one = passes + update  # 100% of the next lines
+parts = {"half the batch alone": half, "sharing": shared - half, "averaging": ddp - shared, "update": both_update}
+log("measured: of one process's passes and update, each of two processes takes")
+log("measured: " + ", ".join(f"{name} {100 * part / one:+.0f}%" for name, part in parts.items()))
+log(f"measured: in all {100 * sum(parts.values()) / one:.0f}%, which predicts a factor of {one / sum(parts.values()):.2f}")
+log(f"measured: without any loss, Amdahl's law predicts {one / (passes / world_size + update):.2f}")
+log(f"measured: whole steps: {tokens / one_step:.0f} and {tokens / two_step:.0f} tokens/s, a factor of {one_step / two_step:.2f}")
 dist.destroy_process_group()

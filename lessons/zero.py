@@ -16,7 +16,7 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 width, n_layer, batch_size, steps = 256, 8, 64, 5
-n = n_layer * width**2  # parameters
+n_params = n_layer * width**2
 names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -27,7 +27,7 @@ mine = slice(rank * width // world_size, (rank + 1) * width // world_size)  # th
 def stored(tensors: list[Tensor]) -> float:
     """Bytes per parameter of the model that these tensors take; views of the same memory count once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) / n
+    return sum(storages.values()) / n_params
 
 
 def predict(stage: int) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def train(stage: int) -> tuple[float, dict[str, float], float]:
             for weight, part in zip(weights, parts, strict=True):
                 all_gather(weight, part)
                 sent["bytes"] += weight.nbytes * (world_size - 1) / world_size
-    return loss.item(), kept, sent["bytes"] / n
+    return loss.item(), kept, sent["bytes"] / n_params
 
 
 table = {stage: train(stage) for stage in names}
