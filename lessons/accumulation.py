@@ -43,8 +43,8 @@ inputs, targets = tokens[:, :-1], tokens[:, 1:]
 F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
 expected = [weight.grad.clone() for weight in model.parameters()]
 
-# 2. DDP, with a hook that counts: a function that DDP calls for each bucket instead of its own all-reduce. Each
-# matrix fills a bucket of 1 MiB, and each bucket is one all-reduce.
+# 2. DDP, with a hook that counts: DDP calls it for each bucket, instead of its own all-reduce. Each matrix
+# fills a bucket of 1 MiB, and each bucket is one all-reduce.
 counts = Counter()
 
 
@@ -89,7 +89,7 @@ times = [(accumulate(False), accumulate(True)) for _ in range(7)]  # in turn, si
 always, once = (1e3 * median(column) for column in zip(*times, strict=True))
 log(f"measured: the passes of a step take {always:.0f} ms, and {once:.0f} ms with no_sync")
 
-# 3. What this saves on a network. How often an all-reduce sends each byte is the subject of lesson 3; here it is once.
+# 3. What this saves on a network. How often an all-reduce sends each byte is for lesson 3; here it is once.
 gradient_bytes = 4 * 124e6  # GPT-2 124M, float32
 log(f"{'seconds to send 496 MB (GPT-2 124M)':42} every micro-batch   no_sync")
 for gigabits in (1, 10, 100):

@@ -152,7 +152,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice =
     optimizer.step()
 
 
-calls: dict[str, tuple[int, Callable, tuple]] = {  # how many ranks call it at the same time, and its arguments
+# how many ranks call it at the same time, and its arguments
+calls: dict[str, tuple[int, Callable, tuple]] = {
     "one process: whole batch": (1, forward_backward, (alone,)),
     "one process: half the batch": (1, forward_backward, (alone, my_part)),
     "one process: update": (1, optimizer.step, ()),
@@ -175,12 +176,14 @@ log("\nthe shortest of five runs of forward and backward pass, update, or both")
 for name, seconds in times.items():
     log(f"measured: {name:<40}{1e3 * min(seconds):5.0f} ms")
 
-passes, half, update, one_step, shared, ddp, both_update, two_step, _ = (min(s) for s in times.values())
-one = passes + update  # 100% of the next lines
-parts = {"half the batch alone": half, "sharing": shared - half, "averaging": ddp - shared, "update": both_update}
-log("measured: of one process's passes and update, each of two processes takes")
-log("measured: " + ", ".join(f"{name} {100 * part / one:+.0f}%" for name, part in parts.items()))
-log(f"measured: in all {100 * sum(parts.values()) / one:.0f}%, which predicts a factor of {one / sum(parts.values()):.2f}")
-log(f"measured: without any loss, Amdahl's law predicts {one / (passes / world_size + update):.2f}")
-log(f"measured: whole steps: {tokens / one_step:.0f} and {tokens / two_step:.0f} tokens/s, a factor of {one_step / two_step:.2f}")
+passes, half, update, one_step, shared, ddp, both_update, two_step, _ = map(min, times.values())
+one, two = passes + update, ddp + both_update
+log(f"measured: half the batch alone costs {half / one:.0%} of one process's passes and update,")
+log(f"measured: sharing the machine {(shared - half) / one:+.0%}, averaging {(ddp - shared) / one:+.0%},")
+log(f"measured: and the update {both_update / one:+.0%}: in all {two / one:.0%}")
+amdahl = one / (passes / world_size + update)
+log(f"measured: predicted factor: {one / two:.2f}, and by Amdahl's law at most {amdahl:.2f}")
+one_speed, two_speed = tokens / one_step, tokens / two_step
+log(f"measured: whole steps: {one_speed:.0f} and {two_speed:.0f} tokens/s")
+log(f"measured: a factor of {two_speed / one_speed:.2f}")
 dist.destroy_process_group()
