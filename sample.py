@@ -193,8 +193,6 @@ if not mesh.splits_model:  # an edited model may not survive this either
         generation.prepare(model, plan.torch_dtype)
         context = nullcontext()
 
-if ranks.is_main:
-    console.print_to_stderr(f"generating {num_samples} samples of {max_new_tokens} tokens, all together")
 # this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
 texts, began = [], time.perf_counter()
