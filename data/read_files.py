@@ -85,7 +85,7 @@ def find_files(data_files: str) -> list[Path]:
     paths = [Path(name) for name in sorted(names.values())]
     for path in paths:
         if not kind_of(path):
-            problem = f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(KINDS)}"
+            problem = f"{path}: unknown extension '{path.suffix}'; choose from {' '.join(KINDS)}"
             raise ValueError(f"{problem}; {how_to_convert(path)}")
     if any(kind_of(path) == ".parquet" for path in paths):
         with needed_by("a .parquet file", "pyarrow"):

@@ -152,38 +152,39 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice =
     optimizer.step()
 
 
-# how many ranks call it at the same time, and its arguments
+# how many ranks call a function at the same time, and its arguments
 calls: dict[str, tuple[int, Callable, tuple]] = {
-    "one process: whole batch": (1, forward_backward, (alone,)),
-    "one process: half the batch": (1, forward_backward, (alone, my_part)),
-    "one process: update": (1, optimizer.step, ()),
-    "one process: whole step": (1, train_step, (alone, optimizer)),
-    "two processes: half each, not averaged": (world_size, forward_backward, (alone, my_part)),
-    "two processes: half each, DDP": (world_size, forward_backward, (ddp_model, my_part)),
-    "two processes: the same update in both": (world_size, optimizer.step, ()),
-    "two processes: whole step, DDP": (world_size, train_step, (ddp_model, ddp_optimizer, my_part)),
-    "two processes: all-reduce, nothing else": (world_size, dist.all_reduce, (torch.zeros(sum(sizes) // 4),)),
+    "alone: whole batch": (1, forward_backward, (alone,)),
+    "alone: half the batch": (1, forward_backward, (alone, my_part)),
+    "alone: update": (1, optimizer.step, ()),
+    "alone: whole step": (1, train_step, (alone, optimizer)),
+    "both: half each, not averaged": (world_size, forward_backward, (alone, my_part)),
+    "both: half each, DDP": (world_size, forward_backward, (ddp_model, my_part)),
+    "both: the same update": (world_size, optimizer.step, ()),
+    "both: whole step, DDP": (world_size, train_step, (ddp_model, ddp_optimizer, my_part)),
+    "both: only an all-reduce": (world_size, dist.all_reduce, (torch.zeros(sum(sizes) // 4),)),
 }
 times: dict[str, list[float]] = {name: [] for name in calls}
-for _ in range(5):  # in turn, since other programs disturb
+for _ in range(10):  # in turn, since other programs disturb
     for name, (ranks, function, args) in calls.items():
         dist.barrier()
         started = time.perf_counter()
         if rank < ranks:
             function(*args)
         times[name].append(time.perf_counter() - started)
-log("\nthe shortest of five runs of forward and backward pass, update, or both")
+log("\nthe shortest of ten times")
 for name, seconds in times.items():
-    log(f"measured: {name:<40}{1e3 * min(seconds):5.0f} ms")
+    log(f"measured: {name:<32}{1e3 * min(seconds):5.0f} ms")
 
 passes, half, update, one_step, shared, ddp, both_update, two_step, _ = map(min, times.values())
 one, two = passes + update, ddp + both_update
-log(f"measured: half the batch alone costs {half / one:.0%} of one process's passes and update,")
-log(f"measured: sharing the machine {(shared - half) / one:+.0%}, averaging {(ddp - shared) / one:+.0%},")
-log(f"measured: and the update {both_update / one:+.0%}: in all {two / one:.0%}")
-amdahl = one / (passes / world_size + update)
-log(f"measured: predicted factor: {one / two:.2f}, and by Amdahl's law at most {amdahl:.2f}")
-one_speed, two_speed = tokens / one_step, tokens / two_step
-log(f"measured: whole steps: {one_speed:.0f} and {two_speed:.0f} tokens/s")
-log(f"measured: a factor of {two_speed / one_speed:.2f}")
+log("\nthe parts of a step with DDP, relative to a process that is alone")
+log(f"measured: half the batch alone   {half / one:5.0%}")
+log(f"measured: sharing the machine   {(shared - half) / one:+6.0%}")
+log(f"measured: averaging gradients   {(ddp - shared) / one:+6.0%}")
+log(f"measured: update                {both_update / one:+6.0%}")
+log(f"measured: in all                 {two / one:5.0%}, so the predicted factor is {one / two:.2f}")
+log(f"measured: by Amdahl's law, at most {one / (passes / world_size + update):.2f}")
+speeds = f"{tokens / one_step:.0f} and {tokens / two_step:.0f} tokens/s"
+log(f"measured: whole steps compute {speeds}, a factor of {one_step / two_step:.2f}")
 dist.destroy_process_group()

@@ -680,7 +680,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.checks) - by_name.keys() - groups.keys():
         possible = ", ".join([*groups, *by_name])
-        parser.error(f"no such check: {', '.join(sorted(unknown))}; possible are {possible}")
+        parser.error(f"no such check: {', '.join(sorted(unknown))}; choose from {possible}")
     if options.seconds is not None and not 0 < options.seconds < math.inf:
         parser.error(f"--seconds={options.seconds:g}: set it to a number above 0")
     if options.nanogpt and not (options.nanogpt / "train.py").exists():

@@ -306,7 +306,7 @@ def test_a_stream_in_bfloat16_needs_computation_in_bfloat16(dtype):
         precision.check_residual_dtype("bfloat16", dtype)
     precision.check_residual_dtype("float32", dtype)
     precision.check_residual_dtype("bfloat16", "bfloat16")
-    with pytest.raises(ValueError, match="residual_dtype is 'fp8'; possible are float32 and bfloat16"):
+    with pytest.raises(ValueError, match="residual_dtype is 'fp8'; choose from float32 and bfloat16"):
         GPTConfig(residual_dtype="fp8")
 
 
@@ -494,7 +494,7 @@ def test_a_model_that_transformers_does_not_compute_is_not_exported(tmp_path, na
 def test_an_architecture_that_transformers_lacks_is_not_exported(tmp_path, monkeypatch):
     monkeypatch.setitem(ARCHS, "mine", ARCHS["llama"])
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="mine"))
-    with pytest.raises(ValueError, match="no class of transformers for arch 'mine'; possible are gpt2, nano"):
+    with pytest.raises(ValueError, match="no class of transformers for arch 'mine'; choose from gpt2, nano"):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 
@@ -599,7 +599,7 @@ def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
 
 
 MISTAKES = {
-    "--arch=gpt3": "arch is 'gpt3'; possible are gpt2, nanochat and llama",
+    "--arch=gpt3": "arch is 'gpt3'; choose from gpt2, nanochat and llama",
     "--arch=llama --n_kv_head=5": "n_kv_head is 5: it must divide n_head, 12",
     "--n_kv_head=1": "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0",
     "--head=untied": "arch 'gpt2' uses a tied head: set --head=auto",
@@ -621,7 +621,7 @@ def test_a_model_that_is_not_supported(tmp_path):
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     MistralConfig().save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match="model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
+        ValueError, match="model_type is 'mistral'; choose from gpt2, nanochat, llama, mixtral"
     ):
         GPT.from_pretrained(str(tmp_path))
     for config, unsupported in (
@@ -634,7 +634,7 @@ def test_a_model_that_is_not_supported(tmp_path):
         with pytest.raises(ValueError, match=unsupported):
             huggingface.model_args(config)
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="nanochat", n_expert=3))
-    with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3; possible"):
+    with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3; choose from"):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 

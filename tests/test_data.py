@@ -569,7 +569,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=pages": "the folder 'pages' contains no file .*; type: zstd -d pages/two.jsonl.zst$",
     "--data_files=lost.txt": "'lost.txt' is a link to gone.txt, which does not exist",
     "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3:/bucket/d, an address of s3: set the path",
-    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .* .parquet"
+    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; choose from .txt .* .parquet"
     "; type: python -c 'import pandas; pandas.read_csv",
     "--data_files=two.txt.gz": "two.txt.gz: unknown extension '.gz'; .* type: gunzip -k two.txt.gz$",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz: not readable as gzip",

@@ -138,7 +138,7 @@ def test_settings_of_the_checks_exist():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["wrong"], "no such check: wrong; possible are first, "),
+        (["wrong"], "no such check: wrong; choose from first, "),
         (["--seconds=-5"], "--seconds=-5: set it to a number above 0"),
         (["--seconds=nan"], "--seconds=nan: set it to a number above 0"),
         (["--out=file"], "--out=file: File exists"),

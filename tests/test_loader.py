@@ -447,7 +447,7 @@ def test_the_highest_id_of_a_large_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"dtype": "float32"}', "dtype is 'float32', possible are uint8, .*, uint32, int64 and uint64"),
+        ('{"dtype": "float32"}', "dtype is 'float32'; choose from uint8, .*, uint32, int64 and uint64"),
         ('{"vocab_size": 90', "meta.json cannot be read"),
         ("\xff\xfe\x00", "meta.json cannot be read"),
         ("[90]", "meta.json cannot be read"),

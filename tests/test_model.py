@@ -117,7 +117,7 @@ def test_defaults_are_nanogpts():
     [
         (dict(block_size=0), "block_size is 0: it must be at least 1"),
         (dict(n_layer=0, n_hidden=-1), "n_layer is 0: .* 1\nn_hidden is -1: it must be at least 0"),
-        (dict(arch="gpt3"), "arch is 'gpt3'; possible are gpt2, nanochat and llama"),
+        (dict(arch="gpt3"), "arch is 'gpt3'; choose from gpt2, nanochat and llama"),
         (dict(n_head=3), "n_embd is 32: it must be a multiple of n_head, 3: set --n_embd=33"),
         (dict(n_embd=4, n_head=6), "it must be a multiple of n_head, 6: set --n_embd=6"),
         (

@@ -131,7 +131,7 @@ def test_what_the_x_axis_shows():
             assert axes.get_xlabel() == label
         validation = panels(losses_figure(groups, x))["Validation loss"]
         np.testing.assert_allclose(validation.lines[0].get_xdata(), np.arange(0, 1001, 100) * unit)
-    with pytest.raises(ValueError, match="x='time': possible are steps, tokens, seconds, flops"):
+    with pytest.raises(ValueError, match="x='time': choose from steps, tokens, seconds, flops"):
         losses_figure(groups, "time")
     del groups[0].runs[1].facts["flops_per_step"]
     with pytest.raises(ValueError, match="out does not record its flops: use --x=steps"):

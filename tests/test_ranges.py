@@ -17,8 +17,8 @@ REFUSED = [
     ("train.py", "--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
     ("train.py", "--beta1=1", "beta1 is 1.0: it must be < 1"),
     ("train.py", f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
-    ("train.py", "--zero=4", "zero is 4; possible are 0, 1, 2 and 3"),
-    ("train.py", "--grad_sync=", "grad_sync is ''; possible are auto, last, every and never"),
+    ("train.py", "--zero=4", "zero is 4; choose from 0, 1, 2 and 3"),
+    ("train.py", "--grad_sync=", "grad_sync is ''; choose from auto, last, every and never"),
     ("sample.py", "--top_p=1.5", "top_p is 1.5: it must be <= 1"),
     ("bench.py", "--nproc=-1", "nproc is -1: it must be >= 0"),
 ]
@@ -47,7 +47,7 @@ def test_all_mistakes_are_said_at_once(capsys, tmp_path):
     assert sorted(lines) == [
         "batch_size is 0: it must be >= 1",
         "beta1 is 2.0: it must be < 1",
-        "on_nan is 'ignore'; possible are stop and skip",
+        "on_nan is 'ignore'; choose from stop and skip",
         "train.py: command line: --seed='x': not a whole number",
     ]
 

@@ -258,7 +258,7 @@ def test_a_slow_rank_gets_fewer_rows(zygote, work):
 # ------------------------------------------------------------------------------------------------------------
 # mistakes and memory
 
-NOT_A_LIST = "possible are equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
+NOT_A_LIST = "choose from equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
 MISTAKES = {
     **{value: f"shares is '{value}'; {NOT_A_LIST}" for value in ("fast", "2,,1", "2,0", "nan,1")},
     "2,1 --pp=2": "the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",

@@ -166,7 +166,7 @@ def test_several_groups_are_corrected_by_holm():
     for name in order:
         assert "p corrected for 3 comparisons (Holm)" in results[name].method
         assert replace(results[name], p=0, method="") == replace(single[name], p=0, method="")
-    with pytest.raises(ValueError, match="no group 'x' to compare with; possible: '0', '1'"):
+    with pytest.raises(ValueError, match="no group 'x' to compare with; choose from '0', '1'"):
         differences(groups, "x")
     alone = differences({"a": groups["0"], "b": groups["1"]}, "a")
     assert alone["b"] == single["1"]

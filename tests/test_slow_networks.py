@@ -308,7 +308,7 @@ def test_a_run_continues_on_a_different_number_of_islands(zygote, shared_work):
 # messages
 
 MISTAKES = {
-    "--grad_compression=zip": "grad_compression is 'zip'; possible are none, fp16, bf16, int8, powersgd:RANK",
+    "--grad_compression=zip": "grad_compression is 'zip'; choose from none, fp16, bf16, int8, powersgd:RANK",
     "--grad_compression=powersgd:0": "powersgd:RANK such as powersgd:4",
     "--grad_compression=topk:2": "topk:FRACTION such as topk:0.01",
     "--zero=3 --grad_compression=int8": "set --dp_replicate= to the number of replicas",

@@ -220,6 +220,6 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=re.escape(message)):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
     with pytest.raises(
-        ValueError, match="'no-such' is not an encoding of tiktoken; possible are cl100k_base, gpt2"
+        ValueError, match="'no-such' is not an encoding of tiktoken; choose from cl100k_base, gpt2"
     ):
         tokenizer.load(Vocabulary("tiktoken", "no-such"))

@@ -85,6 +85,8 @@ def child(job, out):
     os.setpgid(0, 0)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])
+    if "OMP_NUM_THREADS" in job["env"]:  # which torch has read before the fork
+        torch.set_num_threads(int(job["env"]["OMP_NUM_THREADS"]))
     script = job["argv"][0]
     sys.argv = job["argv"]
     sys.path.insert(0, os.path.dirname(script))

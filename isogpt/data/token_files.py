@@ -122,7 +122,7 @@ def declared_dtype(meta: dict, folder: Path) -> str | None:
         return None
     if meta["dtype"] not in DTYPES:
         possible = f"{', '.join(DTYPES[:-1])} and {DTYPES[-1]}"
-        raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are {possible}")
+        raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}; choose from {possible}")
     return meta["dtype"]
 
 

@@ -77,7 +77,7 @@ def load_encoding(name: str) -> "tiktoken.Encoding":
         import tiktoken
 
     if name not in (possible := sorted(tiktoken.list_encoding_names())):
-        raise ValueError(f"{name!r} is not an encoding of tiktoken; possible are {', '.join(possible)}")
+        raise ValueError(f"{name!r} is not an encoding of tiktoken; choose from {', '.join(possible)}")
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:

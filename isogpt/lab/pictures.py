@@ -129,7 +129,7 @@ def scale_of(groups: list[Group], x: str) -> Scale:
         ValueError: x is not one of X, or a run does not record it.
     """
     if x not in X:
-        raise ValueError(f"x={x!r}: possible are {', '.join(X)}")
+        raise ValueError(f"x={x!r}: choose from {', '.join(X)}")
     runs = [run for group in groups for run in group.runs]
     ends = [(run, place(run, record, Scale(x))) for run in runs for record in run.evaluations[-1:]]
     if unknown := [run for run, end in ends if not math.isfinite(end)]:

@@ -87,7 +87,7 @@ def differences(groups: dict[str, dict[int, float]], baseline: str) -> dict[str,
     """
     if baseline not in groups:
         names = shortened([repr(name) for name in groups], 10)
-        raise ValueError(f"there is no group {baseline!r} to compare with; possible: {names}")
+        raise ValueError(f"there is no group {baseline!r} to compare with; choose from {names}")
     compared = {
         name: difference(groups[baseline], group) for name, group in groups.items() if name != baseline
     }

@@ -131,10 +131,10 @@ def problems_of_shape(values: dict) -> list[str]:
     ]
     if c.arch not in ARCHS:
         *others, last = ARCHS
-        problems.append(f"arch is {c.arch!r}; possible are {', '.join(others)} and {last}")
+        problems.append(f"arch is {c.arch!r}; choose from {', '.join(others)} and {last}")
     if c.residual_dtype not in RESIDUAL_DTYPES:
         problems.append(
-            f"residual_dtype is {c.residual_dtype!r}; possible are {' and '.join(RESIDUAL_DTYPES)}"
+            f"residual_dtype is {c.residual_dtype!r}; choose from {' and '.join(RESIDUAL_DTYPES)}"
         )
     if problems:
         return problems

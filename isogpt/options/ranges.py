@@ -54,7 +54,7 @@ def problem_of_choice(setting: Setting, value: Value) -> str:
     *others, last = (choice.strip() for choice in setting.range.split("|"))
     if str(value) in (*others, last):
         return ""
-    return f"{setting.name} is {value!r}; possible are {', '.join(others)} and {last}"
+    return f"{setting.name} is {value!r}; choose from {', '.join(others)} and {last}"
 
 
 def problem_of_limits(setting: Setting, value: Value) -> str:

@@ -230,7 +230,7 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
         speeds = (math.nan,)
     if not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(
-            f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
+            f"shares is {shares!r}; choose from equal, auto, and positive numbers, one for each "
             "data-parallel rank, such as 2,1,1"
         )
     if data_size not in (None, len(speeds)):

@@ -50,7 +50,7 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     known_cards = (*HARDWARE, "this")
     for card in cards:
         if card not in known_cards:
-            problems.append(f"hardware is {card!r}; possible are {', '.join(known_cards)}")
+            problems.append(f"hardware is {card!r}; choose from {', '.join(known_cards)}")
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
         problems.append(f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8")
     problems += problems_of_prediction(c, cards)

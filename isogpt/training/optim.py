@@ -139,7 +139,7 @@ def rules_of(optimizer: str) -> list[Rule]:
     if base not in names or (plus and ":" not in place):
         others = [f"{name}+FILE.py:CLASS" for name in names if name != "adamw"]
         possible = ", ".join([*names, "FILE.py:CLASS", *others])
-        raise ValueError(f"optimizer is {optimizer!r}; possible are {possible}")
+        raise ValueError(f"optimizer is {optimizer!r}; choose from {possible}")
     rules = [rule for rule in RULES if rule.optimizer == base]
     if not place:
         return rules

@@ -86,7 +86,7 @@ def rules_of_start(c: Settings) -> Iterator[str]:
         yield "out_dir is empty: set --out_dir= to a folder"
     if weights not in ("scratch", *GPT2) and not is_url(weights) and not os.path.exists(weights):
         yield (
-            f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
+            f"init_from is {c.init_from!r}; choose from scratch, resume, auto, gpt2[-medium|-large|-xl], a "
             "folder of a run or of Hugging Face weights, a ckpt.pt, or the URL of a run's mirror"
         )
     if c.resume_step != -1 and c.init_from != "resume":
@@ -183,7 +183,7 @@ def rules_of_compression(c: Plan | Settings) -> Iterator[str]:
     kinds = r"none|fp16|bf16|int8|powersgd:0*[1-9]\d*|topk:0?\.\d*[1-9]\d*"
     if not re.fullmatch(kinds, c.grad_compression):
         yield (
-            f"grad_compression is {c.grad_compression!r}; possible are none, fp16, bf16, int8, "
+            f"grad_compression is {c.grad_compression!r}; choose from none, fp16, bf16, int8, "
             "powersgd:RANK such as powersgd:4, and topk:FRACTION such as topk:0.01"
         )
         return
@@ -214,7 +214,7 @@ def rules_of_memory(c: Plan | Settings) -> Iterator[str]:
     """What is recomputed, recorded as CUDA graphs, or kept in shards and on the CPU."""
     if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", c.activation_checkpointing):
         yield (
-            f"activation_checkpointing is {c.activation_checkpointing!r}; possible are none, full, selective "
+            f"activation_checkpointing is {c.activation_checkpointing!r}; choose from none, full, selective "
             "and every:K (K >= 1)"
         )
     if not fits_schedule(c.activation_checkpointing, c.pp, c.pp_schedule):
@@ -366,7 +366,7 @@ def check_sampling(config: dict) -> None:
         )
     if init_from not in ("resume", *GPT2) and not is_url(init_from) and not os.path.isdir(init_from):
         raise ValueError(
-            f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], a "
+            f"init_from is {init_from!r}; choose from resume (a run in out_dir), gpt2[-medium|-large|-xl], a "
             "folder of Hugging Face weights, or the URL of a run's mirror"
         )
 
