@@ -221,8 +221,8 @@ def test_no_code_in_a_folder_runs(at, capsys):
     sample(None)  # tokenizer.json alone is read
     change_json(folder / "config.json", model_type="own")
     sample(
-        f"cannot load {str(folder)!r} with transformers: its model_type needs custom Python code, which is not run; "
-        "choose from gpt2, nanochat, llama, mixtral"
+        f"cannot load {str(folder)!r} with transformers: its model_type needs custom Python code, which "
+        "is not run; choose from gpt2, nanochat, llama, mixtral"
     )
     change_json(folder / "config.json", model_type="llama")
     (folder / "model.safetensors").unlink()
