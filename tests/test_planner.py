@@ -19,7 +19,7 @@ from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.recompute import fits_schedule
-from isogpt.parallel.shares import share_of
+from isogpt.parallel.shares import about_unused_ranks, share_of
 from isogpt.speed import layouts, memory, plan_report, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
 from isogpt.training.settings import check_training
@@ -151,6 +151,15 @@ def test_plans_are_valid_and_have_the_same_global_batch():
     assert "communication +" in table and "does not fit: " in table
     assert any("bubble +" in layouts.reason(plan, plans[0]) for plan in plans)
     assert len(table.splitlines()) == 1 + 15 + 3
+
+
+@pytest.mark.parametrize("batch_size, accumulation, devices", [(12, 40, 32), (16, 32, 24), (1, 24, 8)])
+def test_train_does_not_advise_against_the_plan_of_its_micro_batches(batch_size, accumulation, devices):
+    """A plan's batch_size divides the global batch, so a rank may compute a little less: 15 rows of 16."""
+    plan = layouts.ranked(plan_with(GPT2, devices, batch_size, accumulation), HARDWARE["h100"], 8)[0].plan
+    share = share_of(plan.sequences, 0, make_mesh(0, plan).data_size, plan.batch_size, plan.pp)
+    assert share.rows < plan.batch_size and share.micro_steps == 1
+    assert not about_unused_ranks(share, plan.batch_size, plan.pp)
 
 
 def test_slower_networks_change_the_choice():

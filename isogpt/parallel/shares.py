@@ -193,7 +193,8 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     """
     A sentence about data ranks that compute less than they could, with what would use them; "" if all are
     used. In other tools, more GPUs mean a larger batch; here, the batch of a step is fixed. Shares that a
-    user or a measurement has chosen are not judged.
+    user or a measurement has chosen are not judged, nor are more rows than half of batch_size: the batch_size
+    of a plan, which divides the global batch, may exceed what a rank computes (15 rows of 16).
     """
     if share.islands or len(set(share.rows_of)) > 1:
         return ""
@@ -202,7 +203,7 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     if working < ranks:
         observation = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
         aim = "To use all ranks"
-    elif rows < batch_size and share.micro_steps <= pp:
+    elif 2 * rows <= batch_size and share.micro_steps <= pp:
         observation = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
         aim = f"To compute {batch_size} at a time, which is faster for each sequence"
     else:
