@@ -379,7 +379,7 @@ def test_a_plan_compares_devices(plan):
     text, found = plan(*large, "--hardware=l4,a100,h100 l4")
     rows = re.findall(r"^ +1 x (\S+) .*?  (--.*|does not fit.*)$", text, re.M)
     assert [row[0] for row in rows] == ["h100", "a100", "l4"], text
-    assert rows[2][1] == "does not fit; 2 devices are the fewest on which a layout fits"
+    assert rows[2][1] == "does not fit; the fewest devices on which a layout fits: 2"
     assert text.rstrip().endswith("--devices=1 --hardware=h100")
     tiny = ["--n_layer=1", "--n_head=1", "--n_embd=64", "--dtype=bfloat16", "--hardware=h100"]
     text, _ = plan(*tiny, "--devices=1,2", "--device_memory_gb=0.001")  # on no number of devices
@@ -491,7 +491,7 @@ def test_mistakes_are_reported_at_once(at, capsys, args, messages):
 def test_mistakes_under_a_launcher(at, capsys):
     launch(at, world_size=2)
     for args, message in (
-        (["--nproc=3"], "nproc is 3, but the launcher started 2 processes: omit --nproc"),
+        (["--nproc=3"], "nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"),
         (["--tune"], "start bench.py without a launcher"),
         (["--sweep=nproc:1"], "start bench.py without a launcher"),
     ):

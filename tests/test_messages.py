@@ -580,7 +580,7 @@ def test_messages_of_a_run(zygote, work):
     for whole in (
         "out contained an earlier run, which was moved to out/previous_1",
         "peak: unknown, no mfu",
-        "warning: --profile traces the steps after the fifth: 1 steps give no trace, 10 do",
+        "warning: --profile traces the steps after the fifth, so it needs 10 steps, not 1",
         "warning: a slow rank: rank 0: forward ms 40.0, others 10.0",
     ):
         assert lines.count(whole) == 1, (whole, lines)

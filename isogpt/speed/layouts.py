@@ -135,8 +135,8 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     fastest_first = sorted(predictions, key=lambda prediction: (prediction.total_s, prediction.gb))
     if not fastest_first:
         raise ValueError(
-            f"no layout of {plan.world_size} devices: {plan.sequences} sequences are too few for them, or "
-            "the settings exclude all"
+            f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
+            f"({plan.world_size}), or the settings exclude all layouts"
         )
     return fastest_first
 
