@@ -106,7 +106,7 @@ def fraction(text: str) -> float:
     """Parse a number between 0 and 1, excluding both."""
     number = float(text)
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, e.g. 0.1")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1: type a number such as 0.1")
     return number
 
 

@@ -141,7 +141,7 @@ def how_to_convert(path: Path) -> str:
         source, target = (json.dumps(str(name)) for name in (path, path.with_suffix(".parquet")))
         command = f"import pandas; pandas.{PANDAS[suffix].format(source)}.to_parquet({target})"
         return f"type: python -c {shlex.quote(command)}"
-    return "if it contains plain text, rename it to .txt"
+    return f"if {name} contains plain text, rename it to .txt"
 
 
 def read_txt(path: Path, file: BinaryIO, text_key: str, separator: str = "") -> Iterator[str]:

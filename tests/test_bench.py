@@ -436,7 +436,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     """And what is missing, for a model or a vocabulary that is not known."""
     xl = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--hardware=4090"]
     for args, message in (
-        (xl, "start with 2, the fewest that do, or set --zero=3 --cpu_offload=True"),
+        (xl, "start with 2, the fewest that suffice, or set --zero=3 --cpu_offload=True"),
         ([*xl, "--device_memory_gb=2"], "no layout fits on 1 device\n"),
         ([*xl, "--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
         (
@@ -463,9 +463,9 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
         (
             ["--comm", "--tune", "--json_path=nowhere/x"],
             ["comm, sweep, plan, tune and check are separate reports: set one of them"]
-            + ["json_path is 'nowhere/x': no such folder"],
+            + ["json_path is 'nowhere/x', but there is no such folder: create it"],
         ),
-        (["--json_path=."], ["json_path is '.': it is a folder, set a file in it"]),
+        (["--json_path=."], ["json_path is '.', which is a folder: set a file in it"]),
         (["--device=tpu"], ["choose from auto"]),
         (["--hardware=4090"], ["set --plan=True; to measure N processes, set --nproc=N"]),
         (["--devices=2,4"], ["set --plan=True; to measure N processes, set --nproc=N"]),

@@ -573,7 +573,7 @@ ANY = {  # arguments: message, of each kind of data set
     "; type: python -c 'import pandas; pandas.read_csv",
     "--data_files=two.txt.gz": "two.txt.gz: only files that end in .* type: gunzip -k two.txt.gz$",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz: not readable as gzip",
-    "--data_files=page.html": "page.html: only files .* if it contains plain text, rename it to .txt$",
+    "--data_files=page.html": "page.html: only files .* if page.html contains plain text, rename it to .txt$",
     "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; "
     "set --text_key=content$",
     "--data_files=alpaca.jsonl": ".*; set --text_key=instruction or output, or write one text",

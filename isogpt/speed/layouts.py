@@ -150,7 +150,7 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
         return
     advice = []
     if fewest := smallest_world(plan, hw, per_node):
-        advice.append(f"start with {fewest}, the fewest that do")
+        advice.append(f"start with {fewest}, the fewest that suffice")
     can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
     if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
         advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")

@@ -201,7 +201,7 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
         compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
     print_note(rankings[0].wanted)
     fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
-    print(f"\nall layouts, and the command: choose one line, such as {fastest}")
+    print(f"\nfor all layouts of a line and its command, type for example {fastest}")
     return {"compared": compared}
 
 

@@ -55,8 +55,8 @@ class Schedule:
             )
         if max_iters < self.warmup_iters:
             notes.append(
-                f"the run ends at step {max_iters}, in the warm-up (warmup_iters {self.warmup_iters}), with a "
-                f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
+                f"the run ends at step {max_iters}, in the warm-up (warmup_iters {self.warmup_iters}), with "
+                f"a learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
             )
         elif self.warmup_iters >= self.lr_decay_iters:
             decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""

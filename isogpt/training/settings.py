@@ -397,4 +397,4 @@ def read_prompt(start: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
     except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"--start={start} cannot be read as text in UTF-8: {e}") from e
+        raise ValueError(f"--start={start} must name a file of text in UTF-8: {e}") from e
