@@ -236,7 +236,9 @@ def model_card(source: OpenCheckpoint, model: GPT) -> str:
         dataset = ",".join(f"{name}:{one['of_1000']}" for name, one in sources.items())
     sequences = measures.get("sequences")
     measured_on = (
-        "all of val.bin" if sequences == WHOLE else sequences and f"{sequences} sequences of val.bin"
+        "all of val.bin"
+        if sequences == WHOLE
+        else sequences and f"{sequences} sequence{'s' * (sequences > 1)} of val.bin"
     )
     facts = {
         "parameters": f"{model.get_num_params():,}",

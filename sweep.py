@@ -140,8 +140,8 @@ if dry_run:
 waiting = incomplete(part)
 of_task = f", {len(part)} of them in this task of the array job" if len(part) < len(runs) else ""
 console.print_line(
-    f"{len(runs)} runs in {out}{of_task}: {len(part) - len(waiting)} complete, {len(waiting)} to train, "
-    f"{len(slots)} at the same time"
+    f"{len(runs)} run{'s' * (len(runs) > 1)} in {out}{of_task}: {len(part) - len(waiting)} complete, "
+    f"{len(waiting)} to train, {len(slots)} at the same time"
 )
 queue = Queue(TRAIN_PY, waiting, slots)
 queue.train()
@@ -150,16 +150,18 @@ queue.train()
 missing = incomplete(part)
 if queue.received:
     command = shlex.join(["python", *sys.argv])
-    console.print_line(f"stopped, {len(missing)} runs are left; to continue, repeat the command:\n{command}")
+    console.print_line(
+        f"stopped with {len(missing)} of {len(part)} runs left; to continue, repeat the command:\n{command}"
+    )
     raise SystemExit(128 + queue.received[0])
 complete = [run for run in runs if read_state(run).is_complete]
 if len(complete) + len(missing) < len(runs):
-    console.print_line(f"{len(complete)} of {len(runs)} runs are complete; other tasks train the others")
+    console.print_line(f"complete: {len(complete)} of {len(runs)} runs; other tasks train the others")
 status = compare(complete) if complete else 0
 for name in (run.name for run in missing):
     console.print_error(
         f"{name}: {queue.failures.get(name, 'stopped')}; its output: {out / name / 'train.log'}"
     )
 if missing:
-    fail(f"{len(missing)} of {len(part)} runs are not complete; to try them again, repeat the command")
+    fail(f"not complete: {len(missing)} of {len(part)} runs; to try them again, repeat the command")
 raise SystemExit(status)

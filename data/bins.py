@@ -106,7 +106,7 @@ def fraction(text: str) -> float:
     """Parse a number between 0 and 1, excluding both."""
     number = float(text)
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, e.g. 0.1")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1: type a number such as 0.1")
     return number
 
 
@@ -128,8 +128,8 @@ def cut_for(n: int, val_fraction: float, unit: str) -> int:
     """
     cut = int(n * (1 - val_fraction))
     if not 0 < cut < n:
-        problem = f"--val_fraction={val_fraction} of {n:,} {unit} leaves train.bin or val.bin empty"
-        advice = "use files with more text" + (", or e.g. --val_fraction=0.1" if n > 1 else "")
+        problem = f"--val_fraction={val_fraction} leaves train.bin or val.bin empty ({unit} in all: {n:,})"
+        advice = "use files with more text" + (", or set --val_fraction=0.1 or the like" if n > 1 else "")
         raise ValueError(f"{problem}: {advice}")
     return cut
 
@@ -311,7 +311,9 @@ def write_documents(
                 progress.show(unfinished.documents, unfinished.tokens)
         if (count := unfinished.documents) < 2:
             advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
-            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
+            raise ValueError(
+                f"2 non-empty documents or more are needed, but there is {count or 'none'}: {advice}"
+            )
         return unfinished.finish(vocabulary, tokenizer.n_ids, source)
 
 

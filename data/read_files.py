@@ -85,7 +85,7 @@ def find_files(data_files: str) -> list[Path]:
     paths = [Path(name) for name in sorted(names.values())]
     for path in paths:
         if not kind_of(path):
-            problem = f"{path}: unknown extension '{path.suffix}'; choose from {' '.join(KINDS)}"
+            problem = f"{path}: only files that end in {', '.join(KINDS)} can be read"
             raise ValueError(f"{problem}; {how_to_convert(path)}")
     if any(kind_of(path) == ".parquet" for path in paths):
         with needed_by("a .parquet file", "pyarrow"):
@@ -97,12 +97,12 @@ def about_no_files(pattern: str, matches: list[str]) -> str:
     """What is wrong with a pattern that matches no file that can be read, and what to type."""
     problem, example = f"no file matches '{pattern}'", "texts/*.txt,more.jsonl"
     if os.path.isdir(pattern):
-        problem = f"the folder '{pattern}' contains no file with an extension of {' '.join(KINDS)}"
+        problem = f"the folder '{pattern}' contains no file that ends in {', '.join(KINDS)}"
         if others := sorted(files_in(pattern)):
             return f"{problem}; {how_to_convert(Path(others[0]))}"
     elif links := list(filter(os.path.islink, matches)):
         problem = f"'{links[0]}' is a link to {os.readlink(links[0])}, which does not exist"
-    return f"{problem}, e.g. --data_files='{example}'"
+    return f"{problem}: type --data_files='{example}' or the like"
 
 
 def files_in(folder: str) -> Iterator[str]:
@@ -141,7 +141,7 @@ def how_to_convert(path: Path) -> str:
         source, target = (json.dumps(str(name)) for name in (path, path.with_suffix(".parquet")))
         command = f"import pandas; pandas.{PANDAS[suffix].format(source)}.to_parquet({target})"
         return f"type: python -c {shlex.quote(command)}"
-    return "if it contains plain text, rename it to .txt"
+    return f"if {name} contains plain text, rename it to .txt"
 
 
 def read_txt(path: Path, file: BinaryIO, text_key: str, separator: str = "") -> Iterator[str]:
@@ -226,7 +226,7 @@ def texts_of(records: Iterable[tuple[str, Any]], path: Path, text_key: str) -> I
         else:
             yield record[text_key]
     if nulls:
-        print(f"note: {path}: left out {nulls:,} records with null at '{text_key}'")
+        print(f"note: {path}: left out the records with null at '{text_key}', {nulls:,} in all")
 
 
 def advice_on(record: Any) -> str:

@@ -23,7 +23,9 @@ TRAIN_HELP = (
 def number_of_ids(text: str) -> int:
     """Parse a size of a vocabulary that can be trained."""
     if not (text.isdecimal() and SMALLEST <= int(text) <= LARGEST):
-        raise argparse.ArgumentTypeError(f"{text} is not from {SMALLEST} to {LARGEST}, e.g. 4096")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not from {SMALLEST} to {LARGEST}: type a number such as 4096"
+        )
     return int(text)
 
 

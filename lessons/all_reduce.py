@@ -19,7 +19,7 @@ from torch import Tensor
 picture = "".join(sys.argv[1:]).removeprefix("--picture=")
 rank, p = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if p < 4 or p & (p - 1):
-    raise SystemExit(f"{p} ranks: start 4 or 8, since recursive doubling needs a power of two")
+    raise SystemExit(f"start 4 or 8 ranks, not {p}, since recursive doubling needs a power of two")
 levels = round(log2(p))
 dist.init_process_group("gloo")
 counts = Counter()  # of this rank: steps, and the messages and bytes that it sends

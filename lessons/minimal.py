@@ -133,7 +133,7 @@ if world_size > 1:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
 if gradient_accumulation_steps % world_size:
-    raise SystemExit(f"{gradient_accumulation_steps} micro-batches cannot be divided by {world_size} ranks")
+    raise SystemExit(f"gradient_accumulation_steps must be a multiple of the number of ranks, {world_size}")
 
 
 def sum_over_ranks(number: Tensor) -> float:

@@ -217,7 +217,7 @@ def test_settings_that_change_what_a_resume_reads():
     }
     settings |= {"max_iters": 9, "beta2": 0.9, "grad_clip": 1.0, "residual_dtype": "float32"}
     cases = {
-        ("batch_size", 3): "24 sequences per step (was 12)",
+        ("batch_size", 3): "sequences per step 24 (was 12)",
         ("seed", 2): "seed 1 (was 2)",
         ("data_order", "random"): "data_order shuffle (was random)",
         ("block_size", 16): "block_size 8 (was 16)",
@@ -494,7 +494,7 @@ def test_a_model_that_transformers_does_not_compute_is_not_exported(tmp_path, na
 def test_an_architecture_that_transformers_lacks_is_not_exported(tmp_path, monkeypatch):
     monkeypatch.setitem(ARCHS, "mine", ARCHS["llama"])
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="mine"))
-    with pytest.raises(ValueError, match="no class of transformers for arch 'mine'; choose from gpt2, nano"):
+    with pytest.raises(ValueError, match="no class of transformers for arch 'mine', but only for gpt2, nano"):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 
@@ -621,7 +621,7 @@ def test_a_model_that_is_not_supported(tmp_path):
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     MistralConfig().save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match="model_type is 'mistral'; choose from gpt2, nanochat, llama, mixtral"
+        ValueError, match="model_type is 'mistral': use a model of type gpt2 or nanochat or llama"
     ):
         GPT.from_pretrained(str(tmp_path))
     for config, unsupported in (
@@ -634,7 +634,9 @@ def test_a_model_that_is_not_supported(tmp_path):
         with pytest.raises(ValueError, match=unsupported):
             huggingface.model_args(config)
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="nanochat", n_expert=3))
-    with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3; choose from"):
+    with pytest.raises(
+        ValueError, match="no class for arch 'nanochat' with n_expert 3: of the models with experts"
+    ):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 

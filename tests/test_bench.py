@@ -379,7 +379,7 @@ def test_a_plan_compares_devices(plan):
     text, found = plan(*large, "--hardware=l4,a100,h100 l4")
     rows = re.findall(r"^ +1 x (\S+) .*?  (--.*|does not fit.*)$", text, re.M)
     assert [row[0] for row in rows] == ["h100", "a100", "l4"], text
-    assert rows[2][1] == "does not fit; 2 devices are the fewest on which a layout fits"
+    assert rows[2][1] == "does not fit; the fewest devices on which a layout fits: 2"
     assert text.rstrip().endswith("--devices=1 --hardware=h100")
     tiny = ["--n_layer=1", "--n_head=1", "--n_embd=64", "--dtype=bfloat16", "--hardware=h100"]
     text, _ = plan(*tiny, "--devices=1,2", "--device_memory_gb=0.001")  # on no number of devices
@@ -436,7 +436,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     """And what is missing, for a model or a vocabulary that is not known."""
     xl = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--hardware=4090"]
     for args, message in (
-        (xl, "start with 2, the fewest that do, or set --zero=3 --cpu_offload=True"),
+        (xl, "start with 2, the fewest that suffice, or set --zero=3 --cpu_offload=True"),
         ([*xl, "--device_memory_gb=2"], "no layout fits on 1 device\n"),
         ([*xl, "--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
         (
@@ -463,9 +463,9 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
         (
             ["--comm", "--tune", "--json_path=nowhere/x"],
             ["comm, sweep, plan, tune and check are separate reports: set one of them"]
-            + ["json_path is 'nowhere/x': no such folder"],
+            + ["json_path is 'nowhere/x', but there is no such folder: create it"],
         ),
-        (["--json_path=."], ["json_path is '.': it is a folder, set a file in it"]),
+        (["--json_path=."], ["json_path is '.', which is a folder: set a file in it"]),
         (["--device=tpu"], ["choose from auto"]),
         (["--hardware=4090"], ["set --plan=True; to measure N processes, set --nproc=N"]),
         (["--devices=2,4"], ["set --plan=True; to measure N processes, set --nproc=N"]),
@@ -491,7 +491,7 @@ def test_mistakes_are_reported_at_once(at, capsys, args, messages):
 def test_mistakes_under_a_launcher(at, capsys):
     launch(at, world_size=2)
     for args, message in (
-        (["--nproc=3"], "nproc is 3, but the launcher started 2 processes: omit --nproc"),
+        (["--nproc=3"], "nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"),
         (["--tune"], "start bench.py without a launcher"),
         (["--sweep=nproc:1"], "start bench.py without a launcher"),
     ):

@@ -476,7 +476,7 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
     (folder / "val.bin").touch()
     assert "val.bin exists already: delete it" in divide()[1]
     (folder / "val.bin").unlink()
-    assert "of 5,000 tokens leaves train.bin or val.bin empty" in divide("--val_fraction=0.99999")[1]
+    assert "leaves train.bin or val.bin empty (tokens in all: 5,000)" in divide("--val_fraction=0.99999")[1]
     (folder / "unfinished.a.tmp").mkdir()  # as a kill leaves it
     for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
         assert divide(*args) == (0, "")
@@ -565,15 +565,15 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path, capsys):
 
 ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,no*.txt": "no file matches 'no\\*.txt'",
-    "--data_files=folder": "the folder 'folder' contains no file with an extension of .txt .* e.g. --data",
+    "--data_files=folder": "the folder 'folder' contains no file that ends in .txt, .*: type --data",
     "--data_files=pages": "the folder 'pages' contains no file .*; type: zstd -d pages/two.jsonl.zst$",
     "--data_files=lost.txt": "'lost.txt' is a link to gone.txt, which does not exist",
     "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3:/bucket/d, an address of s3: set the path",
-    "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; choose from .txt .* .parquet"
+    "--data_files=two.jsonl,table.csv": "table.csv: only files that end in .txt, .*, .parquet can be read"
     "; type: python -c 'import pandas; pandas.read_csv",
-    "--data_files=two.txt.gz": "two.txt.gz: unknown extension '.gz'; .* type: gunzip -k two.txt.gz$",
+    "--data_files=two.txt.gz": "two.txt.gz: only files that end in .* type: gunzip -k two.txt.gz$",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz: not readable as gzip",
-    "--data_files=page.html": "unknown extension '.html'; .* if it contains plain text, rename it to .txt$",
+    "--data_files=page.html": "page.html: only files .* if page.html contains plain text, rename it to .txt$",
     "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; "
     "set --text_key=content$",
     "--data_files=alpaca.jsonl": ".*; set --text_key=instruction or output, or write one text",
@@ -595,12 +595,12 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --tokenizer=bpe": ".*: write it with transformers' GPT2Tokenizer.from_pretrained",
 }
 ONE_TEXT = {
-    "--data_files=letter.txt": "--val_fraction=0.1 of 1 characters .* empty: use files with more text$",
+    "--data_files=letter.txt": "--val_fraction=0.1 .* .characters in all: 1.: use files with more text$",
     "": "could not download file://.*put the text at .*/data/shakespeare_char/input.txt",
 }
 DOCUMENTS = {
-    "--data_files=empty.txt": "0 non-empty documents, need 2; use files",
-    "--data_files=letter.txt": "found 1 non-empty documents, need 2; data/shakespeare/prepare.py splits",
+    "--data_files=empty.txt": "2 non-empty documents or more are needed, but there is none: use files",
+    "--data_files=letter.txt": "needed, but there is 1: data/shakespeare/prepare.py splits one text",
 }
 KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
 
@@ -670,7 +670,7 @@ def test_what_is_read_with_a_note(data, inputs, capsys):
     _, train, val = read(folder)
     assert [*train, *val] == [0, 1]
     printed = capsys.readouterr().out
-    assert "note: null.parquet: left out 1 records with null at 'text'\n" in printed
+    assert "note: null.parquet: left out the records with null at 'text', 1 in all\n" in printed
     assert "keep the text" not in printed and "next:" not in printed
     assert "note: val.bin is shorter than a sequence of 64 tokens: use files with more text\n" in printed
 

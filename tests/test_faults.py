@@ -219,7 +219,9 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
         sharded_files.complete(tmp_path, {}, [written._replace(count=999)])
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(OSError, match="1 of 2 files of the checkpoint are missing or too short in .*__0_0"):
+    with pytest.raises(
+        OSError, match="files of the checkpoint that are missing or too short in .*: 1 of 2 .*__0_0"
+    ):
         sharded_files.complete(tmp_path, {}, [written])
 
 

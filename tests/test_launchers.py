@@ -292,7 +292,7 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     variables(monkeypatch, TORCHRUN)
     start_workers(2, "/x/train.py")
     assert len(started) == 1
-    with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes: omit --nproc"):
+    with pytest.raises(ValueError, match="nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"):
         start_workers(3, "/x/train.py")
 
 

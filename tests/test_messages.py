@@ -448,7 +448,9 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
     assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
     Path("p.txt").write_text("A", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text in UTF-8: 'utf-8' .*$"):
+    with pytest.raises(
+        ValueError, match=r"^--start=FILE:p.txt must name a file of text in UTF-8: 'utf-8' .*$"
+    ):
         read_prompt("FILE:p.txt")
     assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt"))
     for text in ("ROMEO:\\n", 'it\'s \\n "so"'):
@@ -580,7 +582,7 @@ def test_messages_of_a_run(zygote, work):
     for whole in (
         "out contained an earlier run, which was moved to out/previous_1",
         "peak: unknown, no mfu",
-        "warning: --profile traces the steps after the fifth: 1 steps give no trace, 10 do",
+        "warning: --profile traces the steps after the fifth, so it needs 10 steps, not 1",
         "warning: a slow rank: rank 0: forward ms 40.0, others 10.0",
     ):
         assert lines.count(whole) == 1, (whole, lines)

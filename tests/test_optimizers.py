@@ -438,7 +438,7 @@ def test_gradients_are_cleared_where_all_parameters_of_a_kind_are_frozen():
 
 
 WRONG = {
-    "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS, muon.FILE.py:CLASS",
+    "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS and muon.FILE.py:CLASS",
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
     "none.py:Lion": "there is no file none.py",
     "mine.py:Lino": "but it contains no Lino: --optimizer=mine.py:SGD, --optimizer=mine.py:Adafactor, --opt",

@@ -69,7 +69,7 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=3", "--data_order=shuffle"], work)
     more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
     text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
-    changes = "4 sequences per step (was 8), seed 7 (was 1337): the loss curve changes\n"
+    changes = "sequences per step 4 (was 8), seed 7 (was 1337): the loss curve changes\n"
     assert f"note:    this run continues with {changes}" in text and text.count("note:") == 3
     assert "note:    the best val loss so far," in text and "note:    the run ends at step 4" in text
     assert final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32

@@ -222,7 +222,7 @@ def test_no_code_in_a_folder_runs(at, capsys):
     change_json(folder / "config.json", model_type="own")
     sample(
         f"cannot load {str(folder)!r} with transformers: its model_type needs custom Python code, which "
-        "is not run; choose from gpt2, nanochat, llama, mixtral"
+        "is not run: use a model of type gpt2 or nanochat or llama or mixtral"
     )
     change_json(folder / "config.json", model_type="llama")
     (folder / "model.safetensors").unlink()

@@ -74,11 +74,11 @@ NOTES = {
         "proportion, rises: set --min_lr=6e-05, or --decay_lr=False"
     ): dict(min_lr=3e-3, optimizer="muon"),
     (
-        "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a "
+        "the run ends at step 999, in the warm-up (warmup_iters 2000), with a learning rate of 0.0003: set a "
         "smaller --warmup_iters"
     ): dict(max_iters=999),
     (
-        "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to "
+        "warmup_iters, 2000, is not smaller than lr_decay_iters, 2000: the learning rate then drops to "
         "min_lr at once: set --lr_decay_iters=600000, or a smaller --warmup_iters"
     ): dict(lr_decay_iters=2000),
     (

@@ -174,7 +174,7 @@ def test_experts_divided_over_ranks_with_unequal_shares(zygote, shared_work):
 
 def test_the_banner_and_the_padding(zygote, work):
     text = zygote.train(["--gradient_accumulation_steps=4", "--shares=2,1", "--max_iters=0"], work, 2).text()
-    assert "on each rank 3 micro-steps x 4, 2 rows (2 rows are padding)" in text and "shares:" not in text
+    assert "on each rank 3 micro-steps x 4, 2 rows (of which padding: 2)" in text and "shares:" not in text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ MISTAKES = {
     **{value: f"shares is '{value}'; {NOT_A_LIST}" for value in ("fast", "2,,1", "2,0", "nan,1")},
     "2,1 --pp=2": "the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",
     "auto --zero=2": "to measure each rank: set a list such as --shares=2,1, or --shares=equal",
-    "2,1": "2 numbers for 1 data-parallel ranks: set one for each, such as --shares=2, or --shares=equal",
+    "2,1": "a number for each data-parallel rank, 1 in all: set --shares=2 or the like, or --shares=equal",
 }
 
 
@@ -280,14 +280,15 @@ def test_mistakes(at, capsys, given):
 def test_too_few_numbers_for_the_ranks_are_reported_once(zygote, work):
     run = zygote.train(["--shares=2,1", "--out_dir=out"], work, 3, ok=False)
     said = (
-        "2 numbers for 3 data-parallel ranks: set one for each, such as --shares=2,1,1, or --shares=equal\n"
+        "it needs a number for each data-parallel rank, 3 in all: set --shares=2,1,1 or the like, or "
+        "--shares=equal\n"
     )
     assert run.codes == [1, 1, 1] and run.text().count(said) == 1 and run.text().count("\n") == 1
     assert not (work / "out").exists()
     two = zygote.train(["--shares=2,1,1", "--tp=2", "--out_dir=out"], work, 4, ok=False).text()
     assert (
-        "3 numbers for 2 data-parallel ranks: set one for each, such as --shares=2,1, or --shares=equal\n"
-        in two
+        "it needs a number for each data-parallel rank, 2 in all: set --shares=2,1 or the like, or "
+        "--shares=equal\n" in two
     )
 
 
@@ -297,4 +298,4 @@ def test_the_estimate_of_memory_is_that_of_the_largest_share(zygote, work):
     text = zygote.start([*args, "--shares=2,1"], work, script="bench.py").wait().text()
     assert "micro-batches of 8:" in text
     run = zygote.start([*args, "--shares=2,1,1"], work, script="bench.py").wait(ok=False)
-    assert run.codes == [1] and "3 numbers for 2 data-parallel ranks" in run.text()
+    assert run.codes == [1] and "a number for each data-parallel rank, 2 in all" in run.text()

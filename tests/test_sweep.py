@@ -223,7 +223,7 @@ def test_runs_have_the_bits_of_train_py_and_complete_ones_are_left_alone(zygote,
     first = zygote.start([*args, "--learning_rate=1e-3,1e30"], work, script=FORKED).wait(ok=False)
     assert first.codes == [1], first.text()
     assert first.text().count("failed    learning_rate=1e+30") == 2, first.text()
-    assert "2 of 4 runs are not complete" in first.text()
+    assert "not complete: 2 of 4 runs" in first.text()
     assert (
         f"would run {REPO / 'compare.py'} out/{NAMES[0]} out/{NAMES[1]}\n" in first.text()
         or "is missing" in first.text()
@@ -281,7 +281,7 @@ def test_the_tasks_of_an_array_job_train_their_parts(zygote, work):
         run = zygote.start(args, work, script=FORKED, env=env | {"SLURM_ARRAY_TASK_ID": task})
         texts.append(run.wait().text())
     assert "3 runs in out, 1 of them in this task of the array job: 0 complete, 1 to train" in texts[0]
-    assert "1 of 3 runs are complete; other tasks train the others" in texts[0]
+    assert "complete: 1 of 3 runs; other tasks train the others" in texts[0]
     assert texts[1].count("start  ") == 2 and "other tasks" not in texts[1]
 
 

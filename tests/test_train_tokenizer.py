@@ -151,9 +151,9 @@ def test_tinystories_from_the_hub(data, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize(
     "args, said",
     [
-        (["--train_tokenizer=256"], "256 is not from 257 to 1048576, e.g. 4096"),
-        (["--train_tokenizer=1048577"], "1048577 is not from 257 to 1048576, e.g. 4096"),
-        (["--train_tokenizer=4k"], "4k is not from 257 to 1048576, e.g. 4096"),
+        (["--train_tokenizer=256"], "256 is not from 257 to 1048576: type a number such as 4096"),
+        (["--train_tokenizer=1048577"], "1048577 is not from 257 to 1048576: type a number such as 4096"),
+        (["--train_tokenizer=4k"], "4k is not from 257 to 1048576: type a number such as 4096"),
         (["--tokenizer=gpt2", "--train_tokenizer=300"], "not allowed with argument --tokenizer"),
     ],
 )

@@ -103,7 +103,9 @@ def look_for_start(
     warnings = []
     if restarts() and not is_restart:
         text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
-        warnings.append(text + "if a config computes out_dir, e.g. from the time, set --out_dir= after it")
+        warnings.append(
+            text + "if a config computes out_dir, for example from the time, set --out_dir= after it"
+        )
     # these are not paths, even if a folder here has such a name
     is_path = weights_from not in ("scratch", "resume", "auto", *GPT2)
     file = Path(weights_from)
@@ -126,7 +128,7 @@ def about_missing(out_dir: str, resume_step: int) -> str:
     steps = ", ".join(map(str, steps_in(out_dir))) or "no checkpoints"
     return (
         f"no step {resume_step} to resume from in {out_dir}, which contains {steps}: set --resume_step= to "
-        "one of these, or --out_dir= to the run's folder"
+        "a step that it contains, or --out_dir= to the run's folder"
     )
 
 

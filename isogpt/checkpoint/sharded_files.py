@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from isogpt.checkpoint.manifest import damaged_file
+from isogpt.common import console
 from isogpt.common.files import (
     HashedFile,
     check_no_link,
@@ -210,8 +211,8 @@ def complete(folder: Path, files: dict[str, dict], ranks: list[Written]) -> None
     if incomplete := sorted(name for name, entry in files.items() if sizes.get(name, 0) < entry["bytes"]):
         names = ", ".join(incomplete[:3])
         raise OSError(
-            f"{len(incomplete)} of {len(files)} files of the checkpoint are missing or too short in "
-            f"{folder.absolute()} ({names}): do all ranks write to this folder?"
+            f"files of the checkpoint that are missing or too short in {folder.absolute()}: "
+            f"{len(incomplete)} of {len(files)} ({names}): do all ranks write to this folder?"
         )
     shapes = {name: shape for written in ranks for name, shape in written.shapes.items()}
     numbers = {name: value for written in ranks for name, value in written.numbers.items()}
@@ -470,7 +471,7 @@ class PlainReader(dcp.FileSystemReader):
                 waiting = [number for number in numbers if number not in seen]
             if not waiting:
                 names = [name for name, count in missing.items() if count]
-                raise ValueError(f"pieces of {names[0]} and of {len(names) - 1} more tensors are missing")
+                raise ValueError(f"pieces of these tensors are missing: {console.shortened(names)}")
             number = waiting.pop(0)
             seen.add(number)
             index = self.read_json(index_file(folder, number))

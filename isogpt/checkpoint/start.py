@@ -230,7 +230,7 @@ def changes_of_curve(config: dict, run: dict, data: dict[str, dict]) -> list[str
         pairs.insert(0, change_of_sources(config, before, sources, sources_before))
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
     if was != now:
-        pairs.insert(0, f"{now} sequences per step (was {was})")
+        pairs.insert(0, f"sequences per step {now} (was {was})")
     is_shuffled = config["data_order"] == before.get("data_order") == "shuffle"
     if is_shuffled and recorded.get("shuffle_version", 1) != SHUFFLE_VERSION:
         pairs.append(

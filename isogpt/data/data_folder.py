@@ -137,7 +137,8 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
         more = (
             "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
         )
-        raise ValueError(f"{tokens.path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
+        count = f"{len(tokens)} token{'s' * (len(tokens) > 1)}"
+        raise ValueError(f"{tokens.path} contains {count}, but {need}: {shorter}{more}")
     return tokens
 
 

@@ -79,8 +79,8 @@ def notes_about_files(folder: Path) -> list[str]:
     for whole in (folder / f"{split}.bin" for split in SPLITS):
         unread = [path.name for path in shards_of(folder, whole.stem) if path != whole]
         if unread and whole.exists():
-            names = f"{len(unread):,} files such as {unread[0]}"
-            notes.append(f"{whole} is read, but not {names}: to read these instead, move {whole.name} away")
+            others = f"other files such as {unread[0]}"
+            notes.append(f"{whole} is read, but not {others}: to read these instead, move {whole.name} away")
     return notes
 
 
@@ -101,7 +101,7 @@ def advice_about_names(folder: Path, split: str) -> str:
     if len(likely) == 1:
         return f"if {first} contains the token ids, type: mv {first} {target}"
     return (
-        f"{first} and {len(likely) - 1:,} other files are not called {split}.bin, nor {split}_000000.bin, "
+        f"files such as {first} are not called {split}.bin, nor {split}_000000.bin, "
         f"{split}_000001.bin and so on: rename them, as in mv {first} {target.with_stem(split + '_000000')}"
     )
 

@@ -102,10 +102,10 @@ def print_forecast(
         if is_running(run):
             text = f"is being trained, last checkpoint at step {state.step}"
         if steps:
-            text += f", {steps:,} steps in about {time_text(left_s[-1])}"
+            text += f", {steps:,} step{'s' * (steps > 1)} in about {time_text(left_s[-1])}"
         console.print_result(f"{run.folder}: {text}")
     total = None if None in left_s else sum(left_s) / min(at_once, len(runs))
-    text = f"{len(runs)} runs, {at_once} at the same time: about {time_text(total)}"
+    text = f"{len(runs)} run{'s' * (len(runs) > 1)}, {at_once} at the same time: about {time_text(total)}"
     console.print_result(f"{text}, plus the time for starts, evaluations and checkpoints")
 
 

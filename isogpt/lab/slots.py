@@ -58,12 +58,13 @@ def slots_of_gpus(jobs: int, processes: int, gpus: list[str]) -> list[Slot]:
     most = len(gpus) // processes
     if most == 0:
         raise ValueError(
-            f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)} or less"
+            f"nproc is {processes}, but the number of GPUs is {len(gpus)}: set --nproc={len(gpus)} or less"
         )
     if jobs > most:
         needed = f"{processes} GPUs" if processes > 1 else "one GPU"
         raise ValueError(
-            f"jobs is {jobs}, but each run uses {needed} and there are {len(gpus)}: set --jobs={most} or less"
+            f"jobs is {jobs}, but each run uses {needed}, and the number of GPUs is {len(gpus)}: set "
+            f"--jobs={most} or less"
         )
     groups = [gpus[processes * slot : processes * (slot + 1)] for slot in range(jobs or most)]
     return [Slot(variables={"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
@@ -73,7 +74,9 @@ def slots_of_cores(jobs: int, cores: list[int]) -> list[Slot]:
     """A slot with an equal share of the cores for each of the jobs."""
     share = len(cores) // jobs
     if share == 0:
-        raise ValueError(f"jobs is {jobs}, but there are {len(cores)} cores: set --jobs={len(cores)} or less")
+        raise ValueError(
+            f"jobs is {jobs}, but the number of cores is {len(cores)}: set --jobs={len(cores)} or less"
+        )
     if not hasattr(os, "sched_setaffinity"):  # not Linux
         variables = {} if jobs == 1 else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
         return [Slot(variables=variables) for _ in range(jobs)]

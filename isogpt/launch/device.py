@@ -33,7 +33,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         name = "cuda" if has_cuda else "mps" if has_mps and world_size == 1 else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
-        raise ValueError(f"device is {name!r}; choose from auto, cpu, cuda, cuda:N, mps")
+        raise ValueError(f"device is {name!r}; choose from auto, cpu, cuda, cuda:N and mps")
     if kind == "cuda" and not has_cuda:
         raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
     if kind == "mps" and not (has_mps and world_size == 1):

@@ -182,7 +182,7 @@ def start_workers(nproc: int, script: str) -> None:
         return
     if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
         if nproc != (started := rank_variables()[3]):
-            raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
+            raise ValueError(f"nproc is {nproc}, but the launcher's WORLD_SIZE is {started}: omit --nproc")
         return
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     console.flush()

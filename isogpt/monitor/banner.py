@@ -54,8 +54,8 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
     lines = []
     if mesh.islands > 1:
         lines.append(
-            f"islands: {mesh.islands} of {ranks.world_size // mesh.islands} processes each, which average "
-            f"their weights every {config['local_steps']} steps"
+            f"islands: {mesh.islands}, processes in each: {ranks.world_size // mesh.islands}, local steps "
+            f"between averages of their weights: {config['local_steps']}"
         )
     if (kind := config["grad_compression"]) != "none":
         use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, since there is only one replica"
@@ -74,11 +74,12 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     tokens = share.sequences * length
     rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
     rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
-    padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
+    padding = f" (of which padding: {share.padding()})" if share.padding() else ""
     unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
+    sequences = f"{share.sequences} sequence{'s' * (share.sequences > 1)}"
     lines = [
-        f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each "
-        f"rank {share.micro_steps} {unit} x {rows} rows{padding}"
+        f"step:    {sequences} x {length} = {tokens:,} tokens, on each "
+        f"rank {share.micro_steps} {unit} x {rows} row{'s' * (rows != '1')}{padding}"
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")

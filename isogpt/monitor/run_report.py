@@ -164,7 +164,9 @@ class RunReport:
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
         verb = "stopped" if self.is_stopped() else "done"
-        self.logger.print(f"{verb}: {self.steps_taken} steps in {took}{last}{best}")
+        self.logger.print(
+            f"{verb}: {self.steps_taken} step{'s' * (self.steps_taken > 1)} in {took}{last}{best}"
+        )
         if advice:
             self.logger.print(advice)
 

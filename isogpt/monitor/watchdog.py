@@ -270,7 +270,7 @@ class Watchdog:
         cause = self.ask(self.find_cause, self.look_s + STORE_TIMEOUT_S) if self.store else ""
         text = f"{name} at {self.position()[1]}: {problem}; {cause}"
         if others := self.ranks.world_size - len(speakers):
-            text += f" (and {others:,} more ranks, which print no line)"
+            text += f" (ranks that print no line: {others:,})"
         console.print_to_stderr(f"error: {text}")
         # in a thread, since writing does not return either if the file system of metrics.jsonl is the cause
         self.ask(partial(self.logger.failed, text), 15)

@@ -119,7 +119,7 @@ def load(name: str) -> "PreTrainedModel":
             method = dict(quantization).get("quant_method", "an unknown method")
             raise ValueError(f"its weights are quantized by {method}: use the model that was quantized")
         if kind not in CLASSES:
-            raise ValueError(f"the model_type is {kind!r}; choose from {', '.join(CLASSES)}")
+            raise ValueError(f"its model_type is {kind!r}: {possible_types()}")
         if config.num_hidden_layers > MOST["n_layer"]:  # building them could take hours
             layers = f"{config.num_hidden_layers:,} layers"
             raise ValueError(f"config.json says {layers}: at most {MOST['n_layer']:,} are possible")
@@ -147,6 +147,11 @@ def load(name: str) -> "PreTrainedModel":
     return hf
 
 
+def possible_types() -> str:
+    """Which models of transformers can be loaded."""
+    return f"use a model of type {' or '.join(CLASSES)}"
+
+
 def check_adapter(folder: Path) -> None:
     """Raise ValueError if a folder contains a PEFT adapter, such as LoRA, which is not a model by itself."""
     if (folder / "adapter_config.json").exists():
@@ -161,7 +166,7 @@ def reason_of(name: str, error: Exception) -> str:
         if pointer := about_pointer(path):
             return f"{path.name} is {pointer}"
     if "trust_remote_code" in str(error):
-        return f"its model_type needs custom Python code, which is not run; choose from {', '.join(CLASSES)}"
+        return f"its model_type needs custom Python code, which is not run: {possible_types()}"
     if name in GPT2 and isinstance(error, OSError) and "connect" in str(error):
         return (
             "it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with Internet "
@@ -366,12 +371,12 @@ def kind_of(args: dict) -> str:
     arch, n_expert = args["arch"], args["n_expert"]
     if n_expert and arch != "llama":
         raise ValueError(
-            f"transformers contains no class for arch {arch!r} with n_expert {n_expert}; choose from "
-            f"'llama' with experts, as MixtralForCausalLM, and every arch without experts: {OTHER_FORMS}"
+            f"transformers contains no class for arch {arch!r} with n_expert {n_expert}: of "
+            f"the models with experts, it contains only 'llama', as MixtralForCausalLM: {OTHER_FORMS}"
         )
     if arch not in CLASSES:
         raise ValueError(
-            f"export.py knows no class of transformers for arch {arch!r}; choose from "
+            f"export.py knows no class of transformers for arch {arch!r}, but only for "
             f"{', '.join(CLASSES)}: {OTHER_FORMS}"
         )
     return "mixtral" if n_expert else arch

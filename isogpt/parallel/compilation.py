@@ -103,14 +103,14 @@ def compile_report() -> str:
     graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]
     if not graphs and not frames["total"]:
         return ""
-    text = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
+    text = f"compile: graphs {graphs}, graph breaks {sum(breaks.values())}"
     if breaks:
         text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
     if skips := counters["inductor"]["cudagraph_skips"]:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     failed = frames["total"] - frames["ok"]
     return (
-        f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why"
+        f"{text}, functions that failed and run uncompiled {failed}: TORCH_LOGS=dynamo shows why"
         if failed
         else text
     )

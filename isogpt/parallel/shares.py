@@ -237,8 +237,8 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
     if data_size not in (None, len(speeds)):
         example = spell_shares((*speeds, *(1.0,) * data_size)[:data_size])
         raise ValueError(
-            f"shares is {shares!r}, {len(speeds)} numbers for {data_size} data-parallel ranks: set one for "
-            f"each, such as --shares={example}, or --shares=equal"
+            f"shares is {shares!r}: it needs a number for each data-parallel rank, {data_size} in all: set "
+            f"--shares={example} or the like, or --shares=equal"
         )
     return speeds
 

@@ -73,9 +73,9 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
         problems.append("weak scaling needs a sweep over nproc, such as --sweep=nproc:1,2,4")
     json_path = Path(c.json_path).absolute()
     if c.json_path and not json_path.parent.is_dir():
-        problems.append(f"json_path is {c.json_path!r}: no such folder")
+        problems.append(f"json_path is {c.json_path!r}, but there is no such folder: create it")
     if c.json_path and json_path.is_dir():  # else the file could not be written after the measurement
-        problems.append(f"json_path is {c.json_path!r}: it is a folder, set a file in it")
+        problems.append(f"json_path is {c.json_path!r}, which is a folder: set a file in it")
     report(problems)
 
     counts = list(dict.fromkeys(int(number) or processes for number in numbers))

@@ -135,8 +135,8 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     fastest_first = sorted(predictions, key=lambda prediction: (prediction.total_s, prediction.gb))
     if not fastest_first:
         raise ValueError(
-            f"no layout of {plan.world_size} devices: {plan.sequences} sequences are too few for them, or "
-            "the settings exclude all"
+            f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
+            f"({plan.world_size}), or the settings exclude all layouts"
         )
     return fastest_first
 
@@ -150,7 +150,7 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
         return
     advice = []
     if fewest := smallest_world(plan, hw, per_node):
-        advice.append(f"start with {fewest}, the fewest that do")
+        advice.append(f"start with {fewest}, the fewest that suffice")
     can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
     if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
         advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")

@@ -112,7 +112,7 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
         steps = steps_of(settings["max_tokens"], wanted.sequences * settings["block_size"])
     if steps:
         took = duration(steps * fastest.total_s)
-        whole_run = f", {steps:,} steps in {took} without evaluations and checkpoints"
+        whole_run = f", {steps:,} step{'s' * (steps > 1)} in {took} without evaluations and checkpoints"
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
     return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
 
@@ -126,7 +126,8 @@ def print_layouts(predictor: Predictor, ranking: Ranking) -> None:
     """
     wanted, per_node = ranking.wanted, predictor.per_node
     devices = f"{wanted.world_size} x {ranking.card}, {min(wanted.world_size, per_node)} on each machine"
-    print(f"the global batch of {wanted.sequences} sequences on {devices}, predicted:")
+    sequences = f"{wanted.sequences} sequence{'s' * (wanted.sequences > 1)}"
+    print(f"the global batch of {sequences} on {devices}, predicted:")
     print(table(ranking.predictions, predictor.flops))
     print_note(wanted)
     check_fits(ranking.predictions, wanted, ranking.hardware, per_node)
@@ -180,7 +181,7 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
     # those on which no layout fits are last, smallest first
     rankings.sort(key=lambda ranking: (-ranking.predictions[0].tokens_per_s, ranking.predictions[0].gb))
     batches = sorted({ranking.wanted.sequences for ranking in rankings})
-    batch = f"the global batch of {batches[0]} sequences"
+    batch = f"the global batch of {batches[0]} sequence{'s' * (batches[0] > 1)}"
     if len(batches) > 1:
         batch = "a global batch that grows with the devices"
         if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch
@@ -195,12 +196,12 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
             fewest = smallest_world(ranking.wanted, ranking.hardware, predictor.per_node)
             text = "does not fit"
             if fewest:
-                text += f"; {fewest} devices are the fewest on which a layout fits"
+                text += f"; the fewest devices on which a layout fits: {fewest}"
         print(f"  {f'{n} x {ranking.card}':>15} {figures(best, predictor.flops)}  {text}")
         compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
     print_note(rankings[0].wanted)
     fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
-    print(f"\nall layouts, and the command: choose one line, such as {fastest}")
+    print(f"\nfor all layouts of a line and its command, type for example {fastest}")
     return {"compared": compared}
 
 

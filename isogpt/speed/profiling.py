@@ -25,7 +25,7 @@ def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.pro
     out, on_gpu = Path(out_dir), torch.cuda.is_available()
     needed = PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
-        text = f"--profile traces the steps after the fifth: {steps} steps give no trace, {needed} do"
+        text = f"--profile traces the steps after the fifth, so it needs {needed} steps, not {steps}"
         console.print_line(f"warning: {text}")
 
     def write(profiler: torch.profiler.profile) -> None:

@@ -53,7 +53,8 @@ def print_step(report: dict, steps: int) -> None:
     """Print a report of a step as a table."""
     run = report["run"]
     processes = f"{run['processes']} process{'es' if run['processes'] > 1 else ''}"
-    print(f"\n{steps} steps of {run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}; medians:")
+    tokens = f"{run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}"
+    print(f"\n{steps} step{'s' * (steps > 1)} of {tokens}; medians:")
     print(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
     print(f"  {'tokens/s':13} {run['tokens_per_s']:18,.0f}")
     for name, ms in {"ms per step": run["step_ms"], **report["split_ms"]}.items():

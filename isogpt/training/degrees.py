@@ -37,7 +37,7 @@ def problems_with_ranks(plan: Plan) -> Iterator[str]:
         yield problem_with_product(plan.world_size, degrees)
     if plan.islands > 1 and plan.sequences < plan.islands:
         yield (
-            f"islands is {plan.islands}, but a step reads only {plan.sequences} sequences: set "
+            f"islands is {plan.islands}, but a step reads too few sequences ({plan.sequences}): set "
             f"--gradient_accumulation_steps={ceil(plan.islands / plan.batch_size)}"
         )
     if plan.cuda_graphs and plan.world_size > 1:
@@ -93,8 +93,8 @@ def problems_with_stages(plan: Plan) -> Iterator[str]:
     if layers < pp * per_rank:
         schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
         yield (
-            f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but there are only "
-            f"{layers} layers: set --pp={max(1, layers // per_rank)}{schedule}"
+            f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but n_layer is "
+            f"{layers}: set --pp={max(1, layers // per_rank)}{schedule}"
         )
     if pp > 1 and plan.pp_schedule == "zbv" and plan.device_type == "cpu" and not SENDS_TO_ITSELF:
         yield f"torch {torch.__version__} cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"

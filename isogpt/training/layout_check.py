@@ -95,8 +95,8 @@ def prove_layout(
     if not problem:
         args = small_plan(plan).model_args
         line = (
-            f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model of "
-            f"{args['n_layer']} layers and {args['block_size']} tokens"
+            f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model "
+            f"(n_layer {args['n_layer']}, block_size {args['block_size']})"
         )
         return [line] if is_divided else []
     others = {"dp": UNSHARDED, "zero=3": UNSHARDED | {"zero": 3}}
@@ -287,7 +287,7 @@ class Trial:
         except Exception as e:  # whatever an edited model raises, on all ranks
             args = self.plan.model_args
             raise LayoutError(
-                f"the small model with which layouts are checked ({args['n_layer']} layers, n_embd "
+                f"the small model with which layouts are checked (n_layer {args['n_layer']}, n_embd "
                 f"{args['n_embd']}) cannot be computed on one process: {crash_of(e)}. --check_layout=False "
                 "trains without this check"
             ) from e

@@ -138,8 +138,8 @@ def rules_of(optimizer: str) -> list[Rule]:
         base, place = ("adamw", optimizer) if ":" in optimizer else (optimizer, "")
     if base not in names or (plus and ":" not in place):
         others = [f"{name}+FILE.py:CLASS" for name in names if name != "adamw"]
-        possible = ", ".join([*names, "FILE.py:CLASS", *others])
-        raise ValueError(f"optimizer is {optimizer!r}; choose from {possible}")
+        *possible, last = [*names, "FILE.py:CLASS", *others]
+        raise ValueError(f"optimizer is {optimizer!r}; choose from {', '.join(possible)} and {last}")
     rules = [rule for rule in RULES if rule.optimizer == base]
     if not place:
         return rules

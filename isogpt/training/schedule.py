@@ -55,13 +55,13 @@ class Schedule:
             )
         if max_iters < self.warmup_iters:
             notes.append(
-                f"the run ends at step {max_iters}, during the {self.warmup_iters} steps of warm-up, with a "
-                f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
+                f"the run ends at step {max_iters}, in the warm-up (warmup_iters {self.warmup_iters}), with "
+                f"a learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
             )
         elif self.warmup_iters >= self.lr_decay_iters:
             decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""
             notes.append(
-                f"the warm-up of {self.warmup_iters} steps does not end before lr_decay_iters, "
+                f"warmup_iters, {self.warmup_iters}, is not smaller than lr_decay_iters, "
                 f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}"
                 "a smaller --warmup_iters"
             )

@@ -328,8 +328,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
         if not fitted["n_expert"]:
             advice = "to start a new run in which each expert is a copy of the MLP, set "
             advice += f"--init_from={config['out_dir']} and a different --out_dir"
-        count = fitted["n_expert"] or "no"
-        problem = f"n_expert is {config['n_expert']}, but the checkpoint contains {count} experts"
+        problem = f"n_expert is {config['n_expert']}, but the checkpoint's is {fitted['n_expert']}"
         raise ValueError(f"{problem}: {advice}")
     return fitted | {name: config[name] for name in ("n_expert", "n_expert_active")}
 
@@ -398,4 +397,4 @@ def read_prompt(start: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
     except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"--start={start} cannot be read as text in UTF-8: {e}") from e
+        raise ValueError(f"--start={start} must name a file of text in UTF-8: {e}") from e
