@@ -238,7 +238,7 @@ def model_card(source: OpenCheckpoint, model: GPT) -> str:
     measured_on = (
         "all of val.bin"
         if sequences == WHOLE
-        else sequences and f"{sequences} sequence{'s' * (sequences > 1)} of val.bin"
+        else sequences and f"{console.count_text(sequences, 'sequence')} of val.bin"
     )
     facts = {
         "parameters": f"{model.get_num_params():,}",

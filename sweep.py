@@ -140,7 +140,7 @@ if dry_run:
 waiting = incomplete(part)
 of_task = f", {len(part)} of them in this task of the array job" if len(part) < len(runs) else ""
 console.print_line(
-    f"{len(runs)} run{'s' * (len(runs) > 1)} in {out}{of_task}: {len(part) - len(waiting)} complete, "
+    f"{console.count_text(len(runs), 'run')} in {out}{of_task}: {len(part) - len(waiting)} complete, "
     f"{len(waiting)} to train, {len(slots)} at the same time"
 )
 queue = Queue(TRAIN_PY, waiting, slots)

@@ -80,6 +80,11 @@ def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
     return visible(between.join(items[:most])) + more
 
 
+def count_text(count: int, noun: str, plural: str = "") -> str:
+    """'1 step', '2,000 steps'; the plural is the noun with an s if it is not given."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """'rank 3, 5, 9', at most RANKS_SHOWN of them, and how many more there are."""
     return f"rank {shortened([*map(str, ranks)], RANKS_SHOWN)}"

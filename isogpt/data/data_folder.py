@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from isogpt.common.console import shortened, visible
+from isogpt.common.console import count_text, shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
 from isogpt.data.shards import advice_about_names, files_of, how_to_prepare, open_files
 from isogpt.data.token_array import Tokens
@@ -137,8 +137,9 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
         more = (
             "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
         )
-        count = f"{len(tokens)} token{'s' * (len(tokens) > 1)}"
-        raise ValueError(f"{tokens.path} contains {count}, but {need}: {shorter}{more}")
+        raise ValueError(
+            f"{tokens.path} contains {count_text(len(tokens), 'token')}, but {need}: {shorter}{more}"
+        )
     return tokens
 
 

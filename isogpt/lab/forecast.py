@@ -9,7 +9,7 @@ from torch import nn
 
 from isogpt.checkpoint.start import OF_UPDATES
 from isogpt.common import console
-from isogpt.common.console import duration
+from isogpt.common.console import count_text, duration
 from isogpt.lab.swept_runs import MAY_CHANGE, SweptRun, is_running, measured_step_s, read_state
 from isogpt.launch.device import pick_device
 from isogpt.nn.architecture import GPTConfig
@@ -102,10 +102,10 @@ def print_forecast(
         if is_running(run):
             text = f"is being trained, last checkpoint at step {state.step}"
         if steps:
-            text += f", {steps:,} step{'s' * (steps > 1)} in about {time_text(left_s[-1])}"
+            text += f", {count_text(steps, 'step')} in about {time_text(left_s[-1])}"
         console.print_result(f"{run.folder}: {text}")
     total = None if None in left_s else sum(left_s) / min(at_once, len(runs))
-    text = f"{len(runs)} run{'s' * (len(runs) > 1)}, {at_once} at the same time: about {time_text(total)}"
+    text = f"{count_text(len(runs), 'run')}, {at_once} at the same time: about {time_text(total)}"
     console.print_result(f"{text}, plus the time for starts, evaluations and checkpoints")
 
 

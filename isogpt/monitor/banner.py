@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from isogpt.common.console import RANKS_SHOWN, shortened
+from isogpt.common.console import RANKS_SHOWN, count_text, shortened
 from isogpt.data.dataset import Dataset
 from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
@@ -75,11 +75,9 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
     rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
     padding = f" (of which padding: {share.padding()})" if share.padding() else ""
-    unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
-    sequences = f"{share.sequences} sequence{'s' * (share.sequences > 1)}"
     lines = [
-        f"step:    {sequences} x {length} = {tokens:,} tokens, on each "
-        f"rank {share.micro_steps} {unit} x {rows} row{'s' * (rows != '1')}{padding}"
+        f"step:    {count_text(share.sequences, 'sequence')} x {length} = {tokens:,} tokens, on each "
+        f"rank {count_text(share.micro_steps, 'micro-step')} x {rows} {'row' if rows == '1' else 'rows'}{padding}"
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
-from isogpt.common.console import duration
+from isogpt.common.console import count_text, duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
 from isogpt.monitor import banner
@@ -164,9 +164,7 @@ class RunReport:
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
         verb = "stopped" if self.is_stopped() else "done"
-        self.logger.print(
-            f"{verb}: {self.steps_taken} step{'s' * (self.steps_taken > 1)} in {took}{last}{best}"
-        )
+        self.logger.print(f"{verb}: {count_text(self.steps_taken, 'step')} in {took}{last}{best}")
         if advice:
             self.logger.print(advice)
 

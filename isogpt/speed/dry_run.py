@@ -377,7 +377,7 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     share = share_of_plan(plan, mesh)
     yield f"\ndry run: rank {run.rank} of {run.ranks:,} ({degrees}), zero {plan.zero}, on a CPU with {kind}"
     tokens = plan.model_args["block_size"]
-    count = f"{share.micro_steps:,} micro-batch{'es' if share.micro_steps > 1 else ''}"
+    count = console.count_text(share.micro_steps, "micro-batch", "micro-batches")
     yield f"a step: {count} of {share.rows} x {tokens:,} tokens on this rank"
 
     predicted = prediction(plan, mesh)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from isogpt.common.console import count_text
 from isogpt.parallel.mesh import make_mesh, stages_per_rank
 from isogpt.parallel.plan import UNDIVIDED, Plan
 from isogpt.parallel.recompute import fits_schedule
@@ -155,8 +156,7 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
     if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
         advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
     hint = f": {', or '.join(advice)}" if advice else ""
-    devices = f"{plan.world_size} device{'s' if plan.world_size > 1 else ''}"
-    raise ValueError(f"no layout fits on {devices}{hint}")
+    raise ValueError(f"no layout fits on {count_text(plan.world_size, 'device')}{hint}")
 
 
 def fits(plan: Plan, hw: Hardware, per_node: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from isogpt.common.console import duration
+from isogpt.common.console import count_text, duration
 from isogpt.parallel.plan import Plan
 from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_here, measured_link
 from isogpt.speed.launches import Launches
@@ -112,7 +112,7 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
         steps = steps_of(settings["max_tokens"], wanted.sequences * settings["block_size"])
     if steps:
         took = duration(steps * fastest.total_s)
-        whole_run = f", {steps:,} step{'s' * (steps > 1)} in {took} without evaluations and checkpoints"
+        whole_run = f", {count_text(steps, 'step')} in {took} without evaluations and checkpoints"
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
     return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
 
@@ -126,8 +126,7 @@ def print_layouts(predictor: Predictor, ranking: Ranking) -> None:
     """
     wanted, per_node = ranking.wanted, predictor.per_node
     devices = f"{wanted.world_size} x {ranking.card}, {min(wanted.world_size, per_node)} on each machine"
-    sequences = f"{wanted.sequences} sequence{'s' * (wanted.sequences > 1)}"
-    print(f"the global batch of {sequences} on {devices}, predicted:")
+    print(f"the global batch of {count_text(wanted.sequences, 'sequence')} on {devices}, predicted:")
     print(table(ranking.predictions, predictor.flops))
     print_note(wanted)
     check_fits(ranking.predictions, wanted, ranking.hardware, per_node)
@@ -181,7 +180,7 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
     # those on which no layout fits are last, smallest first
     rankings.sort(key=lambda ranking: (-ranking.predictions[0].tokens_per_s, ranking.predictions[0].gb))
     batches = sorted({ranking.wanted.sequences for ranking in rankings})
-    batch = f"the global batch of {batches[0]} sequence{'s' * (batches[0] > 1)}"
+    batch = f"the global batch of {count_text(batches[0], 'sequence')}"
     if len(batches) > 1:
         batch = "a global batch that grows with the devices"
         if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch

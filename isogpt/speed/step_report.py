@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from isogpt.common.console import count_text
 from isogpt.launch.network import own_cores
 from isogpt.parallel.mesh import bubble_formula
 from isogpt.parallel.shares import share_of
@@ -52,9 +53,9 @@ def report_step(launches: Launches, settings: dict, steps: int, device: torch.de
 def print_step(report: dict, steps: int) -> None:
     """Print a report of a step as a table."""
     run = report["run"]
-    processes = f"{run['processes']} process{'es' if run['processes'] > 1 else ''}"
+    processes = count_text(run["processes"], "process", "processes")
     tokens = f"{run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}"
-    print(f"\n{steps} step{'s' * (steps > 1)} of {tokens}; medians:")
+    print(f"\n{count_text(steps, 'step')} of {tokens}; medians:")
     print(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
     print(f"  {'tokens/s':13} {run['tokens_per_s']:18,.0f}")
     for name, ms in {"ms per step": run["step_ms"], **report["split_ms"]}.items():

@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from isogpt.common.console import count_text
+
 
 class Limits(NamedTuple):
     """How long a run trains, and over how many steps its learning rate decays."""
@@ -36,7 +38,7 @@ def limits_of(config: dict, train_tokens: int) -> Limits:
     last = steps - 1  # max_iters + 1 steps are trained
     name = "max_epochs" if config["max_epochs"] else "max_tokens"
     note = (
-        f"{name} {config[name]:,.15g}{of_what} are {steps:,} step{'s' * (steps > 1)} of {tokens_per_step:,} "
+        f"{name} {config[name]:,.15g}{of_what} are {count_text(steps, 'step')} of {tokens_per_step:,} "
         f"tokens: max_iters {last}, lr_decay_iters {last}"
     )
     return Limits(last, last, [note])
