@@ -157,8 +157,8 @@ def may_be_intact(path: Path) -> Iterator[None]:
         if e.errno not in MAY_PASS:
             raise
         raise ValueError(
-            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, such as with chmod or "
-            f"chown, and start again, or rename {path.parent} if an older checkpoint will do"
+            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, for example with "
+            f"chmod or chown, and start again, or rename {path.parent} if an older checkpoint will do"
         ) from e
 
 
