@@ -75,9 +75,10 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
     rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
     padding = f" (of which padding: {share.padding()})" if share.padding() else ""
+    rows += " row" if rows == "1" else " rows"
     lines = [
         f"step:    {count_text(share.sequences, 'sequence')} x {length} = {tokens:,} tokens, on each "
-        f"rank {count_text(share.micro_steps, 'micro-step')} x {rows} {'row' if rows == '1' else 'rows'}{padding}"
+        f"rank {count_text(share.micro_steps, 'micro-step')} x {rows}{padding}"
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")
