@@ -157,7 +157,7 @@ def may_be_intact(path: Path) -> Iterator[None]:
         if e.errno not in MAY_PASS:
             raise
         raise ValueError(
-            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, such as with chmod or "
+            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable with chmod or "
             f"chown, and start again, or rename {path.parent} if an older checkpoint will do"
         ) from e
 
