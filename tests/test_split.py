@@ -137,7 +137,7 @@ MISTAKES = [
     (4, dict(tp=4), dict(n_head=6), "tp is 4: it must divide n_head, 6: set --tp=2"),
     (4, dict(tp=4), dict(n_kv_head=2), "tp is 4: it must divide n_kv_head, 2: set --tp=2"),
     (4, dict(pp=4), {}, "pp_schedule '1f1b' makes 4 stages with pp 4, but n_layer is 2: set --pp=2"),
-    (2, dict(pp=2, pp_schedule="zbv"), {}, "only 2 layers: set --pp=1 or --pp_schedule=1f1b"),
+    (2, dict(pp=2, pp_schedule="zbv"), {}, "n_layer is 2: set --pp=1 or --pp_schedule=1f1b"),
     (2, dict(tp=2), dict(block_size=33), "it must be a multiple of tp, 2: set --block_size=32 or 34"),
     (4, dict(cp=2, tp=2), dict(block_size=36), "a multiple of 2 x cp x tp, 8: set --block_size=32 or 40"),
     (

@@ -131,7 +131,7 @@ def test_runs_at_the_same_time_have_separate_cores_and_gpus():
         (["--dataset=tiny;huge"], ["dataset=huge: no train.bin in data/huge"]),
         (["--seed=1,2", "--eval_only"], ["eval_only and dry_run_ranks train nothing"]),
         (["--seed=1,2", "--sead=3"], ["--sead: no such setting; did you mean --seed?"]),
-        (["--seed=1,2", "--jobs=9999"], ["jobs is 9999, but there are"]),
+        (["--seed=1,2", "--jobs=9999"], ["jobs is 9999, but the number of cores is"]),
         (["--seed=1,2", "--out_dir=run"], ["out_dir run contains a run"]),
         (["--seed=1,2", "--out_dir=later.py"], ["out_dir later.py is a file"]),
     ],
