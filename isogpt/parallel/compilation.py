@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 
+from isogpt.common.console import count_text
 from isogpt.launch.together import gather_objects
 from isogpt.nn import generation
 from isogpt.nn.kernels import summed_loss
@@ -103,7 +104,7 @@ def compile_report() -> str:
     graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]
     if not graphs and not frames["total"]:
         return ""
-    text = f"compile: graphs {graphs}, graph breaks {sum(breaks.values())}"
+    text = f"compile: {count_text(graphs, 'graph')}, {count_text(sum(breaks.values()), 'graph break')}"
     if breaks:
         text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
     if skips := counters["inductor"]["cudagraph_skips"]:
