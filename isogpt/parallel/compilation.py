@@ -110,8 +110,6 @@ def compile_report() -> str:
     if skips := counters["inductor"]["cudagraph_skips"]:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     failed = frames["total"] - frames["ok"]
-    return (
-        f"{text}, functions that failed and run uncompiled {failed}: TORCH_LOGS=dynamo shows why"
-        if failed
-        else text
-    )
+    if failed:
+        text += f", {count_text(failed, 'function')} failed to compile: TORCH_LOGS=dynamo shows why"
+    return text
