@@ -464,7 +464,7 @@ def test_how_an_editor_may_save_a_config(script, content):
         (b"seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
         (b"import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
         ("seed = '\u00e9'".encode("latin-1"), "SyntaxError: (unicode error) 'utf-8' codec can't decode byte"),
-        ("seed = 1".encode("utf-16"), "SyntaxError: "),
+        ("seed = 1".encode("utf-16"), "Error: source code string cannot contain null bytes"),
     ],
 )
 def test_an_exception_in_a_config_is_one_line(script, capsys, content, said):

@@ -313,7 +313,7 @@ def test_scripts_read_a_url_or_refuse_it(start, at, capsys):
     printed = capsys.readouterr()
     assert f"{url}: step 8, val loss" in printed.err and len(printed.out.splitlines()) > 1
     assert not Path("out").exists()
-    with pytest.raises(ValueError, match="possible: resume .* or the URL of a run's mirror"):
+    with pytest.raises(ValueError, match="choose from resume .* or the URL of a run's mirror"):
         check_sampling({"init_from": "nothing"})
     with pytest.raises(ValueError, match="a dry run reads no weights"):
         dry_run.check(train_defaults(dry_run_ranks=2, init_from="s3://a/b"))
