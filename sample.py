@@ -219,7 +219,8 @@ if ranks.is_main:
     for sample in chain(*gathered):
         console.print_result(f"{sample}\n---------------")
     console.print_to_stderr(
-        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s (samples: {num_samples})"
+        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s "
+        f"({console.count_text(num_samples, 'sample')})"
     )
 del model, mesh  # a model that still refers to the process group can abort the process at its end
 leave_process_group()

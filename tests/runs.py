@@ -124,7 +124,9 @@ class Run:
     def samples(self):
         """What sample.py printed, without its last line, the speed."""
         *lines, speed = self.text().splitlines(keepends=True)
-        assert re.fullmatch(r"[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s \(samples: \d+\)\n", speed), speed
+        assert re.fullmatch(
+            r"[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s \((1 sample|\d+ samples)\)\n", speed
+        ), speed
         return "".join(lines)
 
     def until(self, seen, timeout=60):

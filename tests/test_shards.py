@@ -137,7 +137,7 @@ def test_training_on_shards_and_the_note_about_files_that_are_not_read(work, zyg
     both = zygote.start([*short, "--out_dir=one"], work).wait()
     (tiny / "train.bin").unlink()
     alone = zygote.start([*short, "--out_dir=shards"], work).wait()
-    note = "note:    data/tiny/train.bin is read, but not other files such as train_000000.bin: to read these"
+    note = "note:    data/tiny/train.bin is read, but not 4 files such as train_000000.bin: to read these"
     assert note in both.text() and "is read, but not" not in alone.text()
     assert column(work / "one", "loss") == column(work / "shards", "loss")
 
@@ -194,7 +194,7 @@ def test_which_files_are_read_in_which_order(folder):
     assert names_of(folder, "train_10.bin", "train_9.bin", "val_0.bin") == ["train_10.bin", "train_9.bin"]
     assert names_of(folder, "train_2.bin", "train.bin", "train_1.bin") == ["train.bin"]
     assert notes_about_files(folder)[0].startswith(
-        "data/text/train.bin is read, but not other files such as train_1.bin: to read these instead, move"
+        "data/text/train.bin is read, but not 2 files such as train_1.bin: to read these instead, move"
     )
     assert names_of(folder, "train.npy", "val.bin", "train_1.bin.0123.tmp", ".train_1.bin") == ["train.npy"]
     assert names_of(folder, "a_train_1.bin", "train_1.bin") == ["train_1.bin"]
@@ -225,7 +225,7 @@ def test_what_to_type_for_other_names(folder):
     for path in folder.iterdir():
         path.unlink()
     assert names_of(folder, "a.npy", "b.npy", "c.npy") == []
-    refused("a.npy are not called train.bin, .* as in mv .* data/text/train_000000.npy$")
+    refused("a.npy and 2 other files are not called train.bin, .* as in mv .* data/text/train_000000.npy$")
 
 
 def test_shards_without_a_validation_set(folder):

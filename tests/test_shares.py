@@ -174,7 +174,7 @@ def test_experts_divided_over_ranks_with_unequal_shares(zygote, shared_work):
 
 def test_the_banner_and_the_padding(zygote, work):
     text = zygote.train(["--gradient_accumulation_steps=4", "--shares=2,1", "--max_iters=0"], work, 2).text()
-    assert "on each rank 3 micro-steps x 4, 2 rows (of which padding: 2)" in text and "shares:" not in text
+    assert "on each rank 3 micro-steps x 4, 2 rows (2 rows of padding)" in text and "shares:" not in text
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ MISTAKES = {
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
     "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
     "--local_steps=4": "set --islands= to their number, or 0 for one on each machine",
-    "--islands=9": "a step reads too few sequences (8): set --gradient_accumulation_steps=3",
+    "--islands=9": "a step reads only 8 sequences: set --gradient_accumulation_steps=3",
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from isogpt.common.console import count_text
 from isogpt.data.token_array import TokenArray, Tokens
 from isogpt.data.token_files import (
     HEADER_READ,
@@ -79,8 +80,8 @@ def notes_about_files(folder: Path) -> list[str]:
     for whole in (folder / f"{split}.bin" for split in SPLITS):
         unread = [path.name for path in shards_of(folder, whole.stem) if path != whole]
         if unread and whole.exists():
-            others = f"other files such as {unread[0]}"
-            notes.append(f"{whole} is read, but not {others}: to read these instead, move {whole.name} away")
+            names = f"{count_text(len(unread), 'file')} such as {unread[0]}"
+            notes.append(f"{whole} is read, but not {names}: to read these instead, move {whole.name} away")
     return notes
 
 
@@ -100,8 +101,9 @@ def advice_about_names(folder: Path, split: str) -> str:
         return problem
     if len(likely) == 1:
         return f"if {first} contains the token ids, type: mv {first} {target}"
+    names = f"{first} and {count_text(len(likely) - 1, 'other file')}"
     return (
-        f"files such as {first} are not called {split}.bin, nor {split}_000000.bin, "
+        f"{names} are not called {split}.bin, nor {split}_000000.bin, "
         f"{split}_000001.bin and so on: rename them, as in mv {first} {target.with_stem(split + '_000000')}"
     )
 

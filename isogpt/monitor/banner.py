@@ -53,9 +53,10 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
     """What crosses a slow network, if there are settings for one."""
     lines = []
     if mesh.islands > 1:
+        size = ranks.world_size // mesh.islands
         lines.append(
-            f"islands: {mesh.islands}, processes in each: {ranks.world_size // mesh.islands}, local steps "
-            f"between averages of their weights: {config['local_steps']}"
+            f"islands: {mesh.islands} of {count_text(size, 'process', 'processes')} each, which average "
+            f"their weights every {count_text(config['local_steps'], 'step')}"
         )
     if (kind := config["grad_compression"]) != "none":
         use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, since there is only one replica"
@@ -74,7 +75,7 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     tokens = share.sequences * length
     rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
     rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
-    padding = f" (of which padding: {share.padding()})" if share.padding() else ""
+    padding = f" ({count_text(share.padding(), 'row')} of padding)" if share.padding() else ""
     rows += " row" if rows == "1" else " rows"
     lines = [
         f"step:    {count_text(share.sequences, 'sequence')} x {length} = {tokens:,} tokens, on each "

@@ -5,6 +5,7 @@ from math import ceil, gcd, prod
 
 import torch
 
+from isogpt.common.console import count_text
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.parallel.mesh import AXES, stages_per_rank
 from isogpt.parallel.plan import Plan
@@ -37,7 +38,7 @@ def problems_with_ranks(plan: Plan) -> Iterator[str]:
         yield problem_with_product(plan.world_size, degrees)
     if plan.islands > 1 and plan.sequences < plan.islands:
         yield (
-            f"islands is {plan.islands}, but a step reads too few sequences ({plan.sequences}): set "
+            f"islands is {plan.islands}, but a step reads only {count_text(plan.sequences, 'sequence')}: set "
             f"--gradient_accumulation_steps={ceil(plan.islands / plan.batch_size)}"
         )
     if plan.cuda_graphs and plan.world_size > 1:
