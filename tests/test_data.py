@@ -42,13 +42,9 @@ import write_files
 
 
 @pytest.fixture(autouse=True)
-def clean_process(monkeypatch):
-    """Use the cached tokenizer, and restore the signal handlers."""
+def cached_tokenizers(monkeypatch):
+    """Use the cached tokenizer."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(TOKENIZERS))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -726,6 +722,9 @@ def test_options_that_do_not_exist_or_are_out_of_range(data, capsys):
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
+    """And the handlers of signals are those from before."""
     monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert bins.run(lambda argv: __import__("absent_package")) == 1
     assert capsys.readouterr().err == "error: No module named 'absent_package'\n"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

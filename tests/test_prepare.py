@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO
-from test_data import bins, clean_process, contents, needs_gpt2  # noqa: F401 (fixtures)
+from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F401 (fixtures)
 
 sys.path.insert(0, str(REPO / "data"))
 import tokenize_documents
