@@ -355,7 +355,7 @@ def same(a, b, absolute=0.0, relative=0.0):
         assert a[step] == pytest.approx(b[step], abs=absolute, rel=relative), f"step {step}"
 
 
-def assert_same_bits(folder, reference):
+def assert_same_run(folder, reference):
     """Two runs have the same losses and norms, and end with the same tensors, bit for bit."""
     import torch
 

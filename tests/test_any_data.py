@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, assert_same_bits, column
+from runs import TINY, assert_same_run, column
 from test_exact import same_numbers
 from test_resume import start_until_step
 
@@ -32,7 +32,7 @@ def test_a_mixture_that_was_killed_has_the_same_bits(zygote, session_work, train
         kill_after_a_save(zygote, session_work, args, 2, step)
     zygote.start(args, session_work, 2).wait()
     straight = trained(MIXTURE, 2)
-    assert_same_bits(tmp_path / "killed", straight)
+    assert_same_run(tmp_path / "killed", straight)
     for source in ("val_loss/shards", "val_loss/file"):
         assert column(tmp_path / "killed", source) == column(straight, source)
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from runs import REPO, assert_same_bits, column, records, same, tensors_in
+from runs import REPO, assert_same_run, column, records, same, tensors_in
 
 # ten steps of 24 sequences, with an evaluation and a checkpoint in the middle and at the end
 ONE = ["--gradient_accumulation_steps=3", "--batch_size=8", "--n_layer=4", "--n_head=4", "--max_iters=9"]
@@ -139,9 +139,8 @@ CURVES = {
     "llama": "2 cp2",
     "gpt2-moe": "ep2",
     "two sequences": "3",
-    "lion": "pp2",
+    "lion": "2",
     "schedule-free": "zero3",
-    "muon+free": "tp2",
 }
 SLOW_CURVES = {
     "gpt2": "b1 4 3-b1 zero1-7 zero2 zero3-alone zero3-b24 zero3-4 zero3-7 offload hsdp "
@@ -155,13 +154,19 @@ SLOW_CURVES = {
     "llama-moe": "ep2-pp2-fsdp",
     "mixture": "3 zero3 tp2 pp2 cp2",
     "whole micro-batches": "2 3",
-    "lion": "2 zero2-offload",
+    "lion": "pp2 zero2-offload",
     "schedule-free": "zero1",
     "sgd": "cp2",
-    "muon+free": "zero3",
+    "muon+free": "tp2 zero3",
 }
-# bfloat16 has 8 bits: sums in a different order differ by up to 2**-8 of a loss of 4
-ROUNDING = {"bfloat16": dict(loss=5e-3, norm=0.05), "float16": dict(loss=0.02, norm=0.02)}
+# how far losses and norms of models and ways with fewer bits are from those of float32 on one process
+ROUNDING = {
+    "bfloat16": dict(loss=1e-3, norm=1e-2),
+    "float16": dict(loss=5e-4, norm=2e-3),
+    "fp16": dict(loss=2e-5, norm=5e-4),
+    "bf16": dict(loss=1e-4, norm=1e-3),
+    "int8": dict(loss=5e-4, norm=1e-2),
+}
 ROUTING = {
     "expert_tokens_min": dict(absolute=4.01),
     "expert_tokens_mean": dict(relative=1e-6),
@@ -182,19 +187,23 @@ def compare_routing(one, other):
     assert not any(column(other, "dropped_tokens").values())
 
 
-def compare(one, other, loss=1e-5, norm=1e-4):
-    """The numbers of each step and evaluation of two runs, and their last weights."""
+def compare(one, other, loss=5e-6, norm=1e-5):
+    """The numbers of each step and evaluation of two runs."""
     keys = {key for record in records(one) for key in record if key.startswith(("train_loss", "val_loss"))}
     for key in ("loss", *keys):
         same(column(one, key), column(other, key), absolute=loss)
     same(column(one, "grad_norm"), column(other, "grad_norm"), relative=norm)
     if column(one, "router_entropy"):
         compare_routing(one, other)
-    tensors, others = tensors_in(one), tensors_in(other)
-    assert tensors.keys() ^ others.keys() <= {"model.lm_head.weight"}  # a tied one is also in ckpt.pt
-    for name in tensors.keys() & others.keys():
+
+
+def compare_weights(one, other):
+    """The last weights of two runs, and how many steps the optimizers have taken."""
+    a, b = tensors_in(one), tensors_in(other)
+    assert a.keys() ^ b.keys() <= {"model.lm_head.weight"}  # a tied one is also in ckpt.pt
+    for name in a.keys() & b.keys():
         if name.startswith("model.") or name.endswith(".step"):
-            torch.testing.assert_close(others[name], tensors[name], atol=1e-4, rtol=1e-3, msg=name)
+            torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize(("model", "way"), rows(CURVES, SLOW_CURVES))
@@ -202,7 +211,14 @@ def test_a_way_has_the_curve_of_one_process(trained, model, way):
     one, other = trained(args_of(model)), trained(args_of(model, way), WAYS[way][0])
     losses = column(one, "loss")
     assert len(losses) == 10 and len(column(one, "val_loss")) == 3
-    compare(one, other, **ROUNDING.get(model, {}))
+    assert losses[0] - losses[9] > 0.01, "it learns"
+    compression = way.partition("-")[0]
+    if compression in ROUNDING:
+        compare(one, other, **ROUNDING[compression])
+        assert column(other, "loss") != losses
+    else:
+        compare(one, other, **ROUNDING.get(model, {}))
+        compare_weights(one, other)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -229,7 +245,7 @@ def test_a_resume_in_the_same_way_has_the_same_bits(zygote, session_work, traine
     shutil.rmtree(out / "step_00000010")
     zygote.train([*args, "--init_from=resume", f"--out_dir={out}"], session_work, nproc)
     assert [r["iter"] for r in records(out) if r.get("event") == "resume"] == [5]
-    assert_same_bits(out, straight)
+    assert_same_run(out, straight)
 
 
 # the ways in which a run is trained, two steps in each
@@ -259,4 +275,5 @@ def test_a_run_that_goes_on_in_other_ways_has_the_curve_of_one_process(
         assert (tmp_path / f"out/step_{step:08d}/ckpt.pt").exists() == (way in IN_ONE_FILE)
     one = trained([*args_of(model), *common[:1], f"--max_iters={step - 1}"])
     assert len(column(one, "loss")) == step
-    compare(one, tmp_path / "out", **ROUNDING.get(model, {}))
+    compare(one, tmp_path / "out")
+    compare_weights(one, tmp_path / "out")

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runs import TINY, assert_same_bits, column, script_that_fails, start_changed, tiny_data
+from runs import TINY, assert_same_run, column, script_that_fails, start_changed, tiny_data
 
 from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
 
@@ -169,7 +169,7 @@ def test_a_resume_keeps_the_measured_shares_and_has_the_same_bits(zygote, work):
     shutil.rmtree(work / "stopped/step_00000008")
     text = auto(zygote, work, [*args, "--init_from=resume", "--out_dir=stopped"], [5.0, 1.0])
     assert "as --shares=2,1\n" in text and measurements(work) == 1
-    assert_same_bits(work / "stopped", work / "straight")
+    assert_same_run(work / "stopped", work / "straight")
     more = ["--init_from=resume", "--max_iters=9", "--out_dir=stopped"]
     text = auto(zygote, work, more, [1.0, 3.0, 1.0])
     assert "as --shares=3,1,3\n" in text and measurements(work) == 2
