@@ -159,13 +159,13 @@ SLOW_CURVES = {
     "sgd": "cp2",
     "muon+free": "tp2 zero3",
 }
-# how far losses and norms of models and ways with fewer bits are from those of float32 on one process
+# how far models and ways with fewer bits may be from float32 on one process
 ROUNDING = {
-    "bfloat16": dict(loss=1e-3, norm=1e-2),
-    "float16": dict(loss=5e-4, norm=2e-3),
-    "fp16": dict(loss=2e-5, norm=5e-4),
-    "bf16": dict(loss=1e-4, norm=1e-3),
-    "int8": dict(loss=5e-4, norm=1e-2),
+    "bfloat16": dict(loss=1e-3, norm=1e-2, weights=1e-2),
+    "float16": dict(loss=5e-4, norm=2e-3, weights=1e-2),
+    "fp16": dict(loss=2e-5, norm=5e-4, weights=1e-2),
+    "bf16": dict(loss=1e-4, norm=1e-3, weights=1e-2),
+    "int8": dict(loss=5e-4, norm=1e-2, weights=1e-2),
 }
 ROUTING = {
     "expert_tokens_min": dict(absolute=4.01),
@@ -187,38 +187,35 @@ def compare_routing(one, other):
     assert not any(column(other, "dropped_tokens").values())
 
 
-def compare(one, other, loss=5e-6, norm=1e-5):
-    """The numbers of each step and evaluation of two runs."""
+def compare(one, other, loss=5e-6, norm=1e-5, weights=1e-4):
+    """The numbers of each step and evaluation of two runs, their last weights, and the optimizers' steps."""
     keys = {key for record in records(one) for key in record if key.startswith(("train_loss", "val_loss"))}
     for key in ("loss", *keys):
         same(column(one, key), column(other, key), absolute=loss)
     same(column(one, "grad_norm"), column(other, "grad_norm"), relative=norm)
     if column(one, "router_entropy"):
         compare_routing(one, other)
-
-
-def compare_weights(one, other):
-    """The last weights of two runs, and how many steps the optimizers have taken."""
     a, b = tensors_in(one), tensors_in(other)
-    assert a.keys() ^ b.keys() <= {"model.lm_head.weight"}  # a tied one is also in ckpt.pt
-    for name in a.keys() & b.keys():
+    for name in a.keys() & b.keys():  # a tied head is in ckpt.pt only, and errors of compression in one run
         if name.startswith("model.") or name.endswith(".step"):
-            torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+            torch.testing.assert_close(a[name], b[name], atol=weights, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(("model", "way"), rows(CURVES, SLOW_CURVES))
 def test_a_way_has_the_curve_of_one_process(trained, model, way):
     one, other = trained(args_of(model)), trained(args_of(model, way), WAYS[way][0])
-    losses = column(one, "loss")
+    losses, compression = column(one, "loss"), way.partition("-")[0]
     assert len(losses) == 10 and len(column(one, "val_loss")) == 3
     assert losses[0] - losses[9] > 0.01, "it learns"
-    compression = way.partition("-")[0]
-    if compression in ROUNDING:
-        compare(one, other, **ROUNDING[compression])
-        assert column(other, "loss") != losses
-    else:
-        compare(one, other, **ROUNDING.get(model, {}))
-        compare_weights(one, other)
+    compare(one, other, **ROUNDING.get(model, ROUNDING.get(compression, {})))
+    assert compression not in ROUNDING or column(other, "loss") != losses
+
+
+def test_ranks_that_read_only_padding_are_reported(trained):
+    said = "warning: 1 of 3 data-parallel ranks read only padding: a step reads 2 sequences"
+    for nproc, way in ((1, "one"), (3, "3")):
+        text = (trained(args_of("two sequences", way), nproc) / "output.txt").read_text()
+        assert text.count(said) == text.count("warning:") == (nproc == 3)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -276,4 +273,3 @@ def test_a_run_that_goes_on_in_other_ways_has_the_curve_of_one_process(
     one = trained([*args_of(model), *common[:1], f"--max_iters={step - 1}"])
     assert len(column(one, "loss")) == step
     compare(one, tmp_path / "out")
-    compare_weights(one, tmp_path / "out")
