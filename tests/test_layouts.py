@@ -202,7 +202,7 @@ def compare(one, other, loss=5e-6, norm=1e-5, weights=1e-4):
 
 
 @pytest.mark.parametrize(("model", "way"), rows(CURVES, SLOW_CURVES))
-def test_a_way_has_the_curve_of_one_process(trained, model, way):
+def test_every_layout_has_the_curve_of_one_process(trained, model, way):
     one, other = trained(args_of(model)), trained(args_of(model, way), WAYS[way][0])
     losses, compression = column(one, "loss"), way.partition("-")[0]
     assert len(losses) == 10 and len(column(one, "val_loss")) == 3
@@ -211,7 +211,7 @@ def test_a_way_has_the_curve_of_one_process(trained, model, way):
     assert compression not in ROUNDING or column(other, "loss") != losses
 
 
-def test_ranks_that_read_only_padding_are_reported(trained):
+def test_more_processes_than_sequences(trained):
     said = "warning: 1 of 3 data-parallel ranks read only padding: a step reads 2 sequences"
     for nproc, way in ((1, "one"), (3, "3")):
         text = (trained(args_of("two sequences", way), nproc) / "output.txt").read_text()
