@@ -38,7 +38,7 @@ def test_padding_rows_do_not_count_and_dead_experts_are_named(trained, lopsided,
     outs = []
     for name in ("one", way):
         nproc, flags = WAYS[name]
-        out = trained([*ONE, *args, *flags.split()], nproc)
+        out = trained([*ONE, *args, *flags], nproc)
         text = (out / "output.txt").read_text()
         assert ("of padding)" in text) == (name != "one")
         steps = [line for line in text.splitlines() if line.startswith("iter ")]

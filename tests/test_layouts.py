@@ -112,11 +112,12 @@ WAYS = {
     "islands-fsdp": (4, f"{ISLANDS} --zero=3"),
     "islands-powersgd": (4, f"{ISLANDS} {POWERSGD}"),
 }
+WAYS = {name: (processes, flags.split()) for name, (processes, flags) in WAYS.items()}
 
 
 def args_of(model, way="one"):
     """The settings of a run."""
-    return [*ONE, *MODELS[model].split(), *WAYS[way][1].split()]
+    return [*ONE, *MODELS[model].split(), *WAYS[way][1]]
 
 
 def rows(fast, slow):

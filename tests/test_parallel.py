@@ -52,7 +52,7 @@ def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, source
         args = [f"--out_dir={ran(model, source)}", "--device=cpu", "--dtype=float32", "--start=A"]
         args += ["--max_new_tokens=40", "--num_samples=3", f"--temperature={temperature}"]
         one = zygote.start(args, shared_work, script="sample.py").wait().samples()
-        run = zygote.start([*args, *flags.split()], shared_work, nproc, script="sample.py").wait()
+        run = zygote.start([*args, *flags], shared_work, nproc, script="sample.py").wait()
         assert run.samples() == one and one.count("A") >= 3
 
 

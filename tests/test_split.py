@@ -95,7 +95,7 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, model, way):
 def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, name):
     """Rank 1 is lost: the others name it and exit."""
     nproc, flags = WAYS["tp2-pp2"]
-    args = [*ONE, *flags.split(), "--out_dir=out", "--save_interval=5", "--dist_timeout_s=3"]
+    args = [*ONE, *flags, "--out_dir=out", "--save_interval=5", "--dist_timeout_s=3"]
     run = zygote.start([*TINY, *args, "--max_iters=100000"], work, nproc)
     wait_for(lambda: (work / "out/step_00000005/manifest.json").exists() or run.poll())
     run.kill([1], getattr(signal, name))
