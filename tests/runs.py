@@ -24,8 +24,7 @@ SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
 SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
 CHARACTERS = sorted("\n !$&',-.3:;?" + string.ascii_letters)  # Shakespeare's, as many as a vocabulary of 65
-# a model and nine steps, which a start takes longer than: the steps cost most of the suite's time. A test that
-# needs more says so; its settings come after these
+# a model and few steps, since steps cost most of the suite's time; the settings of a test come after these
 TINY = [
     "--dataset=tiny",
     "--device=cpu",

@@ -5,15 +5,13 @@ What token ids mean: read from metadata, recorded by a run, and used by sample.p
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, script, script_that_fails
+from runs import script, script_that_fails
 
 import export
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
@@ -226,15 +224,9 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained("out/hf").encode("hello") == [4, 3, 5, 5, 6]
-    shutil.copytree(
-        REPO / "data/shakespeare_char", tmp_path / "data/mine", ignore=shutil.ignore_patterns("*.bin")
-    )
-    for module in (REPO / "data").glob("*.py"):
-        shutil.copy(module, tmp_path / "data")
-    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")
     (tmp_path / "own.txt").write_text("lower hold\n" * 300)
-    prepare = [sys.executable, "data/mine/prepare.py", "--data_files=own.txt", "--tokenizer=out"]
-    assert subprocess.run(prepare, capture_output=True, text=True).returncode == 0
+    prepare = ["--data_files=own.txt", "--tokenizer=out", "--out=data/mine"]
+    zygote.start(prepare, tmp_path, script="data/shakespeare_char/prepare.py").wait()
     text = zygote.train([*args, "--init_from=resume", "--max_iters=5", "--zero=1"], tmp_path).text()
     assert "iter 5:" in text and "have changed since the checkpoint was written" in text
 
