@@ -143,19 +143,17 @@ def assert_compiles_once(changes, mode, by_block, backend):
 
 
 NANOCHAT, LLAMA = {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}
+EXPERTS = {"n_expert": 4, "bias": True}
 # (model, recomputation, compiled by block): DDP and one process compile the whole model, all others blocks
 COMPILED = [
     ({}, "none", False),
-    ({}, "none", True),
-    ({}, "selective", False),
-    ({"bias": True}, "full", True),
-    (NANOCHAT, "none", False),
     (NANOCHAT, "selective", True),
     (LLAMA, "none", False),
-    (LLAMA, "full", True),
-    ({"n_expert": 4, "bias": True}, "every:2", True),
-    (NANOCHAT | {"n_expert": 4}, "none", False),
-    (LLAMA | {"n_expert": 4}, "selective", False),
+    (EXPERTS, "every:2", True),
+    pytest.param({"bias": True}, "full", True, marks=pytest.mark.slow),
+    pytest.param(LLAMA, "full", True, marks=pytest.mark.slow),
+    pytest.param(NANOCHAT | EXPERTS, "none", False, marks=pytest.mark.slow),
+    pytest.param(LLAMA | EXPERTS, "selective", False, marks=pytest.mark.slow),
 ]
 
 
@@ -266,10 +264,7 @@ def test_every_function_is_compared(one_rank):
     assert defined == {function.__name__ for function in functions()}
 
 
-MODELS = [dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(arch="llama", n_expert=4)]
-
-
-@pytest.mark.parametrize("changes", MODELS)
+@pytest.mark.parametrize("changes", [{}, NANOCHAT, LLAMA | {"n_expert": 4}])
 def test_tokens_are_generated_by_one_graph(changes):
     """With fullgraph, a wait for a value such as tolist() raises. Other samples use the same graph."""
     model, prompts = small_gpt(vocab_size=65, **changes).eval(), torch.arange(15).view(3, 5)
@@ -312,7 +307,7 @@ def test_generation_on_a_machine_without_a_compiler(monkeypatch):
     assert model.seams.advance is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_experts_compile_once_in_16_bits(chunks, dtype):
     """Without waiting for counts: the same graphs for any."""
     model = small_gpt(seed=2, n_expert=4)  # with seed 1, rounding sends a token to another expert
@@ -399,7 +394,6 @@ def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(chunks, monk
     assert compile_report() == "compile: 2 graphs, 0 graph breaks"
 
 
-EXPERTS = {"n_expert": 4, "bias": True}
 # model, settings of a layout
 LAYOUTS = [
     ({"bias": True, "n_embd": 128, "n_layer": 4}, {}),  # DDP, whose buckets divide the graph
