@@ -219,6 +219,15 @@ def test_more_processes_than_sequences(trained):
         assert text.count(said) == text.count("warning:") == (nproc == 3)
 
 
+@pytest.mark.parametrize("flags", ["", "--pp=2"])
+def test_ranks_that_do_not_reduce_their_gradients_part(zygote, session_work, tmp_path, flags):
+    """With grad_sync never, which measures communication: by DDP, and where no wrapper reduces."""
+    args = [*args_of("gpt2"), *flags.split(), "--grad_sync=never", "--save_checkpoint=False"]
+    nproc = 4 if flags else 2
+    run = zygote.train([*args, f"--out_dir={tmp_path}/out"], session_work, nproc, ok=False)
+    assert set(run.codes) == {1} and "step 5: weights differ across ranks" in run.text()
+
+
 # ------------------------------------------------------------------------------------------------------------
 # resumes
 
