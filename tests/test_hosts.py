@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hosts import HAS_NAMESPACES, Hosts, ip
 from runs import REPO, TINY, assert_same_curve, children, column, records, steps_in, wait_for
+from test_launchers import FORKED
 
 from isogpt.checkpoint.search import newest_checkpoint
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2"),
 ]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
+TORCHRUN = [sys.executable, str(REPO / FORKED), "--nproc_per_node=1"]
 MASTER = ["--master_addr=10.77.0.1", "--master_port=29500"]
 ELASTIC = "--nnodes=2:3 --max-restarts=20 --rdzv-backend=c10d --rdzv-endpoint=h1:29400 --rdzv-id=hosts "
 ELASTIC += "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

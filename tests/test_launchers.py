@@ -377,7 +377,7 @@ def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 
 
-def pod(args, out, nodes):
+def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
     """The command and the environment of one of `nodes` pods: the manifest's, and what the operator sets."""
     policy = pytorch_job()["elasticPolicy"]
     (container,) = pytorch_job()["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -393,7 +393,7 @@ def pod(args, out, nodes):
     script = container["command"][2].replace("/runs/gpt2", str(out))
     script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(args)}")
     script = script.replace("--dataset=/data/openwebtext", "").replace(
-        "torchrun", f"{sys.executable} -m torch.distributed.run"
+        "torchrun", f"{sys.executable} {torchrun}"
     )
     return [*container["command"][:2], script], os.environ | env
 

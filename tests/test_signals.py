@@ -82,7 +82,7 @@ def started(zygote, receiver, work):
     if receiver == "mpirun":  # a longer output would make rank 0 wait
         command, env = [*MPIRUN, sys.executable, TRAIN, *LONG, "--log_interval=100"], {}
     else:
-        command, env = pod(LONG, work / "out", 1)
+        command, env = pod(LONG, work / "out", 1, torchrun=REPO / FORKED)
         command = [*NAMESPACE, *command]
     if not shutil.which(command[0]) or os.geteuid():
         pytest.skip(f"needs {command[0]} and root")

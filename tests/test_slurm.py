@@ -14,6 +14,7 @@ import sys
 
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
+from test_launchers import FORKED
 from test_signals import TABLE
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -181,9 +182,12 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
 def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
+    The interpreter takes the options of torchrun as if it were `python -m torch.distributed.run`.
     """
     names = [name for name, receiver in TABLE if receiver == "Slurm job" and name != "TERM"]
-    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
+    (work / "python").write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
+    (work / "python").chmod(0o755)
+    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=str(work / "python")), work / "out"
     for name, flags in zip(names, itertools.cycle([[], ["--batch"]])):
         step = steps_in(out)
         wait_for(lambda: steps_in(out) > step + 5, 180)
@@ -199,7 +203,8 @@ def test_each_signal_to_a_job(slurm, work):
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
-    sweep = [sys.executable, str(REPO / "sweep.py"), *TINY, "--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
+    sweep = [sys.executable, str(REPO / "tests/forked_sweep.py"), *TINY]
+    sweep += ["--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
     command = ["sbatch", "--parsable", "--array=0-1", "-p", "low", "-o", f"{work}/task%a.txt"]
     job = subprocess.run(
         [*command, "--wrap", f"srun {shlex.join(sweep)}"],
