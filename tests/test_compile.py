@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from runs import REPO, default_plan
@@ -150,8 +151,6 @@ COMPILED = [
     (NANOCHAT, "selective", True),
     (LLAMA, "none", False),
     (EXPERTS, "every:2", True),
-    pytest.param({"bias": True}, "full", True, marks=pytest.mark.slow),
-    pytest.param(LLAMA, "full", True, marks=pytest.mark.slow),
     pytest.param(NANOCHAT | EXPERTS, "none", False, marks=pytest.mark.slow),
     pytest.param(LLAMA | EXPERTS, "selective", False, marks=pytest.mark.slow),
 ]
@@ -322,9 +321,10 @@ def test_experts_compile_once_in_16_bits(chunks, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode, by_block", [("full", True), ("none", False)])
-def test_inductor(chunks, mode, by_block):
-    assert_compiles_once({}, mode, by_block, "inductor")
+def test_inductor(chunks):
+    """The compiler itself, with recomputation."""
+    with torch._inductor.config.patch(compile_threads=1):  # a pool's processes would import torch
+        assert_compiles_once({}, "full", True, "inductor")
 
 
 def test_what_is_said_about_compilation():
@@ -394,22 +394,16 @@ def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(chunks, monk
     assert compile_report() == "compile: 2 graphs, 0 graph breaks"
 
 
-# model, settings of a layout
+# model, settings of a layout: one of each
 LAYOUTS = [
-    ({"bias": True, "n_embd": 128, "n_layer": 4}, {}),  # DDP, whose buckets divide the graph
+    ({"bias": True, "n_embd": 128}, {}),  # DDP, whose buckets divide the graph
     (LLAMA | EXPERTS, {"zero": 2, "activation_checkpointing": "selective"}),
     (NANOCHAT, {"zero": 3, "activation_checkpointing": "every:2"}),
     (LLAMA | {"n_kv_head": 2}, {"tp": 2, "activation_checkpointing": "full"}),
-    (EXPERTS, {"tp": 2}),
     (NANOCHAT, {"cp": 2}),
-    (EXPERTS, {"cp": 2, "activation_checkpointing": "selective"}),
     (EXPERTS, {"ep": 2}),
-    (LLAMA | EXPERTS, {"ep": 2, "zero": 3, "activation_checkpointing": "full"}),
     ({"n_layer": 4}, {"pp": 2, "pp_schedule": "zero_bubble"}),
-    (NANOCHAT | {"n_layer": 4}, {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "every:2"}),
-    (EXPERTS, {"pp": 2, "activation_checkpointing": "full"}),
     ({}, {"exact": True}),
-    (NANOCHAT | EXPERTS, {"exact": True, "zero": 3}),
 ]
 
 
