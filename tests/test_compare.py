@@ -8,7 +8,7 @@ import shlex
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from runs import TINY, accepted, column, records, script, script_that_fails, tiny_data, train_defaults
+from runs import TINY, accepted, column, records, script, script_that_fails, train_defaults
 from test_packages import hide  # noqa: F401
 
 from isogpt.lab.comparison import compare
@@ -101,7 +101,6 @@ def test_seconds_and_steps_of_a_run_that_was_killed_resumed_and_rolled_back(tmp_
 
 def test_real_runs_killed_and_resumed_or_not(zygote, work, at, capsys):
     """They have the same losses, and the steps that were repeated do not count twice."""
-    tiny_data(work)
     args = [*TINY, "--eval_interval=3", "--save_interval=2"]
     whole = zygote.start([*args, "--out_dir=whole"], work)
     run = zygote.start([*args, "--max_iters=100000", "--out_dir=killed"], work)

@@ -222,7 +222,7 @@ def write_documents(folder, documents):
 @needs_gpt2
 def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path, monkeypatch):
     # The first chunk is by far the longest, so that the workers finish out of order.
-    documents = ["first " * 20_000, ""]
+    documents = ["first " * 5000, ""]
     documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
     files, folder = write_documents(tmp_path, documents), data / "openwebtext"
 
