@@ -119,10 +119,8 @@ def test_a_sweep_over_layouts(zygote, work):
     tensor, both = found["sweep"]
     assert tensor["exposed_ms"] > 0
     assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
-    text, found = bench(zygote, work, *shape, "--n_expert=4", "--sweep=ep:2,4")
-    experts, wrong = found["sweep"]
-    assert experts["exposed_ms"] > 0 and "set --ep=2" in wrong["problem"]
-    assert len(re.findall(r"^ +2 .* n/a$", text, re.M)) == 1, text
+    _, found = bench(zygote, work, *shape, "--n_expert=4", "--sweep=ep:2")
+    assert found["sweep"][0]["exposed_ms"] > 0
 
 
 @pytest.mark.slow
