@@ -139,14 +139,20 @@ def run(main: Callable[[list[str]], None]) -> int:
     Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can
     fix.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # SystemExit, unlike a kill, removes the temporary files
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # SystemExit, unlike a kill, removes the temporary files
+    before = {
+        number: signal.signal(number, lambda number, _: sys.exit(128 + number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         main(sys.argv[1:])
         return 0
     except (ImportError, OSError, ValueError) as error:
         print("error:", visible(" ".join(str(error).split())), file=sys.stderr)
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Fixtures of all tests."""
 
 import os
-import re
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: several runs share the cores
 
+import json
+import math
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,33 +17,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "measure")]
 
-from runs import Zygote, tiny_data
+from runs import Zygote, tiny_data, write_mixture
 
-# Of the slow tests in these files, CI runs those that match; the others are extra. Together they took two
-# thirds of CI's time, which must stay below 40 minutes on a slow machine. A new slow test of these files is
-# added here.
-IN_CI = {
-    "test_arch.py": r"nanochat-muon-zero3-2|zero1-2-hsdp-4|experts_from_a_dense",
-    "test_bench.py": r"collectives",
-    "test_compile.py": r"inductor\[full|one of each|eager_mode\[changes",
-    "test_exact.py": r"one_process\[(gpt2|nanochat-muon|experts|bfloat16|dropout)\]"
-    r"|killed_on|is_skipped|whole_micro",
-    "test_gpu_check.py": r"on_a_gpu|a_kill",
-    "test_hosts.py": r"three_hosts|survivor|without_ipv4",
-    "test_layout_check.py": r"models|on_a_layout|Sliding|skip from|average",
-    "test_memory.py": r"torchrun_restarts|collectives|divided",
-    "test_recipe.py": r"fast_recipe",
-    "test_resume.py": r"bits\[3\]|scaler|kills_do_not",
-    "test_serving.py": r"continuous-batching-gpt2",
-    "test_shares.py": r"3-1-1-zero3|2-1-tp2|slow_rank",
-    "test_signals.py": r"(torchrun|nproc`)-USR1|mpirun-QUIT|a pod-TERM",
-    "test_slurm.py": r"\[grace|time_limit|to_a_job\[1",
-    "test_slow_networks.py": r"bits\[(int8-3|islands)\]|number_of_islands",
-    "test_sweep.py": r"signals|two_sweeps|killed",
-    "test_zero.py": r"curve_of_one_process\[(zero3-offload|zero3-7)\]"
-    r"|bits\[hsdp|scaler"
-    r"|layout\[(one-hsdp|zero3-zero3-4|offload-zero3)\]",
-}
+# seconds by file, of fast and of slow tests; renewed by `pytest -m "slow or not slow" --record-durations`
+DURATIONS = ROOT / "tests" / "durations.json"
+SLOW_S = 600  # the time limit of a slow test; of the others, see pyproject.toml
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 
 
@@ -67,6 +48,33 @@ def shared_work(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def session_work(tmp_path_factory):
+    """The folder in which `trained` runs, with the data sets tiny, and file and shards of a mixture."""
+    path = tmp_path_factory.mktemp("work")
+    write_mixture(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained(zygote, session_work):
+    """
+    The folder of a run with these settings, which is trained once in a session. Tests only read from it.
+    """
+    folders = {}
+
+    def folder(args, nproc=1):
+        settings = nproc, *sorted(dict(arg.split("=", 1) for arg in args).items())
+        if settings not in folders:
+            out = session_work / f"trained{len(folders)}"
+            text = zygote.train([*args, f"--out_dir={out}"], session_work, nproc).text()
+            (out / "output.txt").write_text(text)
+            folders[settings] = out
+        return folders[settings]
+
+    return folder
+
+
 @pytest.fixture
 def at(monkeypatch, tmp_path):
     """An empty working folder, no launcher, and monkeypatch's methods."""
@@ -86,8 +94,10 @@ def at(monkeypatch, tmp_path):
 
 def pytest_addoption(parser, pluginmanager):
     """Say why pytest does not know the options of pyproject.toml."""
-    if not pluginmanager.hasplugin("xdist"):
-        raise pytest.UsageError("pytest-xdist is missing: pip install -r requirements-dev.txt")
+    for name in ("xdist", "timeout"):
+        if not pluginmanager.hasplugin(name):
+            raise pytest.UsageError(f"pytest-{name} is missing: pip install -r requirements-dev.txt")
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,10 +111,70 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if one_process else 2
 
 
-@pytest.hookimpl(tryfirst=True)
+def duration_key(path, is_slow):
+    """The name in durations.json of a file's fast or slow tests."""
+    return f"{Path(path).name}{' (slow)' * is_slow}"
+
+
+@pytest.hookimpl(trylast=True)  # after the tests were chosen
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests that CI does not run as extra."""
+    """
+    The longest files are first, so that both workers end at about the same time; a new file is before them.
+    """
+    recorded, keys = json.loads(DURATIONS.read_text()), {}
     for item in items:
-        kept = IN_CI.get(item.path.name, "")
-        if item.get_closest_marker("slow") and not re.search(kept, item.name):
-            item.add_marker(pytest.mark.extra)
+        is_slow = item.get_closest_marker("slow") is not None
+        keys.setdefault(item.path, set()).add(duration_key(item.path, is_slow))
+        if is_slow:
+            item.add_marker(pytest.mark.timeout(SLOW_S))
+    seconds = {path: sum(recorded.get(key, math.inf) for key in of) for path, of in keys.items()}
+    items.sort(key=lambda item: -seconds[item.path])
+
+
+def pytest_configure(config):
+    """In the process that distributes the tests, or runs them: see Progress."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config))
+
+
+class Progress:
+    """How long the files take, and after SIGTERM, which tests have not run."""
+
+    def __init__(self, config):
+        self.left, self.durations, self.is_stopped = {}, Counter(), False
+        self.records = config.option.record_durations
+        if config.option.dist != "no":  # tests do not run in this process
+            signal.signal(signal.SIGTERM, self.stop)
+
+    def stop(self, number, frame):
+        """End as by Ctrl-C."""
+        self.is_stopped = True
+        raise KeyboardInterrupt
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self.left |= dict.fromkeys(ids, "not run")
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.left[nodeid] = "still running"
+
+    def pytest_runtest_logreport(self, report):
+        self.durations[duration_key(report.location[0], "slow" in report.keywords)] += report.duration
+        if report.when == "teardown":
+            self.left.pop(report.nodeid, None)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.is_stopped:
+            terminalreporter.section("stopped by SIGTERM")
+            for nodeid, state in sorted(self.left.items(), key=lambda entry: entry[::-1], reverse=True):
+                terminalreporter.line(f"{state}: {nodeid}")
+
+    def pytest_sessionfinish(self):
+        if self.records:
+            known = json.loads(DURATIONS.read_text()) | self.durations
+            kept = {
+                key: round(s)
+                for key, s in sorted(known.items())
+                if (DURATIONS.parent / key.split()[0]).exists()
+            }
+            DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")

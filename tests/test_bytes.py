@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from runs import REPO
-from test_data import EOT, bins, clean_process, needs_gpt2, read  # noqa: F401 (a fixture)
+from test_data import EOT, bins, cached_tokenizers, needs_gpt2, read  # noqa: F401 (a fixture)
 
 import export
 from isogpt.checkpoint.measures import bits_per_byte, changed_measures, what_is_measured

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from pretend_cuda.cuda_guard import missing
-from runs import REPO, TINY, Zygote, column
-from test_any_data import write_mixture
+from runs import REPO, TINY, Zygote, column, write_mixture
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "not skipped")
 
