@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "measure")]
 
-from runs import Zygote, tiny_data
+from runs import Zygote, tiny_data, write_mixture
 
 # seconds by file, of fast and of slow tests; renewed by `pytest -m "slow or not slow" --record-durations`
 DURATIONS = ROOT / "tests" / "durations.json"
@@ -46,6 +46,33 @@ def shared_work(tmp_path_factory):
     path = tmp_path_factory.mktemp("work")
     tiny_data(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def session_work(tmp_path_factory):
+    """The folder in which `trained` runs, with the data sets tiny, and file and shards of a mixture."""
+    path = tmp_path_factory.mktemp("work")
+    write_mixture(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained(zygote, session_work):
+    """
+    The folder of a run with these settings, which is trained once in a session. Tests only read from it.
+    """
+    folders = {}
+
+    def folder(args, nproc=1):
+        settings = nproc, *sorted(dict(arg.split("=", 1) for arg in args).items())
+        if settings not in folders:
+            out = session_work / f"trained{len(folders)}"
+            text = zygote.train([*args, f"--out_dir={out}"], session_work, nproc).text()
+            (out / "output.txt").write_text(text)
+            folders[settings] = out
+        return folders[settings]
+
+    return folder
 
 
 @pytest.fixture

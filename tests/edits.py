@@ -330,7 +330,8 @@ REFUSED = {
         after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
     ],
 }
-MIXED_ROWS = [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)]
+# seen only where ranks read parts of a micro-batch
+MIXED = {"rows": [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)]}
 # ways on which edits are tried
 TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
@@ -388,9 +389,9 @@ def edited(replacements, source):
 
 
 def edited_gpt(name):
-    """GPT of model.py with an edit of EDITS or REFUSED."""
+    """GPT of model.py with an edit."""
     space = {"__name__": "model"}
-    exec(edited((EDITS | REFUSED)[name], (REPO / "model.py").read_text()), space)
+    exec(edited((EDITS | REFUSED | MIXED)[name], (REPO / "model.py").read_text()), space)
     return space["GPT"]
 
 

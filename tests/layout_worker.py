@@ -1,9 +1,10 @@
 """
 Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
 
-Arguments: a JSON file with a list of [model settings, settings of the layout, break or null], and the folder
-of the model.py to compare. Rank 0 writes a JSON list of the differences beside the file, "" for
-an equal layout. A crash ends the list, since the other ranks may wait for the one that has crashed.
+Arguments: a JSON file with a list of [model settings, settings of the layout, break or null, name of an edit
+or ""], and the folder of the repository to compare. Rank 0 writes a JSON list of the differences beside
+the file, "" for an equal layout. A crash ends the list, since other ranks may wait for the one that has
+crashed.
 """
 
 import sys
@@ -21,6 +22,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 from breaks import broken
+from edits import edited_gpt
 from runs import train_defaults
 
 from isogpt.nn.architecture import GPTConfig
@@ -36,7 +38,8 @@ path, results = Path(sys.argv[1]), []
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-for model_settings, layout, fault in json.loads(path.read_text()):
+
+for model_settings, layout, fault, edit in json.loads(path.read_text()):
     config = train_defaults(n_layer=4, n_head=4, n_embd=32, block_size=64) | model_settings | layout
     args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))
     plan = plan_of(
@@ -47,7 +50,8 @@ for model_settings, layout, fault in json.loads(path.read_text()):
     try:
         with broken(*fault) if fault else nullcontext():
             mesh = connect_mesh(rank, plan, 60.0)
-            problem = first_problem(GPT, plan, mesh, torch.device("cpu"), config)
+            model_class = edited_gpt(edit) if edit else GPT
+            problem = first_problem(model_class, plan, mesh, torch.device("cpu"), config)
         results.append(f"differs: {problem}" if problem else "")
     except LayoutError as e:  # on all ranks
         results.append(f"refused: {e}")

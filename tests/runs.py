@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import string
@@ -24,7 +25,7 @@ SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
 SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
 CHARACTERS = sorted("\n !$&',-.3:;?" + string.ascii_letters)  # Shakespeare's, as many as a vocabulary of 65
-# a model small enough that a run of 40 steps takes a second or two; the settings of a test come after these
+# a model and few steps, since steps cost most of the suite's time; the settings of a test come after these
 TINY = [
     "--dataset=tiny",
     "--device=cpu",
@@ -37,13 +38,16 @@ TINY = [
     "--gradient_accumulation_steps=2",
     "--learning_rate=1e-3",
     "--warmup_iters=10",
-    "--max_iters=29",
+    "--max_iters=8",
     "--lr_decay_iters=100",
     "--eval_interval=1000",
     "--eval_iters=2",
     "--log_interval=1",
     "--check_layout=False",  # test_layout_check.py compares the layouts
 ]
+
+# tokens of each shard: windows of 33 tokens cross several of the small ones
+SHARDS = [7000, 20, 5, 6000, 33]
 
 # nanoGPT's recipe for a CPU, with config/train_shakespeare_char.py
 CPU_RECIPE = [
@@ -294,6 +298,38 @@ def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
     return folder
 
 
+def write_mixture(path):
+    """Data sets in path/data: tiny, file, and shards, which contains the same tokens as tiny."""
+    tiny = tiny_data(path)
+    tiny_data(path, tokens=9000, name="file")
+    for name in ("tiny", "file"):
+        add_documents(path / "data" / name)
+    in_shards(tiny, "shards")
+
+
+def in_shards(folder, name):
+    """Copy a data set, with its training tokens in shards that are named as those of llm.c."""
+    copy = folder.with_name(name)
+    shutil.copytree(folder, copy)
+    ids = np.fromfile(copy / "train.bin", np.uint16)
+    (copy / "train.bin").unlink()
+    (copy / "val.bin").rename(copy / "text_val_000000.bin")
+    header = np.zeros(256, np.int32)
+    for number, part in enumerate(np.split(ids, np.cumsum(SHARDS)), 1):
+        header[:3] = 20240520, 1, len(part)
+        (copy / f"text_train_{number:06d}.bin").write_bytes(header.tobytes() + part.tobytes())
+
+
+def add_documents(folder):
+    """Write documents.bin: a document begins at each line break before a speaker's name."""
+    ids = np.fromfile(folder / "train.bin", np.uint16)
+    is_break = ids == 0  # the first of the characters
+    begins = np.flatnonzero(is_break[:-1] & is_break[1:])
+    begins = np.unique([0, *begins + 1])
+    begins.astype(np.int64).tofile(folder / "documents.bin")
+    (folder / "meta.json").write_text(json.dumps({"train_documents": len(begins)}))
+
+
 def records(out_dir):
     """The lines of a run's metrics.jsonl, without a line that the run is writing now."""
     text = (Path(out_dir) / "metrics.jsonl").read_text()
@@ -307,10 +343,42 @@ def column(out_dir, key):
 
 def assert_same_curve(folder, reference):
     """The losses of two runs are equal up to rounding."""
+    same(column(folder, "loss"), column(reference, "loss"), absolute=1e-5)
+
+
+def same(a, b, absolute=0.0, relative=0.0):
+    """Two columns have the same steps, and numbers that are equal up to rounding."""
     import pytest
 
-    losses, expected = column(folder, "loss"), column(reference, "loss")
-    assert losses == pytest.approx(expected, abs=1e-5)
+    assert a.keys() == b.keys() and len(a) > 0
+    for step in a:
+        assert a[step] == pytest.approx(b[step], abs=absolute, rel=relative), f"step {step}"
+
+
+def assert_same_run(folder, reference):
+    """Two runs have the same losses and norms, and end with the same tensors, bit for bit."""
+    import torch
+
+    for key in ("loss", "grad_norm", "train_loss", "val_loss"):
+        assert column(folder, key) == column(reference, key), key
+    a, b = tensors_in(folder), tensors_in(reference)
+    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def tensors_in(folder):
+    """All tensors of a run's newest checkpoint, put together from shards if it consists of them."""
+    import torch
+
+    from isogpt.checkpoint.search import newest_checkpoint
+    from isogpt.checkpoint.source import open_checkpoint
+    from isogpt.parallel.local_parts import LocalPart
+
+    found, reports = newest_checkpoint(str(folder))
+    assert found and not reports
+    source = open_checkpoint(found)
+    tensors = {name: torch.empty(shape) for name, shape in source.shapes.items()}
+    source.read({name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in tensors.items()})
+    return tensors
 
 
 def children(pid):

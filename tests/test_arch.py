@@ -1,4 +1,4 @@
-"""Every architecture and optimizer: one curve on any layout, bitwise resume, to transformers and back."""
+"""Every architecture: its optimizers, its residual stream, and to transformers and back."""
 
 import re
 import shutil
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import accepted, column, default_plan, records, start_changed, train_defaults
-from test_parity import same
-from test_zero import tensors_of
+from runs import accepted, column, default_plan, records, same, start_changed, train_defaults
+from test_layouts import args_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
@@ -24,99 +23,11 @@ from isogpt.parallel.attach import replace_seams
 from isogpt.training import muon, optim, precision
 from model import GPT, Block, GPTConfig
 
-ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
-ONE += ["--muon_lr=0.005"]  # as small as the learning rate at which the other curves are compared
-MODELS = {
-    "gpt2-muon": ["--optimizer=muon"],
-    "nanochat": ["--arch=nanochat"],
-    "nanochat-muon": ["--arch=nanochat", "--optimizer=muon", "--n_kv_head=2"],
-    "llama": ["--arch=llama", "--n_kv_head=1"],
-    "llama-muon": ["--arch=llama", "--optimizer=muon", "--n_kv_head=2", "--head=tied"],
-    "llama-experts": ["--arch=llama", "--n_expert=4", "--n_kv_head=2"],
-}
-WAYS = {
-    "ddp-2": (2, []),
-    "ddp-3": (3, []),
-    "zero1-2": (2, ["--zero=1"]),
-    "zero1-3": (3, ["--zero=1"]),
-    "zero3-2": (2, ["--zero=3"]),
-    "zero3-3": (3, ["--zero=3"]),
-    "hsdp-4": (4, ["--zero=3", "--dp_replicate=2"]),
-}
-# whole runs; test_layout_check.py compares a step of each architecture on many more layouts
-CURVES = [("llama-muon", "ddp-2"), ("gpt2-muon", "zero1-3")]
-CURVES += [pytest.param("nanochat-muon", "zero3-2", marks=pytest.mark.slow)]
-CURVES += [pytest.param("llama-muon", "hsdp-4", marks=pytest.mark.slow)]
 
-
-@pytest.fixture(scope="module")
-def one(zygote, shared_work):
-    """{model: folder of a run on one process}, made when it is first asked for."""
-    made = {}
-
-    def make(model):
-        if model not in made:
-            made[model] = shared_work / f"one-{model}"
-            zygote.train(
-                [*ONE, *MODELS[model], "--eval_interval=10", f"--out_dir={made[model]}"], shared_work
-            )
-        return made[model]
-
-    return make
-
-
-@pytest.mark.parametrize(("model", "way"), CURVES)
-def test_every_layout_has_the_curve_of_one_process(zygote, shared_work, one, model, way):
-    nproc, flags = WAYS[way]
-    out = shared_work / f"{model}-{way}"
-    zygote.train([*ONE, *MODELS[model], *flags, "--eval_interval=10", f"--out_dir={out}"], shared_work, nproc)
-    assert len(column(out, "loss")) == 20
-    same(column(one(model), "loss"), column(out, "loss"), absolute=1e-5)
-    same(column(one(model), "grad_norm"), column(out, "grad_norm"), relative=1e-4)
-    same(column(one(model), "val_loss"), column(out, "val_loss"), absolute=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [
-        pytest.param("llama-muon", "zero3-2", marks=pytest.mark.slow),
-        pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.extra),
-        pytest.param("nanochat-muon", "zero1-2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_resume_has_the_same_bits(zygote, shared_work, model, way):
-    nproc, flags = WAYS[way]
-    args = [*ONE, *MODELS[model], *flags, "--dropout=0.1", "--embedding_lr=0.01", "--lr_schedule=wsd"]
-    args += ["--cooldown_iters=90", "--max_iters=12"]
-    straight, stopped = shared_work / f"straight-{model}-{way}", shared_work / f"stopped-{model}-{way}"
-    zygote.train([*args, f"--out_dir={straight}"], shared_work, nproc)
-    zygote.train([*args, "--max_iters=6", f"--out_dir={stopped}"], shared_work, nproc)
-    zygote.train([*args, "--init_from=resume", f"--out_dir={stopped}"], shared_work, nproc)
-    assert column(straight, "loss") == column(stopped, "loss")
-    a, b = tensors_of(straight), tensors_of(stopped)
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert any(k.endswith("momentum_buffer") for k in a)
-
-
-PAIRS = [("ddp-2", "zero3-3"), ("zero3-3", "one"), ("one", "zero1-2"), ("zero1-2", "hsdp-4")]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [PAIRS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS[1:])]
-)
-def test_a_checkpoint_resumes_on_a_different_layout(zygote, shared_work, one, before, after):
-    (n1, first), (n2, second) = ({"one": (1, [])} | WAYS)[before], ({"one": (1, [])} | WAYS)[after]
-    args = [*ONE, *MODELS["nanochat-muon"], f"--out_dir={shared_work / f'{before}-{after}'}"]
-    zygote.train([*args, *first, "--max_iters=9"], shared_work, n1)
-    zygote.train([*args, *second, "--init_from=resume"], shared_work, n2)
-    resumed = column(shared_work / f"{before}-{after}", "loss")
-    same(column(one("nanochat-muon"), "loss"), resumed, absolute=1e-5)
-
-
-def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
-    shutil.copytree(one("nanochat-muon"), shared_work / "other", symlinks=True)
-    args = [*ONE, "--arch=nanochat", "--init_from=resume", "--max_iters=25"]
-    run = zygote.train([*args, f"--out_dir={shared_work / 'other'}"], shared_work, 2, ok=False)
+def test_a_checkpoint_of_the_other_optimizer(zygote, session_work, trained, tmp_path):
+    shutil.copytree(trained(args_of("nanochat")), tmp_path / "out", symlinks=True)
+    args = [*args_of("nanochat"), "--optimizer=adamw", "--init_from=resume", f"--out_dir={tmp_path}/out"]
+    run = zygote.train(args, session_work, 2, ok=False)
     assert run.text().count("was saved with optimizer 'muon': set --optimizer=muon, or start a new run") == 1
     assert "Traceback" not in run.text()
 
@@ -539,8 +450,8 @@ def test_import_of_a_mixtral(tmp_path):
 @pytest.mark.slow
 def test_export_of_experts_from_shards(zygote, shared_work):
     out = shared_work / "sharded"
-    args = [*ONE, *MODELS["llama-experts"], "--max_iters=9", "--eval_interval=10", f"--out_dir={out}"]
-    zygote.train([*args, "--ep=2", "--zero=3"], shared_work, 2)
+    args = [*args_of("llama-moe"), "--ep=2", "--zero=3", "--max_iters=0", f"--out_dir={out}"]
+    zygote.train(args, shared_work, 2)
     assert newest_checkpoint(str(out))[0].path.is_dir()
     for form in ("hf", "ckpt.pt"):
         zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
@@ -562,25 +473,19 @@ def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
     same(*losses, absolute=1e-5)
 
 
-EXPORTED = [
-    "nanochat-muon",
-    pytest.param("llama-experts", marks=pytest.mark.slow),
-    *(pytest.param(m, marks=pytest.mark.extra) for m in ("gpt2-muon", "llama-muon")),
-]
-
-
-@pytest.mark.parametrize("model", EXPORTED)
-def test_export_and_import_of_a_run(zygote, shared_work, one, model):
+@pytest.mark.parametrize("model", ["nanochat", pytest.param("llama-moe", marks=pytest.mark.slow)])
+def test_export_and_import_of_a_run(zygote, session_work, trained, tmp_path, model):
     """The loss of an imported model is the same bits; a new run can start from the folder."""
-    out, folder = shared_work / f"out-{model}", shared_work / f"hf-{model}"
-    shutil.copytree(one(model), out, symlinks=True)
-    zygote.start([out, "--to=hf"], shared_work, script="export.py").wait()
+    out, folder = tmp_path / "out", tmp_path / "imported"
+    shutil.copytree(trained(args_of(model)), out, symlinks=True)
+    zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait()
     shutil.copytree(out / "hf", folder)
-    zygote.start([folder, "--from=hf"], shared_work, script="export.py").wait()
+    zygote.start([folder, "--from=hf"], tmp_path, script="export.py").wait()
     losses = set()
     for source in (out, out / "hf", folder):
-        run = zygote.train([f"--init_from={source}", "--eval_only=True", "--eval_iters=4"], shared_work)
-        losses.add(re.search("step 0: train loss ([0-9.]+)", run.text())[1])
+        args = [f"--init_from={source}", f"--out_dir={tmp_path}/new", "--eval_only=True", "--eval_iters=4"]
+        text = zygote.train(args, session_work).text()
+        losses.add(re.search("step 0: train loss ([0-9.]+)", text)[1])
     assert len(losses) == 1
     tensors = open_checkpoint(best_checkpoint(str(out))[0]).tensors  # sample.py uses the best one
     weights = {name.removeprefix("model."): w for name, w in tensors.items() if name.startswith("model.")}
@@ -588,14 +493,14 @@ def test_export_and_import_of_a_run(zygote, shared_work, one, model):
     assert same_weights(weights, imported)
 
 
-def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
+def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):
     """A run may have been started in OUT_DIR/hf, or --from=hf has written a ckpt.pt there."""
-    out = shared_work / "exported"
+    out = tmp_path / "exported"
     for folder in (out, out / "hf"):
-        shutil.copytree(one("llama"), folder, symlinks=True)
-    run = zygote.start([out, "--to=hf"], shared_work, script="export.py").wait(ok=False)
+        shutil.copytree(trained(args_of("nanochat")), folder, symlinks=True)
+    run = zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait(ok=False)
     assert run.codes == [1] and "hf contains checkpoints, which would be deleted: rename it" in run.text()
-    assert newest_checkpoint(str(out / "hf"))[0].step == 20
+    assert newest_checkpoint(str(out / "hf"))[0].step == 10
 
 
 MISTAKES = {

@@ -107,7 +107,7 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
     assert "problem" in found["sweep"][0]
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 def test_a_sweep_over_layouts(zygote, work):
     """
     The communication of tp and ep is found in the trace, the bubble in the spans; a product that does not fit
@@ -119,11 +119,10 @@ def test_a_sweep_over_layouts(zygote, work):
     assert tensor["exposed_ms"] > 0
     assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
     assert len(re.findall(r"^ +1 +2 .* [\d.]+% \(20.0%\)$", text, re.M)) == 1 and "bubble (formula)" in text
-    text, found = bench(zygote, work, *shape, "--n_expert=4", "--sweep=ep:1,2,4")
-    ddp, experts, wrong = found["sweep"]
-    assert ddp["parameters"] == experts["parameters"] and experts["exposed_ms"] > 0
-    assert "set --ep=2" in wrong["problem"]
-    assert len(re.findall(r"^ +[12] .* n/a$", text, re.M)) == 2, text
+    text, found = bench(zygote, work, *shape, "--n_expert=4", "--sweep=ep:2,4")
+    experts, wrong = found["sweep"]
+    assert experts["exposed_ms"] > 0 and "set --ep=2" in wrong["problem"]
+    assert len(re.findall(r"^ +2 .* n/a$", text, re.M)) == 1, text
 
 
 @pytest.mark.slow

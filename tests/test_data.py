@@ -98,7 +98,8 @@ def decode_characters(folder):
     assert vocabulary["stoi"] == {c: i for i, c in vocabulary["itos"].items()}
     assert list(vocabulary["stoi"]) == sorted(vocabulary["stoi"])
     assert vocabulary["vocab_size"] == len(vocabulary["itos"]) == meta["vocab_size"] == meta["tokenizer_size"]
-    text = "".join(vocabulary["itos"][i] for i in [*train.tolist(), *val.tolist()])
+    characters = np.array([vocabulary["itos"][i] for i in range(vocabulary["vocab_size"])])
+    text = characters[np.append(train, val)].tobytes().decode("utf-32-le")
     assert hashlib.sha256(text.encode()).hexdigest() == meta["source"]["sha256"]
     return meta, text
 
@@ -117,18 +118,17 @@ def decode_documents(ids):
 
 
 def test_stdlib_char_is_the_same_every_time(data, tmp_path):
-    first = prepare(data, "stdlib_char", cwd=tmp_path, PYTHONHASHSEED="1", LC_ALL="C")
-    assert first.returncode == 0, first.stderr
-    assert 3 <= len(first.stdout.splitlines()) <= 5
-    files = contents(data / "stdlib_char")
-    second = prepare(data, "stdlib_char", cwd=data / "stdlib_char", PYTHONHASHSEED="2", LC_ALL="C.UTF-8")
-    assert second.returncode == 0, second.stderr
-    assert contents(data / "stdlib_char") == files
-    assert set(files) == {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
+    """It is determined by the text, which a process with other hashes and another locale also reads."""
+    result = prepare(data, "stdlib_char", cwd=tmp_path, PYTHONHASHSEED="1", LC_ALL="C")
+    assert result.returncode == 0, result.stderr
+    assert 3 <= len(result.stdout.splitlines()) <= 5
+    files = {path.name for path in (data / "stdlib_char").iterdir()}
+    assert files == {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"data", "isogpt"}
 
     meta, text = decode_characters(data / "stdlib_char")
-    assert text.isascii() and "\r" not in text
+    library = load_prepare(data, "stdlib_char").read_library(Path(sysconfig.get_path("stdlib")))
+    assert library == (text, meta["source"]["files"]) and text.isascii() and "\r" not in text
     assert (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text() in text
     assert meta["train_tokens"] == int(len(text) * 0.9) and meta["tokenizer"] == "char"
     assert meta["source"]["implementation"].lower() == sys.implementation.name
@@ -222,7 +222,7 @@ def write_documents(folder, documents):
 @needs_gpt2
 def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path, monkeypatch):
     # The first chunk is by far the longest, so that the workers finish out of order.
-    documents = ["first " * 20_000, ""]
+    documents = ["first " * 5000, ""]
     documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
     files, folder = write_documents(tmp_path, documents), data / "openwebtext"
 
@@ -372,21 +372,17 @@ sys.exit(bins.run(lambda argv: bins.prepare_documents("", "", argv, "", {})))
 
 
 @needs_gpt2
-def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
-    started = {}
-    for sent in (signal.SIGKILL, signal.SIGTERM):
-        folder = tmp_path / sent.name
-        folder.mkdir()
-        (folder / "train.bin").write_bytes(b"earlier")
-        command = [sys.executable, "-c", ENDLESS, str(data), f"--out={folder}", "--data_files=x"]
-        started[sent] = folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    for sent, (folder, process) in started.items():
+def test_a_prepare_that_is_ended_leaves_the_earlier_files(data, tmp_path):
+    """Of a kill, see test_prepare.py."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "train.bin").write_bytes(b"earlier")
+    command = [sys.executable, "-c", ENDLESS, str(data), f"--out={folder}", "--data_files=x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "reading\n"
-        process.send_signal(sent)
-        assert process.wait(timeout=20) == (-9 if sent == signal.SIGKILL else 143)
-        process.stdout.close()
-        assert (folder / "train.bin").read_bytes() == b"earlier" and not (folder / "meta.json").exists()
-    assert set(contents(tmp_path / "SIGTERM")) == {"train.bin"}
+        process.terminate()
+    assert process.returncode == 143
+    assert contents(folder) == {"train.bin": b"earlier"}
 
 
 # ----- where it is written
@@ -479,17 +475,7 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
         train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
         assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
         assert not list(folder.glob("*.tmp"))
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    before = contents(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(write_files, "sync_folder", killed)
-        with pytest.raises(KeyboardInterrupt):
-            divide("--val_fraction=0.3")
-    assert contents(folder) == before
-    assert set(before) == {"all.bin", "train.bin", "val.bin", "meta.json"}
+    assert set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
 
 
 @pytest.mark.parametrize("renames", range(8))

@@ -248,11 +248,6 @@ def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
     assert len(open_dataset(str(folder), 2, data_order="documents").sources[0].windows) == 1
 
 
-def test_a_folder_without_a_data_set_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"train.bin does not exist; give the folder that contains"):
-        find_documents.main([str(tmp_path), "--id=9"])
-
-
 def test_a_text_without_documents_is_refused(tmp_path):
     for ids, args, problem in (
         ([1, 2, 3, END], ["--id=9"], "token 9, which should separate documents, separates none in "),

@@ -236,7 +236,7 @@ def test_with_ddp_a_rank_holds_the_whole_checkpoint(zygote, work, args):
     ],
 )
 def test_tensors_without_memory_count_as_real_ones(zygote, work, args):
-    args = [*args, "--gradient_accumulation_steps=8"]
+    args = [*args, "--gradient_accumulation_steps=8", "--n_layer=2", "--block_size=64"]
     real, shapes = run_dry(zygote, work, 8, args), run_dry(zygote, work, 8, args, changes=WITHOUT_MEMORY)
     assert "with real tensors" in real.text and "with tensors without memory" in shapes.text
     assert shapes.counted == pytest.approx(real.counted, rel=1e-3)
@@ -255,12 +255,3 @@ def test_1024_ranks_with_pipelines_tensor_parallelism_and_shards(zygote, work):
         ("all_gather", 8, "tp"),
         ("send", 8, "pp"),
     }
-
-
-@pytest.mark.extra
-def test_70_billion_parameters_on_1024_ranks(zygote, work):
-    args = """--arch=llama --n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_hidden=28672
-    --block_size=4096 --vocab_size=128256 --dtype=bfloat16 --zero=3 --tp=8 --batch_size=1
-    --gradient_accumulation_steps=128"""
-    report = run_dry(zygote, work, 1024, args.split(), timeout=600)
-    assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15)

@@ -52,9 +52,9 @@ EXACT = [
     "--eval_iters=5",
     "--save_checkpoint=False",
 ]
-LONG = [*EXACT, "--max_iters=39", "--lr_decay_iters=40", "--eval_interval=20"]
 # processes, flags
 LAYOUTS = {
+    "1": (1, ""),
     "2": (2, ""),
     "3": (3, ""),
     "7": (7, ""),
@@ -107,35 +107,35 @@ def test_three_layouts_have_the_bits_of_one_process(zygote, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_every_layout_has_the_bits_of_one_process(zygote, work, model):
-    """40 steps: every loss, gradient norm and evaluation, and the weights."""
-    args = [*LONG, *MODELS[model]]
-    zygote.train([*args, "--out_dir=one"], work)
-    for name, (processes, flags) in LAYOUTS.items():
-        # see problems_of_exact
-        if "pp" in flags and ("nanochat" not in model and model != "bfloat16"):
-            continue
-        zygote.train([*args, *flags.split(), f"--out_dir={name}"], work, processes, timeout=300)
-        same_numbers(work / "one", work / name)
+@pytest.mark.parametrize("name", ["3", "2-zero1", "3-zero3", "4-hsdp", "2-pp"])
+def test_40_steps_have_the_bits_of_one_process(trained, name):
+    """With Muon at the shipped rates."""
+    args = [*EXACT, *MUON, "--max_iters=39", "--lr_decay_iters=40", "--eval_interval=20"]
+    processes, flags = LAYOUTS[name]
+    same_numbers(trained(args), trained([*args, *flags.split()], processes))
 
 
 @pytest.mark.slow
-def test_killed_on_4_then_2_then_3_processes_ends_with_the_weights_of_one(zygote, work):
-    args = [*LONG, *MUON, "--dropout=0.1", "--save_checkpoint=True", "--save_interval=4"]
-    zygote.train([*args, "--out_dir=one"], work)
-    args = [*TINY, *args, "--out_dir=killed", "--init_from=auto"]
-    for processes, step in ((4, 9), (2, 19), (3, 29)):
-        run = zygote.start(args, work, processes)
-        assert run.until(lambda text, step=step: f"iter {step}:" in text), run.text()
-        run.until(lambda text: any((work / "killed").glob("step_*")))
-        run.kill()
-        run.wait(ok=False)
-    zygote.start([*args, "--zero=3"], work, 2).wait()
-    same_numbers(work / "one", work / "killed")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_that_goes_on_on_every_layout_has_the_bits_of_one_process(
+    zygote, session_work, trained, tmp_path, model
+):
+    """Two steps on each, with evaluations."""
+    args = [*EXACT, *MODELS[model], "--save_checkpoint=True", "--eval_interval=2"]
+    # see problems_of_exact
+    takes_pp = "nanochat" in model or model == "bfloat16"
+    names = [name for name, (_, flags) in LAYOUTS.items() if takes_pp or "pp" not in flags]
+    for number, name in enumerate(names):
+        processes, flags = LAYOUTS[name]
+        more = [f"--max_iters={2 * number + 1}", "--init_from=auto", f"--out_dir={tmp_path}/out"]
+        zygote.train([*args, *flags.split(), *more], session_work, processes)
+        one = trained([*args, f"--max_iters={2 * len(names) - 1}"])
+        steps = numbers_of(tmp_path / "out")
+        assert steps == numbers_of(one)[: len(steps)], name
+    assert len(steps) > 2 * len(names)
 
 
-# A run in which the loss of micro-batch 4 of step 5 is not finite
+# A run in which the loss of micro-batch 4 of step 2 is not finite
 FAULTY = """
 import model
 from isogpt.parallel import integer_sums as exact
@@ -150,7 +150,7 @@ def started(sums, micro_step):
     start(sums, micro_step)
 def faulty(self, *args, **kwargs):
     logits, loss = forward(self, *args, **kwargs)
-    if self.training and [now.get("step"), now.get("micro-batch")] == [5, 4]:
+    if self.training and [now.get("step"), now.get("micro-batch")] == [2, 4]:
         loss.register_hook(lambda g: g * float("nan"))
     return logits, loss
 precision.seed_step, exact.ExactSums.start_micro_batch, model.GPT.forward = seeded, started, faulty
@@ -159,7 +159,7 @@ precision.seed_step, exact.ExactSums.start_micro_batch, model.GPT.forward = seed
 
 @pytest.mark.slow
 def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
-    args = [*EXACT, *MUON, "--max_iters=11", "--eval_interval=6", "--on_nan=skip"]
+    args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--on_nan=skip"]
     layouts = [(1, ""), (2, ""), (3, "--zero=3"), (4, "--zero=1"), (4, "--zero=3 --dp_replicate=2")]
     names = []
     for processes, flags in layouts:
@@ -168,20 +168,10 @@ def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
         text = start_changed(zygote, FAULTY, run_args, work, processes).wait().text()
         assert "the step is skipped" in text
         skipped = [r for r in records(work / names[-1]) if r.get("event") == "not_finite"]
-        assert [r["iter"] for r in skipped] == [5]
+        assert [r["iter"] for r in skipped] == [2]
         assert set(skipped[0]["largest_gradients"].values()) == {"nan"}, "the parameters are named"
-    assert 5 not in column(work / names[0], "loss")
+    assert 2 not in column(work / names[0], "loss")
     same_numbers(*(work / name for name in names))
-
-
-@pytest.mark.slow
-def test_without_exact_dropout_follows_whole_micro_batches(zygote, work):
-    args = ["--dropout=0.2", "--gradient_accumulation_steps=6", "--max_iters=19"]
-    for processes in (1, 2, 3):
-        zygote.train([*args, f"--out_dir={processes}"], work, processes)
-    one, *others = (column(work / str(processes), "loss") for processes in (1, 2, 3))
-    for other in others:
-        assert one == pytest.approx(other, abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -307,13 +297,12 @@ def converted(compiles):
     return bits, compiled
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extra)])
-def test_compiled_conversions_have_the_same_bits(monkeypatch, backend):
+def test_compiled_conversions_have_the_same_bits(monkeypatch):
     """Without recompilation for a further length or step."""
     torch._dynamo.reset()
     counters.clear()
     expected, _ = converted(compiles=False)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     bits, graphs = converted(compiles=True)
     assert all(torch.equal(one, two) for one, two in zip(bits, expected, strict=True))
     assert torch.stack(bits[2::5]).tolist() == [[True, True, False]] * 12

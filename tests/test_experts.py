@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from runs import TINY, column, wait_for
-from test_parallel import FSDP, MODELS, ONE, WAYS, args_of, compare_routing, slow_after, train_once
-from test_parity import same
+from runs import TINY, column, same, wait_for
+from test_layouts import ONE, WAYS, args_of, compare_routing
 
 from isogpt.checkpoint.forks import MODEL_ARGS
 from model import GPT, GPTConfig
@@ -30,37 +29,34 @@ def lopsided(shared_work):
 
 
 @pytest.mark.parametrize(
-    "way", ["ep2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ep2-fsdp", "ddp3"))]
+    "way", ["ep2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ep2-fsdp", "3"))]
 )
-def test_padding_rows_do_not_count_and_dead_experts_are_named(zygote, shared_work, lopsided, way):
+def test_padding_rows_do_not_count_and_dead_experts_are_named(trained, lopsided, way):
     """Twenty-five sequences; with ep no token of block 2 is sent to the second rank."""
-    args = ["--init_from=lopsided", "--gradient_accumulation_steps=5", "--batch_size=5", "--max_iters=5"]
+    args = [f"--init_from={lopsided}", "--gradient_accumulation_steps=5", "--batch_size=5", "--max_iters=2"]
     args += ["--learning_rate=1e-4"]
-    outs = {}
+    outs = []
     for name in ("one", way):
         nproc, flags = WAYS[name]
-        outs[name] = shared_work / f"padded-{name}"
-        if not outs[name].exists():
-            run = zygote.train([*ONE, *args, *flags, f"--out_dir={outs[name]}"], shared_work, nproc)
-            assert ("of padding)" in run.text()) == (name != "one")
-            steps = [line for line in run.text().splitlines() if line.startswith("iter ")]
-            assert len(steps) == 6
-            assert all(line.endswith(", dead experts (layer.expert): 1.3, 2.2, 2.3") for line in steps), steps
-            assert column(outs[name], "expert_tokens_mean") == pytest.approx(
-                dict.fromkeys(range(6), 25 * 32 * 2 / 4)
-            )
-    same(column(outs["one"], "loss"), column(outs[way], "loss"), absolute=2e-5)
-    compare_routing(outs["one"], outs[way])
+        out = trained([*ONE, *args, *flags], nproc)
+        text = (out / "output.txt").read_text()
+        assert ("of padding)" in text) == (name != "one")
+        steps = [line for line in text.splitlines() if line.startswith("iter ")]
+        assert len(steps) == 3
+        assert all(line.endswith(", dead experts (layer.expert): 1.3, 2.2, 2.3") for line in steps), steps
+        tokens = dict.fromkeys(range(3), 25 * 32 * 2 / 4)
+        assert column(out, "expert_tokens_mean") == pytest.approx(tokens)
+        outs.append(out)
+    same(*(column(out, "loss") for out in outs), absolute=2e-5)
+    compare_routing(*outs)
 
 
 @pytest.mark.slow
-def test_numbers_between_logged_steps_are_averages(zygote, shared_work):
-    args = [*args_of("gpt2-moe", "ep2"), "--log_interval=4", "--out_dir=every4"]
-    zygote.train(args, shared_work, 2)
-    each_step = train_once(zygote, shared_work, "gpt2-moe", "ep2")
-    each, mean = (column(out, "router_entropy") for out in (each_step, shared_work / "every4"))
-    assert sorted(mean) == [0, 4, 8, 12, 16]
-    for step in (4, 8, 12, 16):
+def test_numbers_between_logged_steps_are_averages(trained):
+    args = args_of("gpt2-moe", "ep2")
+    each, mean = (column(trained([*args, *more], 2), "router_entropy") for more in ([], ["--log_interval=4"]))
+    assert sorted(mean) == [0, 4, 8]
+    for step in (4, 8):
         assert mean[step] == pytest.approx(sum(each[s] for s in range(step - 3, step + 1)) / 4, abs=1e-5)
 
 
@@ -68,52 +64,37 @@ def test_numbers_between_logged_steps_are_averages(zygote, shared_work):
 # upcycling
 
 
-@pytest.fixture(scope="module")
-def dense(zygote, shared_work):
-    """The folder of a run of five steps without experts: ckpt.pt, or shards with zero 3."""
-
-    def run(model, way):
-        out = shared_work / f"dense-{model}-{way}"
-        if not out.exists():
-            nproc, flags = {"one": (1, []), "zero3": (2, [FSDP])}[way]
-            args = [*ONE, *MODELS[model], *flags, "--max_iters=4", f"--out_dir={out}"]
-            zygote.train(args, shared_work, nproc)
-        return out
-
-    return run
-
-
+# a model without experts, the way in which it is trained, and the way of the model with experts
 UPCYCLED = [("gpt2", "one", "ep2-fsdp"), ("nanochat", "one", "ep2-tp2"), ("llama", "zero3", "ep2-pp2")]
 
 
-@pytest.mark.parametrize(("model", "source", "way"), slow_after(0, UPCYCLED))
-def test_a_dense_model_is_upcycled(zygote, shared_work, dense, model, source, way):
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "source", "way"), UPCYCLED)
+def test_a_dense_model_is_upcycled(trained, model, source, way):
     """The first losses are the dense model's; the next ones depend on the routers, and not on the layout."""
-    folder = dense(model, source)
-    args = [*ONE, *MODELS[model], f"--init_from={folder}", "--max_iters=1", "--save_checkpoint=False"]
-    outs = {name: shared_work / f"upcycled-{model}-{source}-{name}" for name in ("dense", "one", way)}
-    for name, out in outs.items():
-        if not out.exists():
-            nproc, flags = WAYS.get(name, (1, []))
-            experts = ["--n_expert=4"] if name != "dense" else []
-            zygote.train([*args, *experts, *flags, f"--out_dir={out}"], shared_work, nproc)
+    folder = trained([*args_of(model, source), "--max_iters=4"], WAYS[source][0])
+    args = [f"--init_from={folder}", "--max_iters=1", "--save_checkpoint=False"]
+    dense = trained([*args_of(model), *args])
+    one, other = (
+        trained([*args_of(model, name), *args, "--n_expert=4"], WAYS[name][0]) for name in ("one", way)
+    )
     for key in ("loss", "val_loss", "train_loss"):
-        assert column(outs[way], key)[0] == pytest.approx(column(outs["dense"], key)[0], abs=1e-5)
-    same(column(outs["one"], "loss"), column(outs[way], "loss"), absolute=2e-5)
-    same(column(outs["one"], "grad_norm"), column(outs[way], "grad_norm"), relative=1e-4)
+        assert column(other, key)[0] == pytest.approx(column(dense, key)[0], abs=1e-5)
+    same(column(one, "loss"), column(other, "loss"), absolute=2e-5)
+    same(column(one, "grad_norm"), column(other, "grad_norm"), relative=1e-4)
 
 
-def test_the_number_of_active_experts_is_the_checkpoints(zygote, shared_work):
-    source = train_once(zygote, shared_work, "llama-moe")
-    args = [*args_of("llama-moe", "one"), f"--init_from={source}", "--n_expert_active=4", "--max_iters=0"]
-    text = zygote.train([*args, "--save_checkpoint=False", "--out_dir=active"], shared_work).text()
-    assert "note:    n_expert_active 3 of the checkpoint is used, not n_expert_active 4\n" in text
-    assert column(shared_work / "active", "expert_tokens_mean") == {0: 24 * 32 * 3 / 4}
+def test_the_number_of_active_experts_is_the_checkpoints(trained):
+    args = [*args_of("llama-moe"), "--max_iters=0"]
+    out = trained([*args, f"--init_from={trained(args)}", "--n_expert_active=4", "--save_checkpoint=False"])
+    said = "note:    n_expert_active 3 of the checkpoint is used, not n_expert_active 4\n"
+    assert said in (out / "output.txt").read_text()
+    assert column(out, "expert_tokens_mean") == {0: 24 * 32 * 3 / 4}
 
 
-def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, dense):
+def test_a_different_number_of_experts_is_refused_once(zygote, session_work, trained, tmp_path):
     """And in which a dense model is upcycled when it is resumed. The advice works."""
-    folder, moe = dense("gpt2", "one"), train_once(zygote, shared_work, "gpt2-moe")
+    folder, moe = (trained([*args_of(model), "--max_iters=0"]) for model in ("gpt2", "gpt2-moe"))
     dense_said = (
         "error: n_expert is 4, but the checkpoint's is 0: to start a new run in "
         f"which each expert is a copy of the MLP, set --init_from={folder} and a different --out_dir\n"
@@ -122,12 +103,12 @@ def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, dens
     cases = (
         (["--init_from=resume", f"--out_dir={folder}", "--n_expert=4"], dense_said),
         (["--init_from=auto", f"--out_dir={moe}", "--n_expert=2"], moe_said),
-        ([f"--init_from={moe}", "--out_dir=other", "--n_expert=2"], moe_said),
+        ([f"--init_from={moe}", f"--out_dir={tmp_path}/other", "--n_expert=2"], moe_said),
     )
     for args, said in cases:
-        run = zygote.train([*ONE, *args], shared_work, 2, ok=False)
+        run = zygote.train([*ONE, *args], session_work, 2, ok=False)
         assert run.codes == [1, 1] and run.text() == said
-    assert not (shared_work / "other").exists()
+    assert not (tmp_path / "other").exists()
 
 
 SAID = {

@@ -63,7 +63,7 @@ from isogpt.checkpoint import state
 from isogpt.checkpoint import save
 def slow(work):
     def after_a_while(*args, **kwargs):
-        time.sleep(9)
+        time.sleep(5)
         return work(*args, **kwargs)
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
@@ -225,24 +225,61 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
         sharded_files.complete(tmp_path, {}, [written])
 
 
-@pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
+def write_unfinished(folder, name):
+    """Write a checkpoint's file in a folder; returns what commit_checkpoint needs."""
+    run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {"block_size": 8}, "isogpt": {}}
+    if name == "ckpt.pt":
+        written = write_file(folder / name, {"w": torch.zeros(1000)})
+    else:
+        _, written = sharded_files.write(folder, {"w": local_part_of(torch.zeros(1000))}, group=None)
+    return {"manifest": make_manifest(run, 1, 0, None) | {"run": run}, "written": written}
+
+
+FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
+
+
+@FORMS
 def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
     """The checksums are those of what was written, not of what can be read afterwards."""
-    unfinished, run = tmp_path / "unfinished", {"iter_num": 3, "best_val_loss": 9.0, "config": {}}
-    run |= {"model_args": {"block_size": 8}, "isogpt": {}}
-    if name == "ckpt.pt":
-        written = write_file(unfinished / name, {"w": torch.zeros(1000)})
-    else:
-        _, written = sharded_files.write(unfinished, {"w": local_part_of(torch.zeros(1000))}, group=None)
+    unfinished = tmp_path / "unfinished"
+    checkpoint = write_unfinished(unfinished, name)
     content = bytearray((unfinished / name).read_bytes())
     content[len(content) // 2] ^= 1
-    manifest = make_manifest(run, 1, 0, None) | {"run": run}
     (unfinished / name).write_bytes(content)
-    folder = commit_checkpoint(unfinished, manifest, keep_last=0, written=written)
+    folder = commit_checkpoint(unfinished, keep_last=0, **checkpoint)
     content[len(content) // 2] ^= 1
     assert damage(folder) == f"the checksum of {name} does not match"
     (folder / name).write_bytes(content)
     assert not damage(folder)
+
+
+@FORMS
+def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is_deleted(
+    tmp_path, monkeypatch, name
+):
+    """
+    Each file is synced before the rename, and the run's folder after it: else a power failure could leave
+    neither checkpoint.
+    """
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        calls.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def noted_rename(old, new):
+        calls.append("rename")
+        rename(old, new)
+
+    (tmp_path / "step_00000001").mkdir()
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    checkpoint = write_unfinished(tmp_path / "unfinished", name)
+    folder = commit_checkpoint(tmp_path / "unfinished", keep_last=1, **checkpoint)
+    committed = calls.index("rename")
+    assert {path.stat().st_ino for path in folder.iterdir()} <= {*calls[:committed]}
+    assert calls[committed + 1 :] == [tmp_path.stat().st_ino, "rename"]
+    assert step_folders(tmp_path) == [folder]
 
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
@@ -389,7 +426,7 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
-    args = [*SHORT, "--dist_timeout_s=5"]
+    args = [*SHORT, "--dist_timeout_s=3"]
     run = start_changed(zygote, SLOW_DISK, args, work, 2).wait()
     assert "saved out/step_00000003" in run.text() and "saved out/step_00000006" in run.text()
     args += ["--init_from=auto", "--max_iters=6", "--save_checkpoint=False"]
@@ -401,11 +438,15 @@ def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
 DYING = """
 import signal, time
 from isogpt.checkpoint import save
+make = save.Saver.__post_init__
+def noted(saver):
+    open("waits" + os.environ["RANK"], "w").close()
+    make(saver)
 def die(saver):
-    time.sleep(2)
+    while not os.path.exists("waits0") or not os.path.exists("waits1"):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-if os.environ["RANK"] == "2":
-    save.Saver.__post_init__ = die
+save.Saver.__post_init__ = die if os.environ["RANK"] == "2" else noted
 """
 
 
@@ -622,6 +663,7 @@ def test_foreign_lines_in_the_log(zygote, place):
     assert len(steps) == 8 and {"note": "mine"} in records(place / "out")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_end_the_run(work):
     """train.py ... | head -3"""
     command = [sys.executable, str(REPO / "train.py"), *TINY, *SHORT]

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -55,10 +54,9 @@ from isogpt.parallel.local_parts import local_parts_by_name
 from model import GPT, GPTConfig
 
 
-def test_the_script_prints_the_costs_of_a_row():
-    script = [sys.executable, growth.__file__, "buckets"]
-    run = subprocess.run(script, capture_output=True, text=True, timeout=60)
-    assert "12,000 tensors" in run.stdout, run.stderr
+def test_the_script_prints_the_costs_of_a_row(zygote, tmp_path):
+    run = zygote.start(["buckets"], tmp_path, script="measure/growth.py").wait()
+    assert "12,000 tensors" in run.text()
 
 
 # -- newer_checkpoints
@@ -429,13 +427,13 @@ def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, mo
 
 
 def test_the_end_waits_once_for_a_plot(tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_plot, "END_S", 1)
-    plot = Slow(str(tmp_path), 0)
-    for record in ({"iter": 0, "loss": 1.0, "step_ms": 1.0}, {"iter": 1, "val_loss": 1.0}):
+    """All waits for a plot that never ends take END_S together."""
+    plot, waits = Slow(str(tmp_path), 0), []
+    monkeypatch.setattr(sink_plot, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(plot.is_idle, "wait", waits.append)
+    for record in ({"iter": 0, "loss": 1.0, "step_ms": 1.0}, {"iter": 1, "val_loss": 1.0}, {"event": "end"}):
         plot.write(record, "")
-    began = time.monotonic()
-    plot.write({"event": "end"}, "")
-    assert 1 <= time.monotonic() - began < 1.8
+    assert sum(waits) == sink_plot.END_S
     plot.release.release()
 
 

@@ -135,16 +135,32 @@ def test_the_loss_scale_is_kept_where_the_gradients_are():
     assert not precision.make_scaler("bfloat16", p.device).is_enabled()
 
 
-def test_deterministic_means_inductor_too():
+FRESH = """
+import torch
+from isogpt.speed.usage import memory_gb
+from isogpt.training import precision
+print(memory_gb(torch.device("cpu")))
+precision.set_numerics(torch.device("cpu"), "float32", deterministic=True)
+import torch._inductor.config as config
+print(config.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """What a process prints in which torch is new, and which was started by one with a gigabyte."""
+    run = f"subprocess.run([sys.executable, '-c', {FRESH!r}], check=True)"
+    parent = [sys.executable, "-c", f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"]
+    return subprocess.run(parent, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_deterministic_means_inductor_too(fresh):
     """Inductor reads its switch when it is first used."""
-    code = (
-        "import torch; from isogpt.training import precision; "
-        "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
-        "import torch._inductor.config as c; assert c.deterministic; "
-        "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout == "yes\n", done.stderr
+    assert fresh[1] == "True False"
+
+
+def test_memory_of_a_process_is_not_that_of_the_one_that_started_it(fresh):
+    assert 0.1 < float(fresh[0]) < 0.9
 
 
 def test_flash_attention_3_is_used_where_it_is_installed_and_fits(monkeypatch):
@@ -210,19 +226,10 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
     assert used == [(True, True)] + [(False, True)] * 2
 
 
-def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
-    child = "import torch\nfrom isogpt.speed.usage import memory_gb\nprint(memory_gb(torch.device('cpu')))"
-    run = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
-    result = subprocess.run(
-        [sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    assert 0.1 < float(result.stdout) < 0.9
-
-
 READS_ALL = """
 import sys
 import torch
+sys.path.insert(0, sys.argv[1])
 from isogpt.data import dataset
 from isogpt.data import reader as reader_module
 from isogpt.parallel.mesh import Mesh
@@ -231,7 +238,7 @@ from isogpt.parallel.plan import UNDIVIDED
 from isogpt.speed.usage import memory_gb
 
 before = memory_gb(torch.device("cpu"))
-data = dataset.open_dataset(sys.argv[1], 1024)
+data = dataset.open_dataset(sys.argv[2], 1024)
 plan = replace(UNDIVIDED, batch_size=64, gradient_accumulation_steps=1, micro_batch=64, shares="equal",
                model_args=dict(block_size=1024, vocab_size=data.vocab_size))
 reader = reader_module.Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
@@ -242,14 +249,14 @@ print(memory_gb(torch.device("cpu")) - before)
 """
 
 
-def test_the_data_set_is_not_counted_as_memory(tmp_path):
+def test_the_data_set_is_not_counted_as_memory(zygote, tmp_path):
     """Its pages belong to the system's cache: a run that reads all of a large file does not take its size."""
     for split, tokens in (("train", 2**27), ("val", 2**26)):  # files of zeros take no room on the disk
         with open(tmp_path / f"{split}.bin", "wb") as file:
             file.truncate(2 * tokens)
-    command = [sys.executable, "-c", READS_ALL, str(tmp_path)]
-    grown = float(subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout)
-    assert grown < 0.1, "of 0.4 GB"
+    (tmp_path / "reads.py").write_text(READS_ALL)
+    run = zygote.start([REPO, tmp_path], tmp_path, script="reads.py", repo=tmp_path).wait()
+    assert float(run.text()) < 0.1, "of 0.4 GB"
 
 
 # ------------------------------------------------------------------------------------------------------------

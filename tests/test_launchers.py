@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import REPO, TINY, assert_same_curve, children, free_port, listening, wait_for
+from runs import REPO, TINY, assert_same_curve, children, free_port, listening
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -34,6 +34,7 @@ from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
+FORKED = "tests/forked_torchrun.py"
 # what stands before train.py
 LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc_per_node=2",
@@ -376,7 +377,7 @@ def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 
 
-def pod(args, out, nodes):
+def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
     """The command and the environment of one of `nodes` pods: the manifest's, and what the operator sets."""
     policy = pytorch_job()["elasticPolicy"]
     (container,) = pytorch_job()["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -392,7 +393,7 @@ def pod(args, out, nodes):
     script = container["command"][2].replace("/runs/gpt2", str(out))
     script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(args)}")
     script = script.replace("--dataset=/data/openwebtext", "").replace(
-        "torchrun", f"{sys.executable} -m torch.distributed.run"
+        "torchrun", f"{sys.executable} {torchrun}"
     )
     return [*container["command"][:2], script], os.environ | env
 
@@ -421,25 +422,19 @@ def test_a_process_knows_that_its_agent_has_ended(monkeypatch):
 
 
 @pytest.mark.slow
-def test_nproc_without_a_launcher(work):
+def test_nproc_without_a_launcher(zygote, work):
     """An error is printed once; a killed rank is named in the last line; all ports are loopback's."""
-    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--max_iters=100000"]
-    run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1 and run.stderr.count("zero is 7") == 1 and run.stderr.count("\n") == 1
-    with open(work / "log", "w") as log:
-        process = subprocess.Popen([*command, "--out_dir=out"], cwd=work, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: "iter 20:" in (work / "log").read_text(), 120)
-        addresses = {address for address, port in listening(process.pid)}
-        assert addresses == {"127.0.0.1"}, "the store and gloo: no other machine can connect"
-        workers = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(process.pid)}
-        (rank_1,) = (pid for pid, variables in workers.items() if b"\0RANK=1\0" in variables)
-        os.kill(rank_1, signal.SIGKILL)
-        assert process.wait(60) == 1
-    finally:
-        process.terminate()
-        process.wait(60)
-    assert (work / "log").read_text().endswith("error: rank 1 was ended by SIGKILL\n")
+    args = ["--nproc=2", *TINY, "--max_iters=100000", "--out_dir=out"]
+    run = zygote.start([*args, "--zero=7"], work, script=FORKED).wait(ok=False)
+    assert run.codes == [1] and re.fullmatch("error: zero is 7.*\n", run.text())
+    run = zygote.start(args, work, script=FORKED)
+    assert run.until(lambda text: "iter 20:" in text, 120)
+    addresses = {address for address, port in listening(run.pids[0])}
+    assert addresses == {"127.0.0.1"}, "the store and gloo: no other machine can connect"
+    _, rank_1 = children(run.pids[0])
+    os.kill(rank_1, signal.SIGKILL)
+    run.wait(ok=False)
+    assert run.codes == [1] and run.text().endswith("error: rank 1 was ended by SIGKILL\n")
 
 
 LAUNCHED_BY_ACCELERATE = {  # what it sets if nobody chose anything

@@ -1,15 +1,13 @@
 """Each lesson prints the numbers that its page predicts, and lessons/minimal.py the losses of train.py."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPO, column, tiny_data
+from runs import REPO, Run, Zygote, column, tiny_data
 
 PAGES = sorted((REPO / "lessons").glob("[0-9]-*.md"))
 MEASURED = re.compile(r"measured:|.*, \d+ cores?, torch ")  # a line whose numbers depend on the machine
@@ -46,13 +44,15 @@ def assert_same_lines(printed: list[str], expected: list[str]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name[0] != "1"], ids=lambda page: page.stem)
-def test_a_lesson_prints_what_its_page_predicts(page):
-    command, expected = command_and_output(page)
-    done = run_command(command, REPO)
-    assert_same_lines(done.stdout.splitlines(), expected)
+def test_a_lesson_prints_what_its_page_predicts(zygote, tmp_path, page):
+    (_, *words), expected = command_and_output(page)
+    script = next(word for word in words if word.endswith(".py"))
+    options, args = words[: words.index(script)], words[words.index(script) + 1 :]
+    nproc = int(dict(re.findall(r"--(\w+)=(\d+)", " ".join(options))).get("nproc_per_node", 1))
+    run = zygote.start(args, tmp_path, nproc, script, env=ONE_THREAD).wait(300)
+    assert_same_lines(Path(run.outs[0]).read_text().splitlines(), expected)
 
 
-MINIMAL = str(REPO / "lessons" / "minimal.py")
 STEP = re.compile(r"^step (\d+): loss (\S+),", re.M)
 EVALUATION = re.compile(r"^step (\d+): val loss (\S+)$", re.M)
 
@@ -67,12 +67,15 @@ def trained(zygote, tmp_path_factory):
     return work
 
 
-def minimal_losses(work: Path, *args: str, launcher: tuple[str, ...] = ()) -> dict[str, dict[int, float]]:
-    """What lessons/minimal.py prints: {kind: {step: loss}}."""
-    settings = ["--device=cpu", f"--dataset={work / 'data' / 'tiny'}"]
-    printed = run_command(["python", *launcher, MINIMAL, *settings, *args], work, ONE_THREAD).stdout
-    losses = {"loss": STEP.findall(printed), "val_loss": EVALUATION.findall(printed)}
+def minimal_losses(run: Run) -> dict[str, dict[int, float]]:
+    """What a run of lessons/minimal.py has printed: {kind: {step: loss}}."""
+    losses = {"loss": STEP.findall(run.text()), "val_loss": EVALUATION.findall(run.text())}
     return {kind: {int(step): float(loss) for step, loss in lines} for kind, lines in losses.items()}
+
+
+def start_minimal(zygote: Zygote, work: Path, *args: str, nproc: int = 1) -> Run:
+    settings = ["--device=cpu", f"--dataset={work / 'data' / 'tiny'}", *args]
+    return zygote.start(settings, work, nproc, "lessons/minimal.py", env=ONE_THREAD)
 
 
 def test_minimal_has_250_lines_and_imports_nothing_of_ours():
@@ -82,54 +85,30 @@ def test_minimal_has_250_lines_and_imports_nothing_of_ours():
     assert imported - set(sys.stdlib_module_names) == {"numpy", "torch"}
 
 
-def test_minimal_prints_the_losses_of_train_to_the_bit(trained):
-    losses = minimal_losses(trained)
+def test_minimal_prints_the_losses_of_train_to_the_bit(zygote, trained):
+    """Also if it is killed and resumed."""
+    run = start_minimal(zygote, trained, "--out_dir=killed")
+    assert run.until(lambda text: "\nstep 26:" in text)
+    run.kill()
+    before = minimal_losses(run.wait(ok=False))
+    after = minimal_losses(start_minimal(zygote, trained, "--out_dir=killed", "--init_from=resume").wait())
+    assert list(after["loss"]) == list(range(25, 51))  # the last checkpoint was written before step 25
+    losses, val_losses = (before[kind] | after[kind] for kind in ("loss", "val_loss"))
     expected = column(trained / "out", "loss")
-    assert len(expected) == 51 and losses["loss"].keys() == expected.keys()
-    for step, loss in losses["loss"].items():  # nine digits tell every float32 from its neighbors
+    assert len(expected) == 51 and losses.keys() == expected.keys()
+    for step, loss in losses.items():  # nine digits tell every float32 from its neighbors
         assert np.float32(loss) == np.float32(expected[step]), step
     expected = column(trained / "out", "val_loss")
-    assert losses["val_loss"] == pytest.approx({step: expected[step] for step in (0, 25, 50)}, abs=1e-6)
+    assert val_losses == pytest.approx({step: expected[step] for step in (0, 25, 50)}, abs=1e-6)
 
 
-def test_minimal_on_two_processes_differs_by_rounding(trained):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    losses = minimal_losses(trained, "--out_dir=two", launcher=launcher)
-    assert losses["loss"] == pytest.approx(column(trained / "out", "loss"), abs=1e-5)
-    assert losses["val_loss"].keys() == {0, 25, 50}
-
-
-def test_minimal_resumes_with_the_same_bits_after_a_kill(trained):
-    settings = ["--device=cpu", f"--dataset={trained / 'data' / 'tiny'}", "--out_dir=killed"]
-    command, env = [sys.executable, MINIMAL, *settings], os.environ | ONE_THREAD
-    with subprocess.Popen(command, cwd=trained, env=env, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("step 26:"):
-                process.kill()
-    resumed = minimal_losses(trained, "--out_dir=killed", "--init_from=resume")["loss"]
-    expected = column(trained / "out", "loss")
-    assert list(resumed) == list(range(25, 51))  # the last checkpoint was written before step 25
-    assert all(np.float32(loss) == np.float32(expected[step]) for step, loss in resumed.items())
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_minimal_trains_in_half_precision(trained, dtype):
-    losses = minimal_losses(trained, f"--dtype={dtype}", "--out_dir=half")["loss"]
-    assert losses == pytest.approx(column(trained / "out", "loss"), abs=0.02)
-
-
-def run_command(
-    command: list[str], folder: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    if command[0] == "torchrun":
-        command = ["python", "-m", "torch.distributed.run", *command[1:]]
-    done = subprocess.run(
-        [sys.executable, *command[1:]],
-        cwd=folder,
-        env=os.environ | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done
+@pytest.mark.parametrize(
+    "nproc, dtype, limit", [(2, "float32", 1e-5), (1, "bfloat16", 0.02), (1, "float16", 0.02)]
+)
+def test_minimal_on_two_processes_and_in_half_precision(zygote, trained, nproc, dtype, limit):
+    """While the learning rate rises, which does not depend on the number of steps."""
+    args = [f"--dtype={dtype}", f"--out_dir={dtype}", "--max_iters=9"]
+    losses = minimal_losses(start_minimal(zygote, trained, *args, nproc=nproc).wait())
+    for kind, steps in (("loss", range(10)), ("val_loss", [0])):
+        expected = column(trained / "out", kind)
+        assert losses[kind] == pytest.approx({step: expected[step] for step in steps}, abs=limit), kind

@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import default_plan
+from runs import default_plan, wait_for
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import StoredCheckpoint
@@ -272,21 +271,15 @@ def test_a_thread_reads_ahead(tmp_path):
     seen = []
     tokens = file_of(np.zeros(N, dtype=np.uint16), tmp_path)
     batches = batches_of(tokens, share_of(4, 0, 1, 4), itertools.count(), seen)
-    next(batches)
-    end = time.monotonic() + 10
-    while len(seen) < 4 and time.monotonic() < end:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert [step for step, _ in seen] == [0, 1, 2, 3]  # in use, being copied to the device, and two more
-    assert all(thread.startswith("loader") for _, thread in seen)
-    next(batches)
-    while len(seen) < 5 and time.monotonic() < end:
-        time.sleep(0.001)
-    assert [step for step, _ in seen] == [0, 1, 2, 3, 4]
+    for number in range(2):
+        next(batches)
+        wait_for(lambda n=number: len(seen) >= 4 + n)
     assert loaders()
-    batches.close()
-    del batches
+    batches.close()  # waits for what has been begun
     assert not loaders()
+    # each is in use, being copied to the device, or one of two more
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4]
+    assert all(thread.startswith("loader") for _, thread in seen)
 
 
 @pytest.mark.parametrize("place", [0, BLOCK])  # the first input, the last target only
@@ -320,7 +313,7 @@ def test_windows_of_a_file(tmp_path, offset):
 def test_threads_read_one_file_at_the_same_time(tmp_path):
     """A run reads its training data for steps and for evaluations."""
     tokens = file_of(np.arange(2**16, dtype=np.uint16), tmp_path)
-    starts = [np.random.default_rng(seed).integers(0, 2**16 - 8, 20_000) for seed in range(4)]
+    starts = [np.random.default_rng(seed).integers(0, 2**16 - 8, 5000) for seed in range(4)]
     with ThreadPoolExecutor(4) as threads:
         for part, windows in zip(starts, threads.map(lambda part: tokens.read(part, 8), starts), strict=True):
             assert np.array_equal(windows, part[:, None] + np.arange(8))

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from growth import on_ranks
-from runs import REPO, TINY, default_plan, script_that_fails, settings_of_train, start_changed, train_defaults
+from runs import REPO, default_plan, script_that_fails, settings_of_train, start_changed, train_defaults
 
 import configurator
 import export
@@ -39,6 +39,7 @@ from isogpt.checkpoint.verify import verify_together
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
+from isogpt.monitor import watchdog
 from isogpt.monitor.crashes import explain_crashes
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
@@ -333,6 +334,8 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
 
 def test_a_hang_in_which_all_ranks_respond(at, capsys):
     codes = []
+    at.set(watchdog, "BEAT_S", 0.1)
+    at.set(watchdog, "LATE_S", 0.1)
     at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
     dog = tiny_watchdog(timeout_s=0.1, step=5)
     dog.start(dist.HashStore())
@@ -605,45 +608,44 @@ def test_without_tensorboard_an_earlier_run_stays_in_place(zygote, work):
 # the console
 
 
-def started(script, *args, stdout=subprocess.PIPE):
-    """A separate process, whose console knows ASCII only."""
-    command = [sys.executable, str(REPO / script), *args]
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
-    return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+ASCII = "for stream in (sys.stdout, sys.stderr): stream.reconfigure(encoding='ascii')"
 
 
-def test_what_a_console_cannot_show_ends_no_run(at):
-    """Names and text that are not ASCII, and a lone surrogate, which is not even UTF-8."""
+def test_what_a_console_cannot_show_ends_no_run(zygote, at):
+    """
+    On a console that knows ASCII only: names and text that are not ASCII, and a lone surrogate, which is not
+    even UTF-8.
+    """
     meta = {"vocab_size": 2, "stoi": {"\u00e9": 0, "\ud800": 1}, "itos": ["\u00e9", "\ud800"]}
     data_in(at.path / "data" / "tiny", pkl=meta, train=[0, 1] * 40)
     out = "--out_dir=r\u00e9sum\u00e9"
-    train = started("train.py", *TINY, "--block_size=8", "--max_iters=0", "--eval_iters=1", out)
-    said, errors = train.communicate(timeout=120)
-    assert train.returncode == 0, errors
-    assert r"saved r\xe9sum\xe9/step_00000001" in said.splitlines()
-    sample = started(
-        "sample.py", out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu"
-    )
-    export = started("export.py", "r\u00e9sum\u00e9", "--to=shards")
-    said, errors = sample.communicate(timeout=120)
-    lines = said.splitlines()
-    assert sample.returncode == 0 and len(lines) == 6 and lines[1::2] == ["---------------"] * 3, errors
-    assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2]) and r"\ud800" in said
-    assert export.communicate(timeout=120) == ("wrote r\\xe9sum\\xe9/step_00000001\n", "")
+    args = ["--block_size=8", "--max_iters=0", "--eval_iters=1", out]
+    train = start_changed(zygote, ASCII, args, at.path).wait()
+    assert r"saved r\xe9sum\xe9/step_00000001" in train.text().splitlines()
+    args = [out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu"]
+    _, *lines = start_changed(zygote, ASCII, args, at.path, script="sample.py").wait().samples().splitlines()
+    assert len(lines) == 6 and lines[1::2] == ["---------------"] * 3
+    assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2])
+    assert r"\ud800" in "".join(lines)
+    args = ["r\u00e9sum\u00e9", "--to=shards"]
+    export = start_changed(zygote, ASCII, args, at.path, script="export.py").wait()
+    assert export.text() == "wrote r\\xe9sum\\xe9/step_00000001\n"
 
 
 def test_a_closed_pipe_ends_a_script_quietly(at):
-    """As after `| head`: no traceback, and nothing about an exception that is ignored at the exit."""
+    """
+    As after `| head`: no traceback, and nothing about an exception that is ignored at the exit, at which a
+    process of its own is needed.
+    """
     save_in(at.path / "out")
     read, write = os.pipe()
     os.close(read)
-    generate = ["--start=A", "--num_samples=2", "--max_new_tokens=5", "--device=cpu"]
-    commands = ["train.py", "--help"], ["sample.py", *generate], ["export.py", "--help"], ["export.py", "out"]
-    runs = [started(*command, stdout=write) for command in commands]
-    errors = ["\n".join(run.communicate(timeout=120)[1].splitlines()) for run in runs]
+    for command in (["train.py", "--help"], ["export.py", "out"]):
+        run = [sys.executable, *(str(REPO / word) if word.endswith(".py") else word for word in command)]
+        env = os.environ | {"PYTHONUNBUFFERED": ""}
+        run = subprocess.run(run, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
+        assert (run.returncode, run.stderr) == (0, "")
     os.close(write)
-    assert [run.returncode for run in runs] == [0, 0, 0, 0], errors
-    assert errors[0] == errors[2] == errors[3] == "" and "Error" not in errors[1]
 
 
 # ------------------------------------------------------------------------------------------------------------

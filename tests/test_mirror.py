@@ -288,7 +288,7 @@ def test_what_fails_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
 def test_a_kill_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
     """A real SIGKILL, also in the middle of a file."""
     total = run_with_death(tmp_path / "all", 1000, None)
-    for number in range(1, total, 2):
+    for number in range(1, total, 3):
         if not (pid := os.fork()):
             with suppress(BaseException):
                 run_with_death(tmp_path / str(number), number, lambda: os.kill(os.getpid(), signal.SIGKILL))

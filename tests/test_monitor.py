@@ -22,7 +22,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_alerts, sink_wandb
+from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.sink_alerts import Alerts
@@ -71,6 +71,8 @@ def test_the_policy_decides(on_nan, rollbacks, steps, decisions):
 def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
     """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
     codes, is_over, told = [], threading.Event(), []
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
+    monkeypatch.setattr(watchdog, "LATE_S", 0.1)
     monkeypatch.setattr(os, "_exit", lambda status: (codes.append(status), is_over.set()))
     ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
     progress, store = Progress(1, step=4), dist.HashStore()
@@ -166,9 +168,9 @@ def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys
 
 def test_messages_of_a_process_whose_stderr_is_full(monkeypatch, zygote, work):
     """stdout and stderr on one full disk, and a signal on top: the run is saved."""
-    args = [*TINY, "--out_dir=out", "--max_iters=100000", "--sample_interval=5"]
+    args = [*TINY, "--out_dir=out", "--max_iters=100000", "--sample_interval=2"]
     run = zygote.start(args, work, out="/dev/full")
-    wait_for(lambda: steps_in(work / "out") > 6)
+    wait_for(lambda: steps_in(work / "out") > 2)
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     assert run.codes == [128 + signal.SIGTERM]

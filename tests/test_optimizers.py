@@ -1,5 +1,6 @@
 """Optimizers of a user's file, or of RULES alone, on any layout; which optimizer updates which parameter."""
 
+import re
 import shutil
 from collections import Counter
 from functools import partial
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from runs import accepted, assert_same_curve, column, default_plan, start_changed, train_defaults
+from runs import REPO, accepted, assert_same_curve, column, default_plan, start_changed, train_defaults
+from test_layouts import args_of
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -21,191 +23,30 @@ from isogpt.training.optimizer_class import kept_by
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-FILE = '''
-import torch
-from torch.optim import SGD, Adafactor
-
-
-class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, arXiv:2302.06675. Its state is allocated as a user would who knows no DTensor."""
-
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state["momentum"], state["count"] = torch.zeros(p.shape), 0
-                state["count"] += 1
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                # tanh in place of sign, which amplifies rounding
-                update = torch.lerp(p.grad, state["momentum"], beta1)
-                p.sub_((300 * update).tanh(), alpha=group["lr"] * min(1.0, state["count"] / 5))
-                state["momentum"].lerp_(p.grad, 1 - beta2)
-
-
-class Free(torch.optim.Optimizer):
-    """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): p is y, or x for evaluations."""
-
-    def __init__(self, params, lr=0.1, momentum=0.9):
-        defaults = {"lr": lr, "momentum": momentum, "sum": 0, "lr_max": -1.0, "is_train": False}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def move(self, weight_of, is_train):
-        for group in self.param_groups:
-            if group["is_train"] != is_train:
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], weight_of(group["momentum"]))
-            group["is_train"] = is_train
-
-    def train(self):
-        self.move(lambda beta: 1 - beta, True)
-
-    def eval(self):
-        self.move(lambda beta: 1 - 1 / beta, False)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            assert group["is_train"]
-            lr, beta = 100 * group["lr"], group["momentum"]
-            group["k"] = group.get("k", 0) + 1
-            group["lr_max"] = max(group["lr_max"], lr)
-            weight = group["k"] * group["lr_max"] ** 2
-            group["sum"] += weight
-            share = weight / group["sum"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if "z" not in state:
-                    state["z"] = p.clone()
-                p.lerp_(state["z"], share).sub_(p.grad, alpha=lr * (1 - beta * (1 - share)))
-                state["z"].sub_(p.grad, alpha=lr)
-
-
-class Counts(torch.optim.SGD):
-    steps = 0
-
-    def step(self):
-        self.steps += 1
-        super().step()
-
-
-class Moves(SGD):
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p.data = p.data - p.grad
-
-
-class Two(SGD):
-    def __init__(self, params, lr, needed):
-        super().__init__(params, lr)
-'''
+FILE = (REPO / "tests/own_optimizers.py").read_text()
 SHORT = ["--max_iters=9", "--save_interval=5", "--eval_interval=5", "--warmup_iters=3", "--muon_lr=0.002"]
-WAYS = {
-    "ddp2": (2, "lion", []),
-    "zero1": (2, "free", ["--zero=1"]),
-    "zero3": (2, "free", ["--zero=3"]),
-    "offload": (2, "lion", ["--zero=2", "--cpu_offload=True"]),
-    "tp2": (2, "muon+free", ["--tp=2"]),
-    "pp2": (2, "lion", ["--pp=2"]),
-    "cp2": (2, "sgd", ["--cp=2"]),
-    "muon-zero3": (2, "muon+free", ["--zero=3"]),
-}
-CLASSES = {
-    "lion": "mine.py:Lion",
-    "free": "mine.py:Free",
-    "sgd": "mine.py:SGD",
-    "muon+free": "muon+mine.py:Free",
-}
 
 
-@pytest.fixture(scope="module")
-def work(shared_work):
-    (shared_work / "mine.py").write_text(FILE)
-    return shared_work
-
-
-@pytest.fixture(scope="module")
-def one(zygote, work):
-    """The folder of a run on one process with a class, made when it is first asked for."""
-
-    def run(kind):
-        out = work / f"one-{kind}"
-        if not out.exists():
-            zygote.train([*SHORT, f"--optimizer={CLASSES[kind]}", f"--out_dir={out}"], work)
-        return out
-
-    return run
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, name):
-    nproc, kind, flags = WAYS[name]
-    args = [*SHORT, *flags, f"--optimizer={CLASSES[kind]}", f"--out_dir={name}"]
-    zygote.train(args, work, nproc)
-    assert_same_curve(work / name, one(kind))
-    assert column(work / name, "val_loss") == pytest.approx(column(one(kind), "val_loss"), abs=1e-5)
-    losses = [*column(work / name, "loss").values()]
-    assert losses[0] - losses[-1] > 0.01, "the weights are updated"
-
-
-# saved on a layout, resumed on a layout
-RESUMES = [("zero3", "zero3"), ("zero1", "zero1"), ("ddp2", "ddp2"), ("zero3", "one"), ("zero1", "zero3")]
-
-
-@pytest.mark.parametrize(("before", "after"), RESUMES)
-def test_a_class_of_a_file_resumes(zygote, work, one, before, after):
-    """At a step with an evaluation, which schedule-free takes with other weights."""
-    straight, out = work / before, work / f"{before}-to-{after}"
-    if not straight.exists():
-        test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, before)
-    _, kind, _ = WAYS[before]
-    nproc, _, flags = WAYS.get(after, (1, "", []))
-    shutil.copytree(straight, out, symlinks=True)
+def test_a_checkpoint_of_a_class_is_converted_without_its_file(zygote, session_work, trained, tmp_path):
+    """No file that the checkpoint names is run. A resume finds the class in a file of any folder."""
+    out = tmp_path / "out"
+    shutil.copytree(trained(args_of("schedule-free", "zero3"), 2), out, symlinks=True)
     shutil.rmtree(out / "step_00000010")
-    (work / "moved").mkdir(exist_ok=True)
-    shutil.copy(work / "mine.py", work / "moved" / "mine.py")  # found again wherever it is
-    args = [*SHORT, *flags, f"--optimizer=moved/{CLASSES[kind]}", "--init_from=resume", f"--out_dir={out}"]
-    run = zygote.train(args, work, nproc)
-    assert "step 5" in run.text()
-    assert not [note for note in ("start at zero", "the loss curve changes") if note in run.text()]
-    if before == after:
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert column(out, key) == column(straight, key)
-    else:
-        assert_same_curve(out, straight)
-        assert column(out, "val_loss") == pytest.approx(column(straight, "val_loss"), abs=1e-5)
-
-
-def test_a_checkpoint_of_a_class_is_converted_without_its_file(zygote, work, one):
-    """And no file that the checkpoint names is run."""
-    out = work / "converted"
-    if not (work / "zero3").exists():
-        test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, "zero3")
-    shutil.copytree(work / "zero3", out, symlinks=True)
-    shutil.rmtree(out / "step_00000010")
-    (work / "without").mkdir()
-    zygote.start([out, "--to=ckpt.pt"], work / "without", script="export.py").wait()
+    zygote.start([out, "--to=ckpt.pt"], tmp_path, script="export.py").wait()
     shutil.rmtree(out / "step_00000005")
-    args = [*SHORT, f"--optimizer={CLASSES['free']}", "--init_from=resume", f"--out_dir={out}"]
-    assert "start at zero" not in zygote.train(args, work).text()
-    assert_same_curve(out, one("free"))
+    (tmp_path / "own_optimizers.py").write_text(FILE)
+    args = [*args_of("schedule-free"), f"--optimizer={tmp_path}/own_optimizers.py:Free"]
+    text = zygote.train([*args, "--init_from=resume", f"--out_dir={out}"], session_work).text()
+    assert not [note for note in ("start at zero", "the loss curve changes") if note in text]
+    assert_same_curve(out, trained(args_of("schedule-free")))
 
 
-def test_a_checkpoint_of_another_class(zygote, work, one):
-    out = work / "other"
-    shutil.copytree(one("lion"), out, symlinks=True)
-    args = [*SHORT, f"--optimizer={CLASSES['sgd']}", "--init_from=resume", f"--out_dir={out}"]
-    run = zygote.train(args, work, ok=False)
-    assert (
-        run.codes == [1] and "was saved with optimizer 'mine.py:Lion': set --optimizer=mine.py:" in run.text()
+def test_a_checkpoint_of_another_class(zygote, session_work, trained, tmp_path):
+    shutil.copytree(trained(args_of("lion")), tmp_path / "out", symlinks=True)
+    args = [*args_of("sgd"), "--init_from=resume", f"--out_dir={tmp_path}/out"]
+    run = zygote.train(args, session_work, ok=False)
+    assert run.codes == [1] and re.search(
+        "was saved with optimizer '.*:Lion': set --optimizer=.*:Lion", run.text()
     )
 
 
@@ -243,14 +84,14 @@ def gated(self, x, rope, cache):
     return compute(self, x + a * b.sigmoid(), rope, cache)
 model.Block.__init__, model.Block.compute = with_gate, gated
 """
-GATED = [*SHORT, "--optimizer=muon"]
+GATED = ["--max_iters=4", "--muon_lr=0.002", "--optimizer=muon"]
 
 
 @pytest.fixture(scope="module")
-def gated(zygote, work):
-    run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], work).wait()
+def gated(zygote, shared_work):
+    run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], shared_work).wait()
     assert "Muon: 10 matrices of blocks, lr 0.002, decay 0.1\n" in run.text()
-    return work / "gated"
+    return shared_work / "gated"
 
 
 @pytest.mark.parametrize("flags", ["--zero=3", "--tp=2", "--pp=2"])
@@ -365,21 +206,13 @@ def muon_steps(dtype=torch.float32, **options):
     return [t for p, state in optimizer.state.items() for t in (p.detach(), state["momentum_buffer"])]
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [
-        ("aot_eager", torch.bfloat16),
-        pytest.param("aot_eager", torch.float32, marks=pytest.mark.slow),
-        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.extra),
-        pytest.param("inductor", torch.float32, marks=pytest.mark.extra),
-    ],
-)
-def test_compiled_muon_is_muon(at, backend, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_muon_is_muon(at, dtype):
     """With one compilation for each shape, and none when a rate changes."""
     expected = muon_steps(dtype)
     torch._dynamo.reset()
     counters.clear()
-    at.set(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    at.set(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(muon_steps(dtype, compiles=True), expected, rtol=0, atol=tolerance)
     # of each shape: momentum, update, and matrices, of which the second shape contains two heights

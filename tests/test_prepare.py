@@ -11,12 +11,11 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPO
+from runs import REPO, wait_for
 from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F401 (fixtures)
 
 sys.path.insert(0, str(REPO / "data"))
@@ -165,7 +164,7 @@ def test_a_kill_at_any_moment_loses_nothing(source, tmp_path, monkeypatch, shard
     prepare(source, folder, "--shard_tokens=200", "--seed=3")
     earlier = contents(folder)
     assert len(earlier) > len(new)
-    for moment in itertools.count(1, step=5):
+    for moment in itertools.count(1, step=9):
         code = forked(killed_at, moment, prepare, source, folder, *args)
         if code == 0:
             break
@@ -401,16 +400,11 @@ def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
     command = [sys.executable, str(REPO / "data/openwebtext/prepare.py"), f"--data_files={tmp_path}/a.jsonl"]
     command += [f"--out={tmp_path}/out", "--num_proc=2", "--shard_tokens=1_000_000"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-        while not (tmp_path / "out" / FOLDER / "journal.json").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
+        wait_for((tmp_path / "out" / FOLDER / "journal.json").exists)
         of_run = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         run.kill()
     assert len(of_run) >= 2
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in of_run):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in of_run))
     # in a small process, since what a process starts counts the memory of this one until it runs
     measuring = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     measuring += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"

@@ -50,14 +50,10 @@ def trained_loss(zygote, folder, args, out):
 
 
 @pytest.mark.slow
-def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, shakespeare):
-    args = ["config/train_shakespeare_char.py", *CPU_RECIPE]
-    loss, _ = trained_loss(zygote, shakespeare, args, "out-shakespeare-char")
-    assert loss <= 1.92
-
-
-@pytest.mark.slow
-def test_the_fast_recipe_reaches_the_same_loss(zygote, shakespeare):
-    args = ["config/train_shakespeare_char_fast.py"]
-    loss, n = trained_loss(zygote, shakespeare, args, "out-shakespeare-char-fast")
-    assert loss <= 1.9 and n <= 850_000
+@pytest.mark.parametrize(
+    ("name", "changes", "known_loss"), [("char", CPU_RECIPE, 1.92), ("char_fast", [], 1.9)]
+)
+def test_a_recipe_reaches_its_known_loss(zygote, shakespeare, name, changes, known_loss):
+    args = [f"config/train_shakespeare_{name}.py", *changes]
+    loss, n = trained_loss(zygote, shakespeare, args, f"out-shakespeare-{name.replace('_', '-')}")
+    assert loss <= known_loss and n <= 850_000

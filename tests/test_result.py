@@ -8,7 +8,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from runs import REPO, TINY, column, records, start_faulty
+from runs import REPO, column, records, start_faulty
 
 from isogpt.monitor import code_version
 from isogpt.monitor.sink_result import Totals, read_totals
@@ -69,30 +69,32 @@ def test_the_result_of_a_complete_run(zygote, work):
 
 def test_the_result_of_a_run_that_stops(zygote, work):
     """By a signal, by a kill, and at its end: seconds and speeds are those of all launches."""
-    out, args = work / "out", [*TINY, "--max_iters=29", "--out_dir=out", "--print_result=True"]
-    run = zygote.start(args, work)
-    assert run.until(lambda text: "iter 6:" in text)
+    out, args = work / "out", ["--max_iters=11", "--out_dir=out", "--print_result=True"]
+    run = start_faulty(zygote, args, work, WAIT=[4, 0])
+    assert run.until(lambda text: "held by the test" in text)
     run.kill(sig=signal.SIGTERM)
+    (work / "go").touch()
     run.wait(ok=False)
     first = result_of(out)
     assert first == last_line(run) and (first["exit_reason"], first["reason"]) == ("preempted", "SIGTERM")
     assert first["val_loss"] is None and first["best_val_loss"] == column(out, "val_loss")[0]
     assert first["weights"] is None and first["bits_per_byte"] is None
     steps = first["steps"]
-    assert 7 <= steps < 30 and steps == max(column(out, "loss")) + 1
+    assert 5 <= steps < 7 and steps == max(column(out, "loss")) + 1
 
-    run = zygote.start([*args, "--init_from=resume"], work)
-    assert run.until(lambda text: f"iter {steps + 1}:" in text)
+    (work / "go").unlink()
+    run = start_faulty(zygote, [*args, "--init_from=resume"], work, WAIT=[steps + 1, 0])
+    assert run.until(lambda text: "held by the test" in text)
     assert not (out / "result.json").exists()
     run.kill()
     run.wait(ok=False)
     assert not (out / "result.json").exists()
 
-    end = last_line(zygote.train([*args[len(TINY) :], "--init_from=resume"], work))
-    assert end == result_of(out) and (end["exit_reason"], end["steps"]) == ("complete", 30)
-    assert end["seconds"] >= first["seconds"] and len(column(out, "loss")) == 30
+    end = last_line(zygote.train([*args, "--init_from=resume"], work))
+    assert end == result_of(out) and (end["exit_reason"], end["steps"]) == ("complete", 12)
+    assert end["seconds"] >= first["seconds"] and len(column(out, "loss")) == 12
     step_ms, speeds = column(out, "step_ms"), column(out, "tokens_per_s")
-    counted = [i for i in range(30) if i not in (0, 1, 2, steps, steps + 1, steps + 2)]  # slow after a start
+    counted = [i for i in range(12) if i not in (0, 1, 2, steps, steps + 1, steps + 2)]  # slow after a start
     read = sum(speeds[i] * step_ms[i] for i in counted)
     assert end["tokens_per_s"] == pytest.approx(read / sum(step_ms[i] for i in counted))
 

@@ -8,17 +8,16 @@ import time
 
 import pytest
 import torch
-from runs import TINY, column, records
-from test_parity import same
+from runs import TINY, column, records, same
 
 import export
-from isogpt.checkpoint.manifest import damage
+from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.monitor.log import Logger
 from isogpt.monitor.sink_metrics import MetricsFile
 
-DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7"]
+DROPOUT = ["--dropout=0.1", "--max_iters=19", "--save_interval=4"]
 DROPOUT += ["--gradient_accumulation_steps=4", "--batch_size=3"]
 
 
@@ -50,7 +49,7 @@ def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)
     args = [*TINY, *DROPOUT, "--out_dir=killed", "--init_from=auto"]
-    for step in (rng.randint(7, 15), rng.randint(16, 36)):
+    for step in (rng.randint(4, 8), rng.randint(9, 16)):
         run = start_until_step(zygote, work, args, nproc, step)
         # on a busy machine a checkpoint takes some steps
         run.until(lambda text: any((work / "killed").glob("step_*")))
@@ -61,7 +60,7 @@ def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     assert_same_bits(final(work / "straight"), final(work / "killed"))
     assert column(work / "straight", "loss") == column(work / "killed", "loss")
     steps = [r["iter"] for r in records(work / "killed") if "loss" in r and "event" not in r]
-    assert steps == list(range(40)), "each step appears once in metrics.jsonl"
+    assert steps == list(range(20)), "each step appears once in metrics.jsonl"
     assert [r["event"] for r in records(work / "killed") if "event" in r].count("resume") == 2
 
 
@@ -76,12 +75,13 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
-    zygote.train(["--out_dir=out", "--save_interval=3", "--eval_interval=8", "--keep_last=2"], work)
+    args = ["--max_iters=9", "--save_interval=3", "--eval_interval=5", "--keep_last=2"]
+    zygote.train([*args, "--out_dir=out"], work)
     evals = column(work / "out", "val_loss")
     best = min((s for s in evals if s), key=evals.get)
     folders = sorted(int(p.name[5:]) for p in (work / "out").glob("step_*"))
-    assert folders == sorted({best, 27, 30})
-    assert (work / "out" / "ckpt.pt").resolve().parent.name == "step_00000030"
+    assert folders == sorted({best, 9, 10})
+    assert (work / "out" / "ckpt.pt").resolve().parent.name == "step_00000010"
     assert (work / "out" / "ckpt_best.pt").resolve().parent.name == f"step_{best:08d}"
     assert not list((work / "out").glob("*unfinished*")) and not list((work / "out").glob("*.tmp"))
     assert (work / "out" / "loss.png").read_bytes()[1:4] == b"PNG"
@@ -90,11 +90,11 @@ def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
 def test_save_checkpoint_false_writes_none(zygote, work, flags):
     """The log and the plot are written, also if the command is repeated."""
-    args = ["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--save_checkpoint=False", *flags]
+    args = ["--out_dir=out", "--save_interval=2", "--eval_interval=4", "--save_checkpoint=False", *flags]
     for _ in range(2):
-        zygote.train([*args, "--max_iters=14"], work)
-        assert len(column(work / "out", "loss")) == 15
-        assert set(column(work / "out", "val_loss")) == {0, 12, 15}, "the last one is of the final state"
+        zygote.train([*args, "--max_iters=5"], work)
+        assert len(column(work / "out", "loss")) == 6
+        assert set(column(work / "out", "val_loss")) == {0, 4, 6}, "the last one is of the final state"
         assert (work / "out" / "loss.png").exists()
         assert not [r for r in records(work / "out") if r.get("event") in ("save", "save_failed")]
         assert not list((work / "out").rglob("*.pt")) and not list((work / "out").glob("*step_*"))
@@ -108,26 +108,26 @@ def test_resume_from_a_chosen_step(zygote, work):
     """
     Later checkpoints are renamed, the log is cut back, and the curve from there on is the same, bit for bit.
     """
-    args = ["--dropout=0.1", "--save_interval=5", "--keep_last=0"]
-    zygote.train([*args, "--out_dir=straight", "--max_iters=19"], work)
-    zygote.train([*args, "--out_dir=out", "--max_iters=19"], work)
+    args = ["--dropout=0.1", "--save_interval=2", "--keep_last=0"]
+    zygote.train([*args, "--out_dir=straight", "--max_iters=7"], work)
     out = work / "out"
-    for number, last in enumerate((12, 19)):
-        chosen = ["--init_from=resume", "--resume_step=5", f"--max_iters={last}"]
+    shutil.copytree(work / "straight", out, symlinks=True)
+    for number, last in enumerate((4, 7)):
+        chosen = ["--init_from=resume", "--resume_step=2", f"--max_iters={last}"]
         run = zygote.train([*args, "--out_dir=out", *chosen], work)
-        assert "step_00000005/ckpt.pt, step 5" in run.text() and "iter 5: loss" in run.text()
+        assert "step_00000002/ckpt.pt, step 2" in run.text() and "iter 2: loss" in run.text()
         steps = [r["iter"] for r in records(out) if "loss" in r and "event" not in r]
         assert steps == list(range(last + 1)), "the log is cut back: each step appears once"
-        names = ["00000010", "00000015", "00000020"] + ["00000010_1", "00000013"] * number
+        names = ["00000004", "00000006", "00000008"] + ["00000004_1", "00000005"] * number
         assert {p.name for p in out.glob("*abandoned*")} == {f"abandoned_step_{name}" for name in names}
-    assert steps_saved(out) == [5, 10, 15, 20]
+    assert steps_saved(out) == [2, 4, 6, 8]
     assert column(out, "loss") == column(work / "straight", "loss")
     assert_same_bits(final(work / "straight"), final(out))
-    assert_same_bits(final(work / "straight"), final(out / "abandoned_step_00000020"))
-    for folder in ("step_00000005", "step_00000020"):
+    assert_same_bits(final(work / "straight"), final(out / "abandoned_step_00000008"))
+    for folder in ("step_00000002", "step_00000008"):
         assert not damage(out / folder)
     found, reports = newest_checkpoint(str(out))
-    assert found.step == 20 and not reports, "abandoned checkpoints do not count"
+    assert found.step == 8 and not reports, "abandoned checkpoints do not count"
 
 
 def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
@@ -287,6 +287,16 @@ def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, w
     assert sorted(int(p.name[5:]) for p in (work / "out").glob("step_*")) == [5, 10, 11, 23]
 
 
+def test_a_checkpoint_that_was_not_evaluated_gets_its_loss_after_a_resume(zygote, work):
+    """The state is not saved again, but its checkpoint can be the best one from then on."""
+    args, out = ["--out_dir=out", "--save_interval=3", "--max_iters=5"], work / "out"
+    zygote.train(args, work)
+    shutil.rmtree(out / "step_00000006")
+    assert val_loss_of(read_manifest(out / "step_00000003")) is None
+    zygote.train([*args, "--eval_interval=3", "--init_from=resume"], work)
+    assert val_loss_of(read_manifest(out / "step_00000003")) == column(out, "val_loss")[3]
+
+
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):
     """
     max_iters + 1 steps are trained, so step max_iters may be a multiple of eval_interval, as in nanoGPT's
@@ -304,8 +314,8 @@ def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_
 
 def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
     """A flipped byte in any file, at many places; a truncated file; a missing one."""
-    zygote.train(["--out_dir=out", "--save_interval=10", "--keep_last=3", "--max_iters=20"], work)
-    step = work / "out" / "step_00000021"
+    zygote.train(["--out_dir=out", "--max_iters=1"], work)
+    step = work / "out" / "step_00000002"
     rng = random.Random(0)
     for name in ("ckpt.pt", "manifest.json"):
         good = (step / name).read_bytes()

@@ -61,41 +61,33 @@ def test_time_is_the_longer_of_bytes_and_flops():
     assert Kernel(ATTENTION, MLP, BACKWARD, "", 0, card.attention[1]).seconds(card) == 1
 
 
-def kernels_of(tmp_path, *flags):
-    """The kernels of a small model's step, as roofline.py counts them."""
+@pytest.mark.slow
+@pytest.mark.skipif(bool(roofline.LACKING), reason=roofline.LACKING or "not skipped")
+def test_a_compiled_step_has_the_flops_and_the_bytes_of_the_formulas(tmp_path):
     shape = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=256", "--block_size=128"]
-    options = ["--batch_size=4", f"--json={tmp_path / 'step'}", *flags]
+    options = ["--batch_size=4", "--optimizer=muon", f"--json={tmp_path / 'step'}"]
     subprocess.run(
         [sys.executable, "measure/roofline.py", *shape, *options], cwd=REPO, check=True, timeout=250
     )
-    return json.loads((tmp_path / "step").read_text())["kernels"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(roofline.LACKING), reason=roofline.LACKING or "not skipped")
-def test_a_compiled_muon(tmp_path):
-    """9 matmuls for each of four shapes; kernels for lists of tensors move what Muon reads and writes."""
-    update = [k for k in kernels_of(tmp_path, "--optimizer=muon") if k["pass_"] == UPDATE]
-    assert sum(k["launches"] for k in update if k["kind"] == MATMUL) == 36
-    # gradients and momentum are read and momentum and updates written, then updates and weights are read
-    # and weights written: at least
-    moved = sum(k["bytes"] * k["launches"] for k in update if k["kind"] == TRITON)
-    assert moved >= 7 * 4 * 2 * 12 * 64 * 64
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(roofline.LACKING), reason=roofline.LACKING or "not skipped")
-def test_matmuls_of_a_compiled_step_have_the_flops_of_the_formula(tmp_path):
-    kernels = kernels_of(tmp_path)
-    parameters = 2 * 12 * 64 * 64 + 256 * 64
+    kernels = json.loads((tmp_path / "step").read_text())["kernels"]
+    update = [k for k in kernels if k["pass_"] == UPDATE]
+    passes = [k for k in kernels if k["pass_"] != UPDATE]
     flops = {
-        kind: sum(k["flops"] * k["launches"] for k in kernels if k["kind"] == kind)
+        kind: sum(k["flops"] * k["launches"] for k in passes if k["kind"] == kind)
         for kind in (MATMUL, ATTENTION)
     }
-    assert flops[MATMUL] == 6 * parameters * 4 * 128
+    of_blocks, vocabulary = 2 * 12 * 64 * 64, 256 * 64
+    assert flops[MATMUL] == 6 * (of_blocks + vocabulary) * 4 * 128
     # two matmuls forward, five backward, without the scores above the diagonal
     assert flops[ATTENTION] == 2 * 7 * 4 * 128 * 128 * 64
+
+    # Muon: 9 matmuls for each of four shapes. Gradients and momentum are read and momentum and updates
+    # written, then updates and weights are read and weights written: at least
+    assert sum(k["launches"] for k in update if k["kind"] == MATMUL) == 36
+    moved = sum(k["bytes"] * k["launches"] for k in update if k["kind"] == TRITON)
+    assert moved >= 7 * 4 * of_blocks
+    # AdamW: embeddings and norms
     adamw = [k for k in kernels if k["name"] == "_fused_adamw_"]
     moved = sum(k["bytes"] * k["launches"] for k in adamw)
     assert {k["pass_"] for k in adamw} == {UPDATE}
-    assert moved == pytest.approx(32 * (parameters + 128 * 64 + 5 * 64), rel=0.01)
+    assert moved == pytest.approx(32 * (vocabulary + 128 * 64 + 5 * 64), rel=0.01)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPO, free_port, train_defaults, wait_for
+from runs import free_port, train_defaults, wait_for
 
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.training import optim
@@ -33,22 +33,16 @@ CHARACTERS = {chr(c): c - 32 for c in range(32, 127)} | {"\n": 95}
 BLOCK_SIZE, TOKENS = 256, 40
 PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[(", "0123456789" * 9, "\n"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-tokens=256"]
+# the model, options of the server; test_exported.py has the other models
+SERVERS = {"gpt2": ({}, BATCHING), "nanochat": (dict(arch="nanochat", n_kv_head=2), [])}
 
 
-MODELS = {
-    "gpt2": {},
-    "nanochat": dict(arch="nanochat", n_kv_head=2),
-    "llama": dict(arch="llama", n_kv_head=2),
-    "mixtral": dict(arch="llama", n_kv_head=2, n_expert=4),
-}
-
-
-def make_folder(name, out):
+def make_folder(zygote, shape, out):
     """
     Export a run with random weights and a data set of characters; returns what sample.py writes after
     PROMPTS.
     """
-    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **MODELS[name])
+    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **shape)
     model = GPT(config, seed=0).eval()
     for name, p in model.named_parameters():  # so that the text depends on all of the prompt
         if p.dim() > 1:
@@ -62,7 +56,7 @@ def make_folder(name, out):
     run["config"] = {"dataset": str(data)}
     optimizers = optim.make_optimizers(model, train_defaults())
     torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
-    subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
+    zygote.start([out, "--to=hf"], out, script="export.py").wait()
     texts = []
     for prompt in PROMPTS:
         ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
@@ -70,19 +64,18 @@ def make_folder(name, out):
         texts.append("".join(meta["itos"][i] for i in new.tolist()))
     options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1"]
     options += [f"--max_new_tokens={TOKENS}"]
-    command = [sys.executable, REPO / "sample.py", f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
+    printed = zygote.start(command, out, script="sample.py").wait().text()
     assert printed.startswith(PROMPTS[1] + texts[1])
     return texts
 
 
 @dataclass
 class Server:
-    """A running server, and the texts that sample.py writes after PROMPTS."""
+    """A running server."""
 
     url: str
     model: str
-    texts: list
 
     def client(self):
         import openai
@@ -126,35 +119,21 @@ def serving(folder, options, log):
         process.wait()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def exported(request, tmp_path_factory):
-    """(the folder, the texts)"""
-    out = tmp_path_factory.mktemp(request.param)
-    texts = make_folder(request.param, out)
+@pytest.mark.parametrize("name", SERVERS)
+def test_clients_get_the_text_of_sample_py(zygote, tmp_path, name):
+    """One after the other, at once, and as a chat, which continues the text of its messages."""
+    shape, options = SERVERS[name]
+    texts = make_folder(zygote, shape, tmp_path / "out")
     assert len(set(texts)) == len(PROMPTS)
-    return out / "hf", texts
-
-
-@pytest.fixture(scope="module", params=[[], BATCHING], ids=["one-by-one", "continuous-batching"])
-def server(request, exported, tmp_path_factory):
-    folder, texts = exported
-    with serving(folder, request.param, tmp_path_factory.mktemp("log") / "log.txt") as url:
-        yield Server(url, str(folder), texts)
-
-
-def test_a_completion_is_the_text_of_sample_py(server):
-    assert [server.complete(prompt) for prompt in PROMPTS] == server.texts
-
-
-def test_a_chat_continues_the_text_of_its_messages(server):
-    for prompt, text in zip(PROMPTS, server.texts, strict=True):
-        messages = [{"role": "system", "content": prompt[:2]}, {"role": "user", "content": prompt[2:]}]
-        create = server.client().chat.completions.create
-        answer = create(model=server.model, messages=messages, max_tokens=TOKENS, temperature=0)
-        assert answer.choices[0].message.content == text
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), TOKENS)
-
-
-def test_clients_at_once(server):
-    with ThreadPoolExecutor(len(PROMPTS)) as clients:
-        assert list(clients.map(server.complete, PROMPTS)) == server.texts
+    folder = tmp_path / "out" / "hf"
+    with serving(folder, options, tmp_path / "log.txt") as url:
+        server = Server(url, str(folder))
+        assert [server.complete(prompt) for prompt in PROMPTS] == texts
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            assert list(clients.map(server.complete, PROMPTS)) == texts
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            messages = [{"role": "system", "content": prompt[:2]}, {"role": "user", "content": prompt[2:]}]
+            create = server.client().chat.completions.create
+            answer = create(model=server.model, messages=messages, max_tokens=TOKENS, temperature=0)
+            assert answer.choices[0].message.content == text
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), TOKENS)

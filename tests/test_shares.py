@@ -1,5 +1,6 @@
 """
-Ranks of different speed read different numbers of rows of the same steps: one curve, as with equal shares.
+Ranks of different speed read different numbers of rows of the same steps. That the curve is the one of equal
+shares: test_layouts.py.
 """
 
 import itertools
@@ -9,19 +10,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runs import TINY, column, script_that_fails, start_changed, tiny_data
-from test_parity import same
-from test_zero import tensors_of
+from runs import TINY, assert_same_run, column, script_that_fails, start_changed, tiny_data
 
 from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
 
-ONE = [
-    "--gradient_accumulation_steps=4",
-    "--batch_size=6",
-    "--max_iters=9",
-    "--eval_interval=5",
-    "--eval_iters=3",
-]
+ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=5", "--eval_interval=3"]
 
 # ------------------------------------------------------------------------------------------------------------
 # how rows are divided
@@ -127,57 +120,6 @@ def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
 
 
 # ------------------------------------------------------------------------------------------------------------
-# one curve
-
-
-@pytest.fixture(scope="module")
-def one(zygote, shared_work):
-    zygote.train([*ONE, "--out_dir=one"], shared_work)
-    return shared_work / "one"
-
-
-WAYS = {
-    "2-1-zero1": (2, ["--shares=2,1", "--zero=1"]),
-    "2-1-zero3": (2, ["--shares=2,1", "--zero=3"]),
-    "3-1-1": (3, ["--shares=3,1,1"]),
-    "1-3-without-accumulation": (2, ["--shares=1,3", "--gradient_accumulation_steps=1", "--batch_size=24"]),
-    "3-1-1-zero3": (3, ["--shares=3,1,1", "--zero=3"]),
-    "2-1-tp2": (4, ["--shares=2,1", "--tp=2"]),
-    "2-1-cp2": (4, ["--shares=2,1", "--cp=2"]),
-}
-QUICK = [*WAYS][:4]
-MARKED = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name not in QUICK)]
-
-
-def compare(one, other):
-    same(column(one, "loss"), column(other, "loss"), absolute=1e-5)
-    same(column(one, "grad_norm"), column(other, "grad_norm"), relative=1e-4)
-    assert len(column(other, "loss")) == 10
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_unequal_shares_have_the_curve_of_one_process(zygote, shared_work, one, name):
-    nproc, flags = WAYS[name]
-    zygote.train([*ONE, *flags, f"--out_dir={name}"], shared_work, nproc)
-    compare(one, shared_work / name)
-    if "without" not in name:  # an evaluation's size depends on batch_size
-        same(column(one, "val_loss"), column(shared_work / name, "val_loss"), absolute=1e-5)
-
-
-@pytest.mark.slow
-def test_experts_divided_over_ranks_with_unequal_shares(zygote, shared_work):
-    args = [*ONE, "--n_expert=4"]
-    zygote.train([*args, "--out_dir=moe"], shared_work)
-    zygote.train([*args, "--ep=2", "--shares=3,1", "--out_dir=moe-ep"], shared_work, 2)
-    compare(shared_work / "moe", shared_work / "moe-ep")
-
-
-def test_the_banner_and_the_padding(zygote, work):
-    text = zygote.train(["--gradient_accumulation_steps=4", "--shares=2,1", "--max_iters=0"], work, 2).text()
-    assert "on each rank 3 micro-steps x 4, 2 rows (2 rows of padding)" in text and "shares:" not in text
-
-
-# ------------------------------------------------------------------------------------------------------------
 # measured shares
 
 # other measured seconds on each rank, and a file for each measurement
@@ -227,9 +169,7 @@ def test_a_resume_keeps_the_measured_shares_and_has_the_same_bits(zygote, work):
     shutil.rmtree(work / "stopped/step_00000008")
     text = auto(zygote, work, [*args, "--init_from=resume", "--out_dir=stopped"], [5.0, 1.0])
     assert "as --shares=2,1\n" in text and measurements(work) == 1
-    assert column(work / "straight", "loss") == column(work / "stopped", "loss")
-    a, b = tensors_of(work / "straight"), tensors_of(work / "stopped")
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert_same_run(work / "stopped", work / "straight")
     more = ["--init_from=resume", "--max_iters=9", "--out_dir=stopped"]
     text = auto(zygote, work, more, [1.0, 3.0, 1.0])
     assert "as --shares=3,1,3\n" in text and measurements(work) == 2

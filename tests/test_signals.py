@@ -8,12 +8,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
 from runs import REPO, TINY, children, steps_in, wait_for
-from test_launchers import pod
+from test_launchers import FORKED, pod
 
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.launch.launchers import STOP_SIGNALS, stop_signals
@@ -21,7 +20,6 @@ from isogpt.monitor.signals import watch_signals
 
 TRAIN = str(REPO / "train.py")
 LONG = [*TINY, "--max_iters=100000", "--out_dir=out"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 MPIRUN += ["--mca", "odls_base_sigkill_timeout", "5"]  # as the page advises
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -65,55 +63,36 @@ def test_each_signal_is_recorded():
             signal.signal(number, handler)
 
 
-def started(receiver, work):
-    """
-    Start a run; returns (the process that the shell has started, the process that receives the signal, all
-    others).
-    """
-    command, env = [sys.executable, TRAIN, *LONG], os.environ
+# a shell that starts pytest with & lets it ignore QUIT, as mpirun then does too
+EXEC = """
+import os, signal, sys
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def started(zygote, receiver, work):
+    """Start a run; its first process is the one that the shell would start."""
+    if receiver == "a process":
+        return zygote.start(LONG, work)
     if receiver == "`--nproc`":
-        command += ["--nproc=2"]
-    elif receiver in ("torchrun", "a worker"):
-        command = [*TORCHRUN, "--standalone", TRAIN, *LONG]
-    elif receiver == "mpirun":
-        # a shell that starts pytest with & lets it ignore QUIT, as mpirun then does too
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        command = [*MPIRUN, *command, "--log_interval=100"]  # a longer output would make rank 0 wait
-    elif receiver == "a pod":
-        command, env = pod(LONG, work / "out", 1)
+        return zygote.start(["--nproc=2", *LONG], work, script=FORKED)
+    if receiver in ("torchrun", "a worker"):
+        return zygote.start(["--standalone", "--nproc_per_node=2", TRAIN, *LONG], work, script=FORKED)
+    if receiver == "mpirun":  # a longer output would make rank 0 wait
+        command, env = [*MPIRUN, sys.executable, TRAIN, *LONG, "--log_interval=100"], {}
+    else:
+        command, env = pod(LONG, work / "out", 1, torchrun=REPO / FORKED)
         command = [*NAMESPACE, *command]
-    for program in ("mpirun", "unshare"):
-        if command[0] == program and (not shutil.which(program) or os.geteuid()):
-            pytest.skip(f"needs {program} and root")
-    with open(work / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=work, env=env, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: steps_in(work / "out") > 5 or process.poll() is not None, 120)
-        assert process.poll() is None, (work / "log").read_text()[-3000:]
-    except BaseException:
-        process.kill()
-        raise
-    pids = descendants(process.pid)
-    receives = process.pid
-    if receiver == "a pod":
-        (receives,) = children(process.pid)  # sh, process 1 of its namespace
-    if receiver == "a worker":
-        (receives,) = (pid for pid in pids if b"\0RANK=1\0" in environment(pid))
-    return process, receives, pids
+    if not shutil.which(command[0]) or os.geteuid():
+        pytest.skip(f"needs {command[0]} and root")
+    (work / "exec.py").write_text(EXEC)
+    return zygote.start(command, work, script="exec.py", repo=work, env=env)
 
 
 def descendants(pid):
     """The processes that a process has started, and those that they have started."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
-
-
-def environment(pid):
-    """The variables of a process; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as f:
-            return b"\0" + f.read()
-    except OSError:
-        return b""
 
 
 def has_ended(pid):
@@ -131,18 +110,26 @@ def has_ended(pid):
 @pytest.mark.parametrize(
     "receiver", [receiver for receiver in dict.fromkeys(who for _, who in TABLE) if receiver != "Slurm job"]
 )
-def test_a_run_saves_on_each_signal_as_the_table_says(work, receiver, name):
-    process, receives, pids = started(receiver, work)
+def test_a_run_saves_on_each_signal_as_the_table_says(zygote, work, receiver, name):
+    run, pids = started(zygote, receiver, work), []
     try:
+        wait_for(lambda: steps_in(work / "out") > 5 or run.poll(), 120)
+        assert not run.poll(), run.text()
+        (receives,) = run.pids
+        pids = descendants(receives)
+        if receiver == "a pod":
+            (receives,) = children(receives)  # sh, process 1 of its namespace
+        if receiver == "a worker":
+            receives = pids[-1]
         os.kill(receives, getattr(signal, f"SIG{name}"))
-        process.wait(90)
-        wait_for(lambda: all(map(has_ended, pids)), 60)  # the workers may save after their agent has ended
+        run.wait(90, ok=False)
+        wait_for(lambda: all(map(has_ended, pids)))  # the workers may save after their agent has ended
     finally:
-        for pid in (process.pid, *pids):
+        run.kill()
+        for pid in pids:
             if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(30)
-    assert outcome(work / "out") == TABLE[name, receiver], (work / "log").read_text()[-3000:]
+    assert outcome(work / "out") == TABLE[name, receiver], run.text()[-3000:]
 
 
 def outcome(out):

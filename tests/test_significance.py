@@ -10,8 +10,7 @@ from scipy import stats
 from isogpt.lab import significance
 from isogpt.lab.significance import difference, differences, power, seeds_needed
 
-EXPERIMENTS = 20_000  # a share of 5% of them has a standard error of 0.15 percent points
-SEEDS = 5
+EXPERIMENTS = 20_000  # a share of 80% of them has a standard error of 0.3 percent points
 EFFECT = 0.004  # the true difference
 
 
@@ -36,29 +35,6 @@ DESIGNS = {
     "unequal variances": (False, (0.006, 0.003)),
 }
 designs = pytest.mark.parametrize("is_paired, spreads", DESIGNS.values(), ids=DESIGNS)
-
-
-def not_needed(*_):
-    """In place of `seeds_needed`."""
-
-
-@designs
-def test_false_alarms_and_coverage(monkeypatch, is_paired, spreads):
-    """
-    Without a true difference, 5% of the p-values are below 0.05; and the interval contains the true one 95
-    times of 100. Runs of a pair are alike, so that a test that took them for independent would find nothing.
-    """
-    monkeypatch.setattr(significance, "seeds_needed", not_needed)  # most of the time, and tested below
-    a, b = simulated(np.random.default_rng(47), EXPERIMENTS, SEEDS, is_paired, spreads)
-    alarms = covered = 0
-    for first, second in zip(a, b, strict=True):
-        result = difference(by_seed(first), by_seed(second - EFFECT, 1 if is_paired else 11))
-        assert result.is_paired == is_paired and (result.p < 0.05) == (not result.low <= 0 <= result.high)
-        alarms += result.p < 0.05
-    for first, second in zip(a[:5000], b, strict=False):
-        result = difference(by_seed(first), by_seed(second, 1 if is_paired else 11))
-        covered += result.low <= EFFECT <= result.high
-    assert 0.04 < alarms / EXPERIMENTS < 0.06 and 0.94 < covered / 5000 < 0.96
 
 
 @designs
@@ -170,11 +146,4 @@ def test_several_groups_are_corrected_by_holm():
         differences(groups, "x")
     alone = differences({"a": groups["0"], "b": groups["1"]}, "a")
     assert alone["b"] == single["1"]
-
-
-def test_false_alarms_of_several_groups():
-    """Of 3,000 experiments with three settings that change nothing, about 5% have any p below 0.05."""
-    p = np.random.default_rng(4).uniform(size=(3000, 3))
-    alarms = sum(min(significance.holm(dict(enumerate(row))).values()) < 0.05 for row in p)
-    assert 0.035 < alarms / 3000 < 0.06
     assert significance.holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": 0.03, "c": 0.06, "b": 0.06}

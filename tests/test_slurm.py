@@ -2,6 +2,7 @@
 Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preemption, time limit, scancel.
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ import sys
 
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
+from test_launchers import FORKED
 from test_signals import TABLE
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
@@ -126,8 +128,14 @@ def log_of(work, job):
     return (work / f"slurm-{job}.out").read_text()
 
 
-def test_a_preempted_job_is_requeued_and_ends_with_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
-    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
+@pytest.fixture(scope="module")
+def uninterrupted(zygote, shared_work):
+    """The run of a job, as one process."""
+    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], shared_work).wait(300)
+    return shared_work / "one"
+
+
+def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, uninterrupted, work):
     job, out = slurm.submit(work, "out"), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
     urgent = slurm.ask(
@@ -139,7 +147,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_losses_of_an_uninterrupte
     wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "GONE"), 240)
     assert events(out)[-1] == "end" and "resume" in events(out), log_of(work, job)
     assert {r["world_size"] for r in records(out) if r.get("event") in ("start", "resume")} == {2}
-    assert_same_curve(out, work / "one")
+    assert_same_curve(out, uninterrupted)
 
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
@@ -171,29 +179,32 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
 
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
-@pytest.mark.parametrize("names", [["USR1"], ["INT", "HUP", "QUIT", "USR2", "ALRM", "XCPU", "PWR"]], ids=len)
-def test_a_signal_to_a_job(slurm, work, names):
+def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
+    The interpreter takes the options of torchrun as if it were `python -m torch.distributed.run`.
     """
-    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
-    for flags in ([], ["--batch"]):
-        for name in names:
-            step = steps_in(out) if (out / "metrics.jsonl").exists() else -1
-            wait_for(lambda: steps_in(out) > step + 5, 180)
-            number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
-            slurm.ask("scancel", *flags, f"--signal={number}", job)
-            wait_for(lambda: (out / "PREEMPTED").exists(), 60)
-            mark = json.loads((out / "PREEMPTED").read_text())
-            assert mark["reason"] == f"SIG{name}" and (out / f"step_{mark['iter']:08d}").is_dir()
-            assert TABLE[name, "Slurm job"] == "saved", log_of(work, job)
+    names = [name for name, receiver in TABLE if receiver == "Slurm job" and name != "TERM"]
+    (work / "python").write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
+    (work / "python").chmod(0o755)
+    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=str(work / "python")), work / "out"
+    for name, flags in zip(names, itertools.cycle([[], ["--batch"]])):
+        step = steps_in(out)
+        wait_for(lambda: steps_in(out) > step + 5, 180)
+        number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
+        slurm.ask("scancel", *flags, f"--signal={number}", job)
+        wait_for((out / "PREEMPTED").exists)
+        mark = json.loads((out / "PREEMPTED").read_text())
+        assert mark["reason"] == f"SIG{name}" and (out / f"step_{mark['iter']:08d}").is_dir()
+        assert TABLE[name, "Slurm job"] == "saved", log_of(work, job)
     slurm.ask("scancel", job)
-    wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"), 60)
+    wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"))
 
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
-    sweep = [sys.executable, str(REPO / "sweep.py"), *TINY, "--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
+    sweep = [sys.executable, str(REPO / "tests/forked_sweep.py"), *TINY]
+    sweep += ["--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
     command = ["sbatch", "--parsable", "--array=0-1", "-p", "low", "-o", f"{work}/task%a.txt"]
     job = subprocess.run(
         [*command, "--wrap", f"srun {shlex.join(sweep)}"],

@@ -169,17 +169,27 @@ def skipped_in(folder):
     return [r["iter"] for r in records(folder) if r.get("event") == "spike" and r["skipped"]]
 
 
-def test_a_poisoned_batch_is_skipped_on_one_and_two_processes_also_after_a_resume(zygote, poisoned, whole):
+def continued(zygote, whole, name, flags="", processes=1, last=(LAST,)):
+    """Continue the run on one process from its checkpoint; returns its losses and those of one process."""
+    out = whole.parent / name
+    shutil.copytree(whole / f"step_{SAVED:08d}", out / f"step_{SAVED:08d}")
+    for step in last:
+        args = [*flags.split(), f"--out_dir={out}", "--init_from=resume", f"--max_iters={step}"]
+        zygote.train([*SPIKY, *args], whole.parent, processes)
+    assert skipped_in(out) == SKIPPED, name
+    expected = {step: loss for step, loss in column(whole, "loss").items() if step >= SAVED}
+    return column(out, "loss"), expected
+
+
+def test_a_poisoned_batch_is_skipped_on_one_and_two_processes_also_after_a_resume(zygote, whole):
     assert skipped_in(whole) == SKIPPED
     losses = column(whole, "loss")
     assert sorted(losses) == [s for s in range(LAST + 1) if s not in SKIPPED] and losses[184] > 3
     # a stop between the window's steps and the poison, and one between spikes in succession
-    for last in (165, 180, LAST):
-        zygote.train([*SPIKY, "--out_dir=cut", "--init_from=auto", f"--max_iters={last}"], poisoned)
-    assert column(poisoned / "cut", "loss") == losses and skipped_in(poisoned / "cut") == SKIPPED
-    zygote.train([*SPIKY, "--out_dir=two"], poisoned, 2)
-    assert skipped_in(poisoned / "two") == SKIPPED
-    assert column(poisoned / "two", "loss") == pytest.approx(losses, abs=1e-3)
+    found, expected = continued(zygote, whole, "cut", last=(165, 180, LAST))
+    assert found == expected
+    found, expected = continued(zygote, whole, "two", processes=2)
+    assert found == pytest.approx(expected, abs=ROUNDING)
 
 
 ROUNDING, NEAR, FAR = 1e-4, 0.02, 0.5
@@ -200,14 +210,9 @@ LAYOUTS = [
 
 @pytest.mark.slow
 def test_every_layout_skips_the_same_steps(zygote, poisoned, whole):
-    expected = {step: loss for step, loss in column(whole, "loss").items() if step >= SAVED}
     for processes, flags, limit in [*LAYOUTS, (1, "--exact=True", ROUNDING), (3, "--exact=True", ROUNDING)]:
-        out = poisoned / f"{processes}{flags}".replace(" ", "")
-        shutil.copytree(whole / f"step_{SAVED:08d}", out / f"step_{SAVED:08d}")
-        args = [*SPIKY, *flags.split(), f"--out_dir={out}", "--init_from=resume"]
-        zygote.train(args, poisoned, processes)
-        assert skipped_in(out) == SKIPPED, (processes, flags)
-        assert column(out, "loss") == pytest.approx(expected, abs=limit), (processes, flags)
+        found, expected = continued(zygote, whole, f"{processes}{flags}", flags, processes)
+        assert found == pytest.approx(expected, abs=limit), (processes, flags)
     one, three = (poisoned / f"{n}--exact=True" for n in (1, 3))
     for name in ("loss", "grad_norm"):
         assert column(one, name) == column(three, name)

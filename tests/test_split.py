@@ -1,16 +1,14 @@
-"""Models that several ranks divide: faults and messages. The curves: test_parallel.py."""
+"""Models that several ranks divide: faults and messages. The curves: test_layouts.py."""
 
 import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
-from runs import REPO, TINY, column, default_plan, records, start_faulty, wait_for
-from test_parallel import ONE, WAYS, args_of
-from test_parity import same
+from runs import REPO, TINY, column, default_plan, records, same, start_faulty, wait_for
+from test_layouts import ONE, WAYS, args_of
 
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
@@ -72,10 +70,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(
 @pytest.mark.slow
 def test_weights_that_differ_across_ranks_are_detected(faulty):
     """Ranks 1 and 3 hold the same parts: either one may be right."""
-    run = faulty("gpt2", "ddp-tp2", "differ", [], DIFFER=[7, 3])
+    run = faulty("gpt2", "ddp-tp2", "differ", [], DIFFER=[2, 3])
     assert set(run.codes) == {1} and run.text().count("error:") == 1 and "Traceback" not in run.text()
     assert re.search(
-        r"step 10: weights differ across ranks: transformer\.wte\.weight differs on rank [13]\n", run.text()
+        r"step 5: weights differ across ranks: transformer\.wte\.weight differs on rank [13]\n", run.text()
     )
 
 
@@ -92,25 +90,24 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, model, way):
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
-def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, name):
+@pytest.mark.parametrize(
+    ("name", "way"), [("SIGKILL", "pp2"), pytest.param("SIGSTOP", "tp2-pp2", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, name, way):
     """Rank 1 is lost: the others name it and exit."""
-    nproc, flags = WAYS["tp2-pp2"]
-    args = [*ONE, *flags, "--out_dir=out", "--save_interval=5", "--dist_timeout_s=3"]
+    nproc, flags = WAYS[way]
+    args = [*ONE, *flags, "--out_dir=out", "--save_interval=2", "--dist_timeout_s=3"]
     run = zygote.start([*TINY, *args, "--max_iters=100000"], work, nproc)
-    wait_for(lambda: (work / "out/step_00000005/manifest.json").exists() or run.poll())
+    wait_for(lambda: (work / "out/step_00000002/manifest.json").exists() or run.poll())
     run.kill([1], getattr(signal, name))
     others = [r for r in range(nproc) if r != 1]
-    end = time.monotonic() + 30
-    while any(run.codes[r] is None for r in others) and time.monotonic() < end:
-        run.poll()
-        time.sleep(0.02)
+    wait_for(lambda: run.poll() or all(run.codes[r] is not None for r in others))
     run.kill([1])
     run.wait(ok=False)
     assert [run.codes[r] for r in others] == [1] * len(others), f"{run.codes}:\n{run.text()[-2000:]}"
     for rank in others:
         assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
-    last = max(column(work / "out", "loss")) + 3
+    last = max(column(work / "out", "loss")) + 1
     zygote.train([*args, "--init_from=resume", f"--max_iters={last}"], work, nproc)
     assert sorted(column(work / "out", "loss")) == [*range(last + 1)]
 

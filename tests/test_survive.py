@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -76,21 +75,24 @@ def events(folder, name):
 
 
 @pytest.mark.parametrize("nproc, args, name", [(1, [], "SIGINT"), (2, ["--zero=3"], "SIGHUP")])
-def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote, work, nproc, args, name):
-    args = [*TINY, *args, "--dropout=0.1", "--max_iters=60", "--out_dir=out", "--init_from=auto"]
-    run = zygote.start(args, work, nproc)
-    assert run.until(lambda text: "iter 20:" in text)
+def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(
+    faulty, zygote, work, nproc, args, name
+):
+    args = [*args, "--dropout=0.1", "--max_iters=8", "--out_dir=out", "--init_from=auto"]
+    run = faulty(args, nproc, WAIT=[[4, nproc - 1]])
+    assert run.until(lambda text: "held by the test" in text)
     run.kill([nproc - 1], getattr(signal, name))  # only one rank: all stop together
-    run.wait(timeout=20, ok=False)
+    assert run.until(lambda text: f"{name}: stopping after this step" in text)
+    (work / "go").touch()
+    run.wait(ok=False)
     number = getattr(signal, name)
     assert run.codes == ([0] * nproc if nproc > 1 else [128 + number]), run.text()
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
-    last = max(column(work / "out", "loss"))
-    assert mark == {"iter": last + 1, "reason": name, "steps": last + 1} and last < 60
-    assert (work / "out" / f"step_{last + 1:08d}").is_dir() and events(work / "out", "preempted")
-    zygote.start(args, work, nproc).wait()
+    assert mark == {"iter": 5, "reason": name, "steps": 5} and max(column(work / "out", "loss")) == 4
+    assert (work / "out" / "step_00000005").is_dir() and events(work / "out", "preempted")
+    zygote.train(args, work, nproc)
     assert not (work / "out" / "PREEMPTED").exists()
-    zygote.start([*args, "--out_dir=straight"], work, nproc).wait()
+    zygote.train([*args, "--out_dir=straight"], work, nproc)
     assert column(work / "out", "loss") == column(work / "straight", "loss")
     if nproc == 1:
         assert_same(weights(work / "out"), weights(work / "straight"))
@@ -147,22 +149,29 @@ def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote,
     run = faulty(args, WAIT=[[12, 0]])
     assert run.until(lambda text: "held by the test" in text)
     wait_for((work / "out" / "step_00000010" / "manifest.json").exists)  # written in the background
-    end = time.monotonic() + 20
     # one within a second of the first counts as the same Ctrl-C
-    while not run.poll() and time.monotonic() < end:
-        run.kill(sig=signal.SIGINT)
-        time.sleep(0.1)
+    wait_for(lambda: run.kill(sig=signal.SIGINT) or run.poll())
     assert run.codes == [130] and "stopping after this step" in run.text()
     assert "step 10" in zygote.start([*TINY, *args], work).wait().text()
 
 
+# train.py on whose clock each step takes ten seconds more
+SLOW_CLOCK = """
+import itertools
+from isogpt.monitor import signals
+running_s, steps = signals.running_s, itertools.count()
+signals.running_s = lambda: running_s() + 10 * next(steps)
+"""
+
+
 def test_time_limit(zygote, work):
-    started = time.monotonic()
-    run = zygote.start([*TINY, "--out_dir=out", "--max_iters=1000000", "--time_limit_s=6"], work, 2).wait()
-    assert time.monotonic() - started < 30 and "stopped on request" in run.text()
-    assert re.search(r"^stopped: \d+ steps in", run.text(), re.M) and "done: " not in run.text()
+    args = ["--out_dir=out", "--max_iters=1000000", "--time_limit_s=100"]
+    run = start_changed(zygote, SLOW_CLOCK, args, work, 2).wait()
+    assert "stopped on request" in run.text() and "done: " not in run.text()
+    assert re.search(r"^stopped: \d+ steps in", run.text(), re.M)
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
     assert mark["reason"] == "time_limit_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
+    assert mark["iter"] <= 10, "the step that would end later is not taken"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -174,21 +183,21 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
     """The weights are bit for bit those of a run without that step, whose checkpoint excludes it."""
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
         out, without = work / f"out{nproc}{zero}", work / f"without{nproc}"
-        common = ["--max_iters=12", f"--zero={zero}", "--on_nan=skip", f"--out_dir={out}"]
-        run = faulty(common, nproc, **{kind: [[5, nproc - 1], [8, 0]]}).wait()
+        common = ["--max_iters=6", f"--zero={zero}", "--on_nan=skip", f"--out_dir={out}"]
+        run = faulty(common, nproc, **{kind: [[2, nproc - 1], [4, 0]]}).wait()
         assert run.text().count("the step is skipped") == 2
         found = events(out, "not_finite")
-        assert [e["iter"] for e in found] == [5, 8]
+        assert [e["iter"] for e in found] == [2, 4]
         assert kind != "NAN" or [e["ranks"] for e in found] == [[nproc - 1], [0]]
-        assert sorted(column(out, "loss")) == [s for s in range(13) if s not in (5, 8)]
+        assert sorted(column(out, "loss")) == [0, 1, 3, 5, 6]
         if zero == 0:
-            zygote.train(["--max_iters=4", f"--out_dir={without}"], work, nproc)
+            zygote.train(["--max_iters=1", f"--out_dir={without}"], work, nproc)
             state = torch.load(without / "ckpt.pt", weights_only=True)
-            state["isogpt"]["left_out"] = [5, 8]
+            state["isogpt"]["left_out"] = [2, 4]
             shutil.rmtree(without)
             without.mkdir()
             torch.save(state, without / "ckpt.pt")
-            args = ["--max_iters=12", f"--out_dir={without}", "--init_from=resume"]
+            args = ["--max_iters=6", f"--out_dir={without}", "--init_from=resume"]
             zygote.train(args, work, nproc)
             assert_same(weights(out), weights(without))
         reference, losses = column(without, "loss"), column(out, "loss")
@@ -373,12 +382,9 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
 @pytest.mark.parametrize("sig, flags", [("SIGSTOP", ["--dist_timeout_s=3"]), ("SIGKILL", ["--zero=3"])])
 def test_a_rank_that_hangs_or_dies_is_named_by_all_others(zygote, work, sig, flags):
     run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", *flags], work, 3)
-    assert run.until(lambda text: "iter 30:" in text)
+    assert run.until(lambda text: "iter 2:" in text)
     run.kill([1], getattr(signal, sig))
-    end = time.monotonic() + 3 + 10
-    while any(run.codes[r] is None for r in (0, 2)) and time.monotonic() < end:
-        run.poll()
-        time.sleep(0.05)
+    wait_for(lambda: run.poll() or None not in (run.codes[0], run.codes[2]))
     run.kill([1])
     run.wait(ok=False)
     assert run.codes[0] == run.codes[2] == 1, run.text()[-2000:]
@@ -527,7 +533,7 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     assert run.until(lambda text: text.count("held by the test") == 2)
     if kind == "killed":
         run.kill([1])
-    assert run.gone(within=15 + 5), "15 s, and 5 for a busy machine"
+    assert run.gone(within=120)
     assert run.codes[0] == run.codes[2] == 1
     failed = "does not respond" if kind == "killed" else r"has failed \(RuntimeError: a bug\)"
     for rank in (0, 2):

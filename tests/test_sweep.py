@@ -168,7 +168,7 @@ def test_a_dry_run_lists_states_and_times_and_writes_nothing(at, capsys):
     prepare_run(at.path / "out" / "seed=2", 10, of=30)
     before = sorted(at.path.rglob("*"))
     with pytest.raises(SystemExit) as exit:
-        script(at, "sweep.py", [*TINY, "--seed=1,2,3", "--out_dir=out", "--dry_run"])
+        script(at, "sweep.py", [*TINY, "--max_iters=29", "--seed=1,2,3", "--out_dir=out", "--dry_run"])
     assert not exit.value.code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "out/seed=1: complete, val loss 1.5000"

