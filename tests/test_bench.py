@@ -5,14 +5,13 @@ Every report of bench.py, with models so small that a launch takes seconds. No t
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
+from test_launchers import FORKED
 
 from configurator import settings_of
 from isogpt.data import data_folder
@@ -126,14 +125,12 @@ def test_a_sweep_over_layouts(zygote, work):
 
 
 @pytest.mark.slow
-def test_a_sweep_under_torchrun(work):
+def test_a_sweep_under_torchrun(zygote, work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(REPO / "bench.py"), *TINY, "--sweep=zero:0,5,3"]
-    run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    rows = re.findall(r"^ +(\d)  (failed: zero is 5|.*1\.00x|.*[\d.]+x)", run.stdout, re.M)
-    assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], run.stdout
+    command = ["--standalone", "--nproc_per_node=2", REPO / "bench.py", *TINY, "--sweep=zero:0,5,3"]
+    text = zygote.start(command, work, script=FORKED).wait(300).text()
+    rows = re.findall(r"^ +(\d)  (failed: zero is 5|.*1\.00x|.*[\d.]+x)", text, re.M)
+    assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], text
 
 
 @pytest.mark.slow
