@@ -16,7 +16,13 @@ PEAKS = "isogpt.speed.devices"  # zygote.py has replaced a measurement in this m
 
 
 class Forked:
-    """What sweep.py and torchrun use of a subprocess.Popen. `words`: train.py and its arguments."""
+    """
+    What sweep.py and torchrun use of a subprocess.Popen.
+
+    Args:
+        words: a script of isoGPT and its arguments.
+        prepare: is called first in the new process.
+    """
 
     def __init__(self, words, env, prepare=None):
         self.returncode, self.pid = None, os.fork()
@@ -50,7 +56,7 @@ def become_run(words, env, prepare):
         if prepare:
             prepare()
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        sys.path[:0] = [str(Path(words[0]).parent)]
+        sys.path[:0] = [str(Path(words[0]).parent), str(HOME)]
         from isogpt.launch.launchers import stop_signals
 
         for number in stop_signals():
