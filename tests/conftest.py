@@ -171,10 +171,5 @@ class Progress:
 
     def pytest_sessionfinish(self):
         if self.records:
-            known = json.loads(DURATIONS.read_text()) | self.durations
-            kept = {
-                key: round(s)
-                for key, s in sorted(known.items())
-                if (DURATIONS.parent / key.split()[0]).exists()
-            }
-            DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+            known = json.loads(DURATIONS.read_text()) | {key: round(s) for key, s in self.durations.items()}
+            DURATIONS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

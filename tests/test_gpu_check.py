@@ -175,20 +175,15 @@ def test_a_kill_leaves_the_table_and_no_process(tmp_path, signal_name):
 
 
 @pytest.mark.slow
-def test_both_calls_on_a_cpu(tmp_path):
+def test_every_check_runs_on_a_cpu(tmp_path):
+    """With small sizes, and more time than on a GPU, where a late check fails."""
     (tmp_path / "train.py").write_text(NANOGPT)
-    lines = check(tmp_path, "first", "second", "--device=cpu", f"--nanogpt={tmp_path}", "--seconds=400")
-    names = {c.name for c in gpu_check.CHECKS if c.group in ("first", "second") and gpu_check.exists(c.needs)}
-    assert {line["check"] for line in lines} == names
-    assert sum(line["passed"] is True for line in lines) > 15
+    lines = check(tmp_path, "--device=cpu", f"--nanogpt={tmp_path}", "--seconds=9000")
+    assert {line["check"] for line in lines} == {
+        c.name for c in gpu_check.CHECKS if gpu_check.exists(c.needs)
+    }
+    assert sum(line["passed"] is True for line in lines) > 35
     assert {"kernels.txt", "trace.json.gz"} < {path.name for path in (tmp_path / "out").iterdir()}
-
-
-@pytest.mark.extra
-@pytest.mark.slow
-def test_the_last_checks_on_a_cpu(tmp_path):
-    lines = check(tmp_path, "--device=cpu", "last")
-    assert sum(line["passed"] is True for line in lines) > 20
 
 
 @pytest.mark.gpu

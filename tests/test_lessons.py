@@ -10,7 +10,8 @@ import pytest
 from runs import REPO, Run, Zygote, column, tiny_data
 
 PAGES = sorted((REPO / "lessons").glob("[0-9]-*.md"))
-MEASURED = re.compile(r"measured:|.*, \d+ cores?, torch ")  # a line whose numbers depend on the machine
+# a line whose numbers depend on the machine, or PyTorch's log
+MEASURED = re.compile(r"measured:|.*, \d+ cores?, torch |\[rank\d\]:")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it; another number of threads gives other bits
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 

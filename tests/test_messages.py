@@ -563,7 +563,10 @@ anomalies.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, othe
 
 
 def test_messages_of_a_run(zygote, work):
-    """A run, and a run in the same folder with everything missing that may be missing."""
+    """
+    A run, and others in the same folder: with a package missing that is needed, which is reported before the
+    earlier run is moved aside, and with everything missing that may be missing.
+    """
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
     for start in (
@@ -579,6 +582,13 @@ def test_messages_of_a_run(zygote, work):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert {"saved out/step_00000001", "the loss curve: out/loss.png"} < {*lines}
 
+    before = sorted(path.name for path in (work / "out").iterdir())
+    lacking = 'sys.modules["tensorboard"] = None'
+    run = start_changed(zygote, lacking, [*args, "--tensorboard_log=True"], work).wait(ok=False)
+    assert run.codes == [1] and run.text().startswith("error: tensorboard_log needs tensorboard (")
+    assert run.text().endswith("): pip install tensorboard\n") and run.text().count("\n") == 1
+    assert sorted(path.name for path in (work / "out").iterdir()) == before
+
     more = ["--compile=False", "--profile=True", "--save_checkpoint=False"]
     run = start_changed(zygote, LACKING, [*args, *more], work).wait()
     lines = lines_of(run)
@@ -590,18 +600,6 @@ def test_messages_of_a_run(zygote, work):
     ):
         assert lines.count(whole) == 1, (whole, lines)
     assert sum(line.endswith("float32; compile: off") for line in lines) == 1, lines
-
-
-def test_without_tensorboard_an_earlier_run_stays_in_place(zygote, work):
-    """The missing package is reported before the earlier run is moved aside."""
-    args = ["--n_layer=1", "--max_iters=1", "--out_dir=out"]
-    zygote.train(args, work)
-    before = sorted(path.name for path in (work / "out").iterdir())
-    lacking = 'sys.modules["tensorboard"] = None'
-    run = start_changed(zygote, lacking, [*args, "--tensorboard_log=True"], work).wait(ok=False)
-    assert run.codes == [1] and run.text().startswith("error: tensorboard_log needs tensorboard (")
-    assert run.text().endswith("): pip install tensorboard\n") and run.text().count("\n") == 1
-    assert sorted(path.name for path in (work / "out").iterdir()) == before
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from s3_server import environment, s3  # noqa: F401  (a fixture)
 
 from isogpt.checkpoint import download, remote
 from isogpt.checkpoint.folder import clean_up, enter_folder
-from isogpt.checkpoint.manifest import damage, parse_manifest, read_manifest, sealed, steps_in
+from isogpt.checkpoint.manifest import damage, entry_of, parse_manifest, read_manifest, sealed, steps_in
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
@@ -238,6 +238,23 @@ def test_a_manifest_does_not_lead_out_of_its_folder(start, name):
     url = Path("mirror").absolute().as_uri()
     assert remote.open_url(url).manifest(8) == ({}, "manifest.json is damaged")
     assert start().resumed.stored.step == 4
+
+
+class Evil:
+    """A pickle that writes a file when it is loaded without care."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("evil"),))
+
+
+def test_what_a_url_contains_runs_no_code(start, capsys):
+    folder = Path("mirror/step_00000008")
+    torch.save({"model": Evil(), "iter_num": 8}, folder / "ckpt.pt")
+    entries = {"files": {"ckpt.pt": entry_of(folder / "ckpt.pt")}}
+    (folder / "manifest.json").write_text(sealed(read_manifest(folder) | entries))
+    for settings in ({}, {"init_from": Path("mirror").absolute().as_uri(), "mirror": ""}):
+        assert "ckpt.pt" in failed(capsys, start, **settings)
+    assert not Path("evil").exists()
 
 
 def test_a_disk_that_is_too_small_or_full(start, at, capsys):

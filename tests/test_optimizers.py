@@ -206,7 +206,7 @@ def muon_steps(dtype=torch.float32, **options):
     return [t for p, state in optimizer.state.items() for t in (p.detach(), state["momentum_buffer"])]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_compiled_muon_is_muon(at, dtype):
     """With one compilation for each shape, and none when a rate changes."""
     expected = muon_steps(dtype)

@@ -243,8 +243,8 @@ def advance(*args):
     waits.append(GPU.waits.total() - before)
 
 
-for changes in (dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(n_expert=4)):
-    shape = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+for changes in (dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1, n_expert=4)):
+    shape = dict(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
     model, prompts, waits = GPT(GPTConfig(**shape | changes), seed=1).eval(), torch.arange(15).view(3, 5), []
     how = dict(temperature=0.9, top_k=50, top_p=0.9, vocab_size=60, seed=1)
     expected = model.generate(prompts, 20, **how)
@@ -259,7 +259,7 @@ def test_the_host_waits_for_no_token_of_a_sample(pretended, work):
     """In steps of one shape, and the tokens are those of the CPU."""
     (work / "samples.py").write_text(SAMPLES)
     run, (report,) = run_pretended(pretended, work, work / "samples.py", [], Case(""))
-    assert run.text().splitlines() == ["same 11 0", *["same 19 0"] * 2, "same 11 0"]
+    assert run.text().splitlines() == ["same 11 0", *["same 19 0"] * 2]
     assert not report["problems"]
 
 

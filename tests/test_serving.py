@@ -65,8 +65,8 @@ def make_folder(zygote, shape, out):
     options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1"]
     options += [f"--max_new_tokens={TOKENS}"]
     command = [f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
-    printed = zygote.start(command, out, script="sample.py").wait().text()
-    assert printed.startswith(PROMPTS[1] + texts[1])
+    run = zygote.start(command, out, script="sample.py").wait()
+    assert f"\n{PROMPTS[1]}{texts[1]}\n" in run.samples()
     return texts
 
 

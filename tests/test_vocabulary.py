@@ -207,9 +207,16 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     args = [*SHORT, "--dataset=mine"]
     zygote.train([*args, "--zero=1"], tmp_path)
     sample = ["--out_dir=out", "--start=w", "--num_samples=1", "--max_new_tokens=40", "--device=cpu"]
-    before = zygote.start(sample, tmp_path, script="sample.py").wait().samples()
+
+    def written(*more):
+        run = zygote.start([*sample, *more], tmp_path, script="sample.py").wait()
+        return run.samples().partition("\n")[2]
+
+    before = written()
+    stop = before[20]
+    assert written(f"--stop={stop}").partition("\n---")[0] == before[0] + before[1:].partition(stop)[0]
     dataset(tmp_path / "data/mine", TEXT.replace("w", "q").replace("h", "k"))
-    assert zygote.start(sample, tmp_path, script="sample.py").wait().samples() == before
+    assert written() == before
     run = zygote.train([*args, "--init_from=resume", "--max_iters=5"], tmp_path, nproc=2, ok=False)
     assert run.codes == [1, 1] and "iter 4:" not in run.text()
     assert "do not mean what they mean in the checkpoint: id" in run.text()
@@ -219,7 +226,7 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
 
     # the advice: prepare the text with the run's vocabulary
     shutil.rmtree(tmp_path / "data/mine")
-    assert zygote.start(sample, tmp_path, script="sample.py").wait().samples() == before
+    assert written() == before
     monkeypatch.chdir(tmp_path)
     export.convert("out", "hf")
     from tokenizers import Tokenizer
@@ -281,7 +288,7 @@ def test_a_tokenizer_of_transformers_stays_with_the_weights(at, capsys, zygote, 
     assert set(capsys.readouterr().out.splitlines()[0]) <= set("abcdef")
 
 
-def test_special_tokens_and_stop(at, capsys, zygote, work):
+def test_special_tokens_and_stop():
     """
     One rule for prompts and data: the text of a special token is the token, unless special_tokens is False.
     """
@@ -303,16 +310,6 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
         tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two "
         and tokenizer.cut_at("one", "", 0) == "one"
     )
-    zygote.train(SHORT, work)
-    args = ["--out_dir=out", "--start=A", "--device=cpu", "--num_samples=1", "--max_new_tokens=60"]
-
-    def sample(*more):
-        run = zygote.start([*args, *more], work, script="sample.py").wait()
-        return run.samples().partition("\n")[2]
-
-    whole = sample()
-    letter = whole[20]
-    assert sample(f"--stop={letter}").partition("\n---")[0] == whole[0] + whole[1:].partition(letter)[0]
 
 
 def special_json(template="$A"):
