@@ -161,7 +161,7 @@ def samples(out):
 def test_samples_change_no_bit_of_training(zygote, work, nproc, layout):
     """Nor the random numbers of dropout."""
     dropout = [] if "--cp=2" in layout else ["--dropout=0.1"]
-    args = ["--max_iters=2", "--eval_interval=2", *layout, *dropout]
+    args = ["--max_iters=2", "--eval_interval=3", *layout, *dropout]
     zygote.train([*args, "--out_dir=without"], work, nproc)
     alerts = "--alert_command=cat >> told.jsonl"
     run = zygote.train([*args, "--sample_interval=2", "--out_dir=with", alerts], work, nproc)

@@ -6,12 +6,14 @@ shares: test_layouts.py.
 import itertools
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from runs import TINY, assert_same_run, column, script_that_fails, start_changed, tiny_data
 
+from isogpt.monitor.banner import about_step
 from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=5", "--eval_interval=3"]
@@ -117,6 +119,12 @@ def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
         ratio = weights and weights[0] / weights[1]
         reads.setdefault((sequences, islands, ratio), []).append(parts)
     assert all(parts == found[0] for found in reads.values() for parts in found)
+
+
+def test_the_banner_and_the_padding():
+    reader = SimpleNamespace(share=share_of(16, 0, 2, 4, speeds=(2, 1)), block_size=32)
+    (line,) = about_step({"shares": "2,1"}, reader)
+    assert line.endswith("on each rank 3 micro-steps x 4, 2 rows (2 rows of padding)")
 
 
 # ------------------------------------------------------------------------------------------------------------

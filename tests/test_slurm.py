@@ -188,7 +188,8 @@ def test_each_signal_to_a_job(slurm, work):
     (work / "python").write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
     (work / "python").chmod(0o755)
     job, out = slurm.submit(work, "out", steps=1000000, PYTHON=str(work / "python")), work / "out"
-    for name, flags in zip(names, itertools.cycle([[], ["--batch"]])):
+    in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
+    for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
         step = steps_in(out)
         wait_for(lambda: steps_in(out) > step + 5, 180)
         number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
