@@ -188,6 +188,7 @@ def test_every_check_runs_on_a_cpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(2 * sum(check.seconds for check in gpu_check.CHECKS))  # more than that of slow tests
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_check_passes_on_a_gpu(tmp_path):
     check(tmp_path)
