@@ -335,7 +335,6 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
 def test_a_hang_in_which_all_ranks_respond(at, capsys):
     codes = []
     at.set(watchdog, "BEAT_S", 0.1)
-    at.set(watchdog, "LATE_S", 0.1)
     at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
     dog = tiny_watchdog(timeout_s=0.1, step=5)
     dog.start(dist.HashStore())
