@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, assert_same_run, column
+from runs import TINY, assert_same_run, column, records
 from test_exact import same_numbers
 from test_resume import start_until_step
 
@@ -33,6 +33,7 @@ def test_a_mixture_that_was_killed_has_the_same_bits(zygote, session_work, train
     zygote.start(args, session_work, 2).wait()
     straight = trained(MIXTURE, 2)
     assert_same_run(tmp_path / "killed", straight)
+    assert resumes(tmp_path / "killed") == 2
     for source in ("val_loss/shards", "val_loss/file"):
         assert column(tmp_path / "killed", source) == column(straight, source)
 
@@ -48,6 +49,7 @@ def test_a_mixture_that_was_killed_on_2_and_3_ranks_has_the_bits_of_one(
         kill_after_a_save(zygote, session_work, args, processes, step)
     zygote.start([*args, "--zero=3"], session_work, 2).wait()
     same_numbers(one, tmp_path / "killed")
+    assert resumes(tmp_path / "killed") == 2
 
 
 def kill_after_a_save(zygote, work, args, processes, step):
@@ -57,3 +59,8 @@ def kill_after_a_save(zygote, work, args, processes, step):
     run.until(lambda text: any(out.glob("step_*")))
     run.kill()
     run.wait(ok=False)
+
+
+def resumes(folder):
+    """How often a run was resumed. If it started again, it would have the same bits too."""
+    return [record["event"] for record in records(folder) if "event" in record].count("resume")

@@ -133,6 +133,8 @@ def test_a_run_that_goes_on_on_every_layout_has_the_bits_of_one_process(
         steps = numbers_of(tmp_path / "out")
         assert steps == numbers_of(one)[: len(steps)], name
     assert len(steps) > 2 * len(names)
+    resumed = [r["iter"] for r in records(tmp_path / "out") if r.get("event") == "resume"]
+    assert resumed == [*range(2, 2 * len(names), 2)], "a run that starts again has the same bits"
 
 
 # A run in which the loss of micro-batch 4 of step 2 is not finite
