@@ -584,16 +584,13 @@ def test_a_cached_token_is_computed_once(model, in_steps):
     assert shapes == [(2, T) for T in (*range(5, 17), 16, 16)]
 
 
-@pytest.mark.parametrize(
-    ("model", "length"),  # of a prompt up to, at and beyond block_size
-    [
-        *((dict(bias=True), length) for length in (1, 15, 16, 20)),
-        (dict(arch="nanochat"), 15),
-        (dict(arch="llama", n_kv_head=1), 20),
-        (dict(n_expert=4), 16),
-    ],
-)
+KINDS = [{}, dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(n_expert=4)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("model", "length"), [*zip(KINDS, [20, 15, 16, 1])])
 def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
+    """After a prompt beyond, below and of block_size."""
     gpt, idx = rough(std=0.15, **model), ids(3, length)
     for how in (dict(temperature=0), dict(temperature=0.7, top_k=5), dict(top_p=0.8, vocab_size=60)):
         replace_seams(gpt, advance=None)
@@ -667,16 +664,8 @@ def test_the_cache_is_bfloat16_under_autocast():
 ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="llama")}
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype", "packs"),
-    [
-        ({}, torch.float32, True),
-        ({}, torch.float16, True),
-        ({}, torch.bfloat16, False),
-        (ROTARY["nanochat"], torch.bfloat16, True),
-        (ROTARY["llama"], torch.float32, False),
-    ],
-)
+@pytest.mark.parametrize(("arch", "dtype"), [*zip(KINDS[:3], DTYPES)])
+@pytest.mark.parametrize("packs", [True, False])
 def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
     """
     The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32.
@@ -793,15 +782,7 @@ def test_other_attention_can_use_the_cache(capsys, is_seen):
     assert capsys.readouterr().err == "" and not torch.equal(by_hand(gpt, idx, 12), by_hand(rough(), idx, 12))
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [
-        ({}, torch.float32),
-        ({}, torch.bfloat16),
-        (dict(arch="nanochat"), torch.float16),
-        (dict(arch="llama", n_kv_head=1), torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("model", "dtype"), [*zip(KINDS[:3], DTYPES)])
 def test_rounding_is_no_difference(model, dtype):
     """Nor is it in steps of one shape; a context may be too short for a step."""
     for cls, has_problem in ((GPT, False), (Shifted, True)):
@@ -1173,7 +1154,7 @@ def test_a_step_and_a_micro_batch_seed_every_generator():
     assert len({number for of_seed in numbers for number in of_seed}) == 3 * len(seeds)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
     torch.manual_seed(0)

@@ -518,7 +518,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
         workers = children(agent.pid)
         agent.kill()
         agent.wait()
-        wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers), 10)
+        wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers))
 
 
 @pytest.mark.slow

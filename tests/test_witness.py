@@ -72,8 +72,8 @@ def test_each_step_and_micro_batch_has_other_dropout_masks(zygote, work):
             zygote.train([*flags, *more], work)
             losses[dropout, count] = column(work / str(count), "loss")
     assert losses[0.0, 1] == losses[0.0, 2] and len(set(losses[0.0, 1].values())) == 1
-    found = [*losses[0.2, 1].values(), *losses[0.2, 2].values()]
-    assert len(found) == len(set(found)) == 4
+    with_masks = [*losses[0.2, 1].values(), *losses[0.2, 2].values()]
+    assert len(with_masks) == len(set(with_masks)) == 4
 
 
 TOLD = """

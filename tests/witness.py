@@ -2,7 +2,7 @@
 What train.py trains, as a plain loop in plain PyTorch: GPT-2 with AdamW or Muon, and with DiLoCo's islands.
 
 There is no line of isogpt/ and no process group here. Layouts that are compared with each other share their
-faults, so test_witness.py compares train.py with this loop. It computes in float64.
+faults, so test_witness.py compares train.py with this loop, which computes in float64.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 STREAMS = {"train": 0, "train_loss": 1, "val_loss": 2}  # of random numbers
+BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 # the polynomials of Muon: Amsel et al. 2025, arXiv:2505.16932, from 0.003, each a little slower
 POLYNOMIALS = [
     (8.38367387811402, -24.76590653282787, 18.357082301758982),
@@ -62,9 +63,6 @@ def mean_loss(w, sequences, s):
         h = h + hidden @ block["mlp.c_proj"].T
     logits = norm(h, w["transformer.ln_f.weight"]) @ w["lm_head.weight"].T
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-BLOCK = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 
 def norm(x, weight):
@@ -188,5 +186,5 @@ def train(train_tokens, val_tokens, **settings):
                     p.grad = p - sum(inner) / len(inner)
                 outer_step.step()
                 for island in islands:
-                    for p, mine in zip(outer.params, island.params, strict=True):
-                        mine.copy_(p)
+                    for p, inner in zip(outer.params, island.params, strict=True):
+                        inner.copy_(p)
