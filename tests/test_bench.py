@@ -107,18 +107,6 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
 
 
 @pytest.mark.slow
-def test_a_sweep_over_layouts(zygote, work):
-    """Tensor parallelism's communication is in the trace, the bubble in spans; one product does not fit."""
-    shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2"]
-    text, _ = bench(zygote, work, *shape, "--sweep=pp:2")
-    assert len(re.findall(r"^ +2 .* [\d.]+% \(20.0%\)$", text, re.M)) == 1 and "bubble (formula)" in text
-    _, found = bench(zygote, work, *shape, "--sweep=tp:2;pp:1,2")
-    tensor, both = found["sweep"]
-    assert tensor["exposed_ms"] > 0
-    assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
-
-
-@pytest.mark.slow
 def test_a_sweep_under_torchrun(zygote, work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
     command = ["--standalone", "--nproc_per_node=2", REPO / "bench.py", *TINY, "--sweep=zero:0,5,3"]

@@ -38,8 +38,6 @@ ODD = ["--n_embd=36", "--n_head=3", "--vocab_size=67", "--bias=True"]
 MODELS = {
     "nanochat-muon": MUON,
     "gpt2": ["--bias=True"],
-    "gpt2-odd": ODD,
-    "llama-gqa": ["--arch=llama", "--n_head=4", "--n_kv_head=2"],
     "experts": ["--arch=llama", "--n_expert=4"],
     "dropout": [*MUON, "--dropout=0.1"],
     "bfloat16": [*MUON, "--dtype=bfloat16"],

@@ -113,7 +113,7 @@ class Slurm:
             daemon.wait(30)
 
 
-@pytest.fixture(params=[0, 25], ids=["no grace time", "grace time"])
+@pytest.fixture(params=[25], ids=["grace time"])
 def slurm(request, tmp_path):
     made = Slurm(tmp_path / "slurm", request.param)
     yield made
