@@ -38,7 +38,6 @@ path, results = Path(sys.argv[1]), []
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
 for model_settings, layout, fault, edit in json.loads(path.read_text()):
     config = train_defaults(n_layer=4, n_head=4, n_embd=32, block_size=64) | model_settings | layout
     args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))

@@ -128,14 +128,8 @@ def log_of(work, job):
     return (work / f"slurm-{job}.out").read_text()
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(zygote, shared_work):
-    """The run of a job, as one process."""
-    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], shared_work).wait(300)
-    return shared_work / "one"
-
-
-def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, uninterrupted, work):
+def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
+    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
     job, out = slurm.submit(work, "out"), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
     urgent = slurm.ask(
@@ -147,7 +141,7 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
     wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "GONE"), 240)
     assert events(out)[-1] == "end" and "resume" in events(out), log_of(work, job)
     assert {r["world_size"] for r in records(out) if r.get("event") in ("start", "resume")} == {2}
-    assert_same_curve(out, uninterrupted)
+    assert_same_curve(out, work / "one")
 
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
