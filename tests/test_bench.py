@@ -29,9 +29,12 @@ PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
 
-def bench(zygote, work, *args, ok=True, addresses=None):
-    """(text, JSON) of a bench.py; the addresses at which its processes listen are added to a set."""
-    run = zygote.start([*TINY, *args, "--json_path=bench.json"], work, script="bench.py")
+def bench(zygote, work, *args, ok=True, addresses=None, script="tests/forked_bench.py"):
+    """
+    (text, JSON) of a bench.py, whose launches are forked unless `script` is bench.py itself. The addresses at
+    which its processes listen are added to a set.
+    """
+    run = zygote.start([*TINY, *args, "--json_path=bench.json"], work, script=script)
     while addresses is not None and not run.poll():
         addresses |= {address for address, port in listening(run.pids[0])}
     run.wait(300, ok)
@@ -68,7 +71,7 @@ def check_split(report, processes):
 @pytest.mark.slow
 def test_report_of_one_process_with_its_trace(zygote, work):
     """The split, the limits, the JSON and, however few the steps, the trace and its table of operators."""
-    text, found = bench(zygote, work, "--profile=True", "--steps=1")
+    text, found = bench(zygote, work, "--profile=True", "--steps=1", script="bench.py")
     check_split(found["report"], 1)
     for name in ("tokens/s", "ms per step", "memory", "MFU", *(p for p in PARTS if p != "exposed comm")):
         assert len(re.findall(rf"^  {name} +[\d.,]+", text, re.M)) == 1, (name, text)
@@ -109,7 +112,13 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
 @pytest.mark.slow
 def test_a_sweep_under_torchrun(zygote, work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
-    command = ["--standalone", "--nproc_per_node=2", REPO / "bench.py", *TINY, "--sweep=zero:0,5,3"]
+    command = [
+        "--standalone",
+        "--nproc_per_node=2",
+        REPO / "tests/forked_bench.py",
+        *TINY,
+        "--sweep=zero:0,5,3",
+    ]
     text = zygote.start(command, work, script=FORKED).wait(300).text()
     rows = re.findall(r"^ +(\d)  (failed: zero is 5|.*1\.00x|.*[\d.]+x)", text, re.M)
     assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], text
@@ -137,7 +146,7 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
 
 
 def test_a_launch_that_fails_prints_why(zygote, work):
-    text, found = bench(zygote, work, "--head=untied", ok=False)
+    text, found = bench(zygote, work, "--head=untied", ok=False, script="bench.py")
     assert "error: train.py failed: arch 'gpt2' uses a tied head" in text and found is None
 
 
@@ -282,7 +291,7 @@ def test_the_wait_for_data_is_not_in_the_bubble():
 @pytest.mark.slow
 def test_collectives_on_two_processes(zygote, work):
     addresses = set()
-    text, found = bench(zygote, work, "--comm=True", "--nproc=2", addresses=addresses)
+    text, found = bench(zygote, work, "--comm=True", "--nproc=2", addresses=addresses, script="bench.py")
     assert addresses == {"127.0.0.1"}, "no other machine can connect"
     operations = {c["operation"] for c in found["comm"]}
     assert operations == {"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}

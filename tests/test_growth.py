@@ -583,6 +583,6 @@ def test_what_saves_and_conversions_allocate():
 @pytest.mark.slow
 def test_a_run_that_evaluates_and_saves_takes_no_more_memory_with_each_step():
     """The peak of a run can rise by a megabyte or two when its threads happen to need memory together."""
-    in_all, usually = (cost.amount for cost in loop_memory(steps=2000, evaluations=100))
+    in_all, usually = (cost.amount for cost in loop_memory(steps=1500, evaluations=75))
     assert usually < 1e6, "3.5 MB in the code of e430e46"
     assert in_all < 5e6

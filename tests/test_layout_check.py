@@ -158,8 +158,8 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
     assert "---------------" in run.text()
 
 
-WHOLE = ["Sliding windows in alternate layers", "An average of the weights, which is evaluated"]
-ON_LAYOUTS = [heading for heading in documented() if heading not in WHOLE]
+WHOLE = "Sliding windows in alternate layers"  # with a check of generation, which fails
+ON_LAYOUTS = [heading for heading in documented() if heading != WHOLE]
 
 
 @pytest.fixture
@@ -189,10 +189,9 @@ def test_a_documented_change_holds_on_the_layouts_of_its_page(documented_change,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", WHOLE)
-def test_a_documented_change_has_the_check_of_its_page(documented_change, zygote, work, heading):
+def test_a_documented_change_has_the_check_of_its_page(documented_change, zygote, work):
     """What does not hold is what the page says, up to numbers."""
-    repo, section, optimizer = documented_change(heading)
+    repo, section, optimizer = documented_change(WHOLE)
     command = ["--check=True", "--dtype=float32", f"--optimizer={optimizer}"]
     run = zygote.start(command, work, script="bench.py", repo=repo).wait(300, ok=False)
     rows = [line for line in run.text().splitlines() if re.match(r".{24} (holds|refused|differs)", line)]
