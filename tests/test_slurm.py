@@ -87,7 +87,7 @@ class Slurm:
     def ask(self, *command):
         return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.strip()
 
-    def submit(self, work, out, *args, steps=1500, **env):
+    def submit(self, work, out, *args, steps, **env):
         """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
         script = str(REPO / "cluster/slurm.sh")
@@ -124,13 +124,24 @@ def events(folder):
     return [r["event"] for r in records(folder) if "event" in r]
 
 
+def forking_python(work):
+    """
+    An interpreter that takes the options of torchrun, as if it were `python -m torch.distributed.run`, and
+    forks its workers.
+    """
+    path = work / "python"
+    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 def log_of(work, job):
     return (work / f"slurm-{job}.out").read_text()
 
 
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
-    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
-    job, out = slurm.submit(work, "out"), work / "out"
+    zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
+    job, out = slurm.submit(work, "out", steps=800, PYTHON=forking_python(work)), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
     urgent = slurm.ask(
         "sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent"), "--wrap=hostname"
@@ -176,12 +187,9 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
 def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
-    The interpreter takes the options of torchrun as if it were `python -m torch.distributed.run`.
     """
     names = [name for name, receiver in TABLE if receiver == "Slurm job" and name != "TERM"]
-    (work / "python").write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
-    (work / "python").chmod(0o755)
-    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=str(work / "python")), work / "out"
+    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=forking_python(work)), work / "out"
     in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
     for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
         step = steps_in(out)

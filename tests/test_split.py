@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from runs import REPO, TINY, column, default_plan, records, same, start_faulty, wait_for
+from test_launchers import FORKED
 from test_layouts import ONE, WAYS, args_of
 
 from isogpt.checkpoint.search import newest_checkpoint
@@ -178,15 +179,8 @@ def test_a_schedule_that_torch_2_11_cannot_run_on_cpus(monkeypatch):
 
 @pytest.mark.slow
 def test_all_mistakes_are_said_once_by_four_processes(work):
-    command = [
-        sys.executable,
-        str(REPO / "train.py"),
-        *TINY,
-        "--nproc=4",
-        "--tp=4",
-        "--pp=3",
-        "--block_size=30",
-    ]
+    mistakes = ["--tp=4", "--pp=3", "--block_size=30"]
+    command = [sys.executable, str(REPO / FORKED), "--nproc=4", *TINY, *mistakes]
     run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     for said in (

@@ -29,6 +29,7 @@ from runs import (
     train_defaults,
     wait_for,
 )
+from test_launchers import FORKED
 
 from isogpt.checkpoint.folder import RunFolder, mark_preempted, prepare_rollback
 from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
@@ -499,7 +500,7 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
 def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     args = [*TINY, "--save_interval=10", "--max_iters=60"]
     zygote.start([*args, "--out_dir=straight"], work, 2).wait()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
+    torchrun = [sys.executable, str(REPO / FORKED), "--nproc_per_node=2", "--max-restarts=3"]
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(REPO / "train.py")]
     command = [*torchrun, *where, *args, "--out_dir=out"]  # the default is to start from scratch
     with open(work / "log", "w") as log:
