@@ -1,9 +1,11 @@
 """bench.py, whose launches of train.py are forked from it, see forks.py."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 from forks import HOME, Forked, exec_script
 
@@ -18,24 +20,23 @@ def forked_launch(command, env, stdout, **options):
     launcher = [word for word in arguments if word.startswith("--nproc=") and word != "--nproc=0"]
     others = [word for word in arguments if not word.startswith("--nproc=")]
     script = HOME / "tests/forked_torchrun.py" if launcher else train_py
-    with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryFile("w+") as errors:
 
         def prepare():
             os.dup2(errors.fileno(), 2)
             if stdout == subprocess.DEVNULL:
-                os.dup2(nowhere.fileno(), 1)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-        code = Forked([script, *launcher, *others], env, prepare).wait(300)
+        launch = Forked([script, *launcher, *others], env, prepare)
+        try:
+            code = launch.wait(300)
+        finally:
+            launch.send_signal(signal.SIGKILL)  # after an error; nothing if it has ended
         errors.seek(0)
         return subprocess.CompletedProcess(command, code, stderr=errors.read())
 
 
-class ForkedLaunches:
-    """In place of the module subprocess in launches.py."""
-
-    DEVNULL, PIPE, run = subprocess.DEVNULL, subprocess.PIPE, staticmethod(forked_launch)
-
-
-launches.subprocess = ForkedLaunches
+# bench.py starts other programs too, with the module itself
+launches.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, run=forked_launch)
 sys.argv[0] = str(HOME / "bench.py")
 exec_script(sys.argv[0])

@@ -17,7 +17,7 @@ PEAKS = "isogpt.speed.devices"  # zygote.py has replaced a measurement in this m
 
 class Forked:
     """
-    What sweep.py and torchrun use of a subprocess.Popen.
+    What sweep.py, bench.py and torchrun use of a subprocess.Popen.
 
     Args:
         words: a script of isoGPT and its arguments.

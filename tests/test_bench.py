@@ -112,13 +112,8 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
 @pytest.mark.slow
 def test_a_sweep_under_torchrun(zygote, work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
-    command = [
-        "--standalone",
-        "--nproc_per_node=2",
-        REPO / "tests/forked_bench.py",
-        *TINY,
-        "--sweep=zero:0,5,3",
-    ]
+    sweep = [REPO / "tests/forked_bench.py", *TINY, "--sweep=zero:0,5,3"]
+    command = ["--standalone", "--nproc_per_node=2", *sweep]
     text = zygote.start(command, work, script=FORKED).wait(300).text()
     rows = re.findall(r"^ +(\d)  (failed: zero is 5|.*1\.00x|.*[\d.]+x)", text, re.M)
     assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], text

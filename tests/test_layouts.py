@@ -188,6 +188,15 @@ def compare_routing(one, other):
     assert not any(column(other, "dropped_tokens").values())
 
 
+def trained_tensors(folder):
+    """The weights of a run and the optimizer's counts of steps: not moments, nor what compression keeps."""
+    return {
+        name: tensor
+        for name, tensor in tensors_in(folder).items()
+        if name.startswith("model.") or name.endswith(".step")
+    }
+
+
 def compare(one, other, loss=5e-6, norm=1e-5, weights=1e-4):
     """The numbers of each step and evaluation of two runs, their last weights, and the optimizers' steps."""
     keys = {key for record in records(one) for key in record if key.startswith(("train_loss", "val_loss"))}
@@ -196,14 +205,7 @@ def compare(one, other, loss=5e-6, norm=1e-5, weights=1e-4):
     same(column(one, "grad_norm"), column(other, "grad_norm"), relative=norm)
     if column(one, "router_entropy"):
         compare_routing(one, other)
-    a, b = (
-        {
-            name: t
-            for name, t in tensors_in(out).items()
-            if name.startswith("model.") or name.endswith(".step")
-        }
-        for out in (one, other)
-    )
+    a, b = trained_tensors(one), trained_tensors(other)
     assert a.keys() ^ b.keys() <= {"model.lm_head.weight"}, "a tied head is in ckpt.pt only"
     for name in a.keys() & b.keys():
         torch.testing.assert_close(a[name], b[name], atol=weights, rtol=0, msg=name)

@@ -186,5 +186,5 @@ def train(train_tokens, val_tokens, **settings):
                     p.grad = p - sum(inner) / len(inner)
                 outer_step.step()
                 for island in islands:
-                    for p, inner in zip(outer.params, island.params, strict=True):
-                        inner.copy_(p)
+                    for p, weight in zip(outer.params, island.params, strict=True):
+                        weight.copy_(p)
