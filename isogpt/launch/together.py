@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -283,6 +284,8 @@ def leave_with_others() -> NoReturn:
     """Exit with status 1 when rank 0 has printed (all ranks)."""
     if not dist.is_initialized():
         sys.exit(1)
+    # the launcher sends SIGTERM to the ranks that leave last, which would then announce that they stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):  # other ranks may have left already
         # a rank that leaves early makes the launcher kill ranks that have not printed yet. The number is on
         # the CPU, since a barrier would use the GPU, which may have failed
