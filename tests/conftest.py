@@ -155,6 +155,7 @@ class Progress:
     def pytest_xdist_node_collection_finished(self, ids):
         self.left |= dict.fromkeys(ids, "not run")
 
+    @pytest.hookimpl(tryfirst=True)  # before its name is printed
     def pytest_runtest_logstart(self, nodeid):
         self.left[nodeid] = "still running"
 

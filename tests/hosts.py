@@ -129,18 +129,21 @@ class Hosts:
     def kill(self, host):
         """Power off: no more packets leave the host."""
         self.cable(host, "down")
-        for pid in ip("netns", "pids", self.spaces[host]).split():
-            os.kill(int(pid), signal.SIGKILL)
+        self.kill_all(host)
+
+    def kill_all(self, host):
+        """End the processes of this host."""
+        for pid in ip("netns", "pids", self.spaces[host], ok=False).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def text(self, host):
         return self.logs[host].read_text(errors="replace")
 
     def end(self):
         """End all processes."""
-        for space in self.spaces.values():
-            for pid in ip("netns", "pids", space, ok=False).split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        for host in self.spaces:
+            self.kill_all(host)
 
     def close(self):
         self.end()

@@ -194,7 +194,7 @@ class Zygote:
         """Run train.py until it ends."""
         return self.start([*TINY, *args], cwd, nproc, **kw).wait(timeout, ok)
 
-    def close(self, timeout=20):
+    def close(self, timeout=120):
         """End the process and its children."""
         self.process.stdin.close()
         self.process.wait(timeout)

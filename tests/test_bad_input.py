@@ -243,7 +243,7 @@ def launched(zygote, case, folder, nproc):
         taken = str(other_program.getsockname()[1])
         env = {name: taken if value == "TAKEN" else value for name, value in case.env.items()}
         run = zygote.start(arguments(case), folder, nproc, case.script, env=env)
-        wait_for(lambda: run.poll() or run.codes[0] is not None, 30)
+        wait_for(lambda: run.poll() or run.codes[0] is not None, 120)
     run.kill()  # like torchrun, which kills the others when one has failed
     return run.wait(ok=False).codes[0], run.text()
 

@@ -122,7 +122,7 @@ def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
     run = zygote.start(args, work, env={"TMPDIR": str(work)})
     assert run.until(lambda text: "peak:" in text)
     run.kill(sig=getattr(signal, name))
-    run.wait(timeout=20, ok=False)
+    run.wait(ok=False)
     assert run.codes == [128 + getattr(signal, name)] and "Traceback" not in run.text()
     assert not list(work.glob("isogpt-dry-run-*"))
 

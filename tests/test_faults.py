@@ -63,7 +63,7 @@ from isogpt.checkpoint import state
 from isogpt.checkpoint import save
 def slow(work):
     def after_a_while(*args, **kwargs):
-        time.sleep(5)
+        time.sleep(10)
         return work(*args, **kwargs)
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
@@ -355,7 +355,7 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     assert "restart:" not in run.text() and "step_00000003/ckpt.pt, step 3" in run.text()
     assert len(list(out.glob("abandoned_*"))) == 4
 
-    run = start("c", "--save_interval=0", "--max_iters=100000")
+    run = start("c", "--save_interval=0", "--eval_interval=1000000", "--max_iters=1000000")
     assert run.until(lambda text: "iter 4:" in text)  # without a checkpoint
     run.kill()
     run.wait(ok=False)
@@ -426,7 +426,7 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
-    args = [*SHORT, "--dist_timeout_s=3"]
+    args = [*SHORT, "--dist_timeout_s=6"]
     run = start_changed(zygote, SLOW_DISK, args, work, 2).wait()
     assert "saved out/step_00000003" in run.text() and "saved out/step_00000006" in run.text()
     args += ["--init_from=auto", "--max_iters=6", "--save_checkpoint=False"]

@@ -155,7 +155,7 @@ def test_a_kill_leaves_the_table_and_no_process(tmp_path, signal_name):
     process = start(tmp_path, "--device=cpu", "cold", "nanogpt", f"--nanogpt={tmp_path}")
     # gpu_check.py, the zygote, nanoGPT and what it has started; train.py, before it, has started git
     wait_for(
-        lambda: (len(table(tmp_path)) == 3 and len(tree(process.pid)) == 4) or process.poll() is not None
+        lambda: (len(table(tmp_path)) == 3 and len(tree(process.pid)) == 4) or process.poll() is not None, 300
     )
     pids = tree(process.pid)
     process.send_signal(signal.Signals[signal_name])

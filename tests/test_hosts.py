@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import HAS_NAMESPACES, Hosts, ip
+from hosts import HAS_NAMESPACES, Hosts
 from runs import REPO, TINY, assert_same_curve, children, column, records, same, steps_in, wait_for
 from test_launchers import FORKED
 
@@ -24,7 +24,7 @@ pytestmark = [
 TORCHRUN = [sys.executable, str(REPO / FORKED), "--nproc_per_node=1"]
 MASTER = ["--master_addr=10.77.0.1", "--master_port=29500"]
 ELASTIC = "--nnodes=2:3 --max-restarts=20 --rdzv-backend=c10d --rdzv-endpoint=h1:29400 --rdzv-id=hosts "
-ELASTIC += "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+ELASTIC += "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=30"
 ELASTIC = ELASTIC.split()
 JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
 
@@ -127,7 +127,7 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
     """First a cut cable, where the host that is cut off survives too; then a host without power."""
     h = hosts(3)
     for fault, gone in (("cut", "h3"), ("power", "h2")):
-        args = [*JOB, f"--out_dir={fault}", "--max_iters=100000", "--dist_timeout_s=8"]
+        args = [*JOB, f"--out_dir={fault}", "--max_iters=100000", "--dist_timeout_s=15"]
         agents = by_address(h, args)
         wait_for(lambda: steps_in(work / fault) > 20, 90)
         h.cable(gone, "down") if fault == "cut" else h.kill(gone)
@@ -146,8 +146,7 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
         for host in survivors:
             assert agents[host].wait(60) != 0
         h.cable(gone, "up")
-        for pid in ip("netns", "pids", h.spaces[gone]).split():
-            os.kill(int(pid), signal.SIGKILL)
+        h.kill_all(gone)
         for host in h.spaces:
             h.logs[host].unlink()
 
@@ -158,7 +157,6 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
     again. The losses are those of a run on one process, also after a worker was killed.
     """
     job = [*JOB, "--learning_rate=1e-4"]
-    zygote.start([*job, "--max_iters=400", "--out_dir=one"], work, env={"OMP_NUM_THREADS": "1"}).wait()
     zygote.start([*job, "--max_iters=25", "--keep_last=0", "--out_dir=out"], work).wait()
     h, out = hosts(2), work / "out"
     chosen = ["--init_from=resume", "--resume_step=10", "--max_iters=1000000", "--keep_last=0"]
@@ -181,7 +179,9 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
     assert "restart: continues what this launch has written to out, step" in h.text("h1")
     starts = [r["iter"] for r in records(out) if r.get("event") in ("start", "resume")]
     assert starts[:2] == [0, 10] and min(starts[2:]) >= 40
+    h.end()
+    args = [*job, f"--max_iters={at + 5}", "--out_dir=one"]
+    zygote.start(args, work, env={"OMP_NUM_THREADS": "1"}).wait(400)
     one, joined = column(work / "one", "loss"), column(out, "loss")
-    assert at in one, "the run on one process is long enough"
     common = one.keys() & joined.keys()
     same({step: one[step] for step in common}, {step: joined[step] for step in common}, absolute=1e-5)

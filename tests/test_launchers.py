@@ -84,7 +84,7 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, (
@@ -404,7 +404,7 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
     command, env = pod(FIVE, work / "out", 2)
     pods = [subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    texts = [pod.communicate(timeout=120)[0] for pod in pods]
+    texts = [pod.communicate(timeout=400)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], texts
     assert_same_curve(work / "out", work / "one")
 

@@ -413,6 +413,15 @@ class Odd(LocalFileSystem):
 
 fsspec.register_implementation("odd", Odd)
 remote.PAUSES_S, mirror.PATIENCE_S = (), 0.5
+finish = mirror.Mirror.finish
+
+def finish_last(self, seconds_left):
+    # on a slow machine too, the steps before the last one are copied
+    while any(folder.name != "step_00000006" for folder in self.held()):
+        threading.Event().wait(0.01)
+    finish(self, seconds_left)
+
+mirror.Mirror.finish = finish_last
 """
 
 

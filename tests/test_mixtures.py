@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import TINY, default_plan, records, script_that_fails, steps_in, train_defaults, wait_for
+from runs import TINY, default_plan, records, script_that_fails, start_faulty, train_defaults
 from test_validation import evaluated, plain_loss, write
 
 from isogpt.checkpoint.ckpt_file import read_file
@@ -342,8 +342,9 @@ def test_a_run_on_a_mixture_is_killed_and_resumed(zygote, work):
         "--eval_iters=0",
     ]
     zygote.train([*args, "--out_dir=straight", "--max_iters=29"], work)
-    run = zygote.start([*TINY, *args, "--out_dir=out", "--max_iters=29", "--save_interval=4"], work)
-    wait_for(lambda: (work / "out").exists() and steps_in(work / "out") > 12)
+    killed = [*args, "--out_dir=out", "--max_iters=29", "--save_interval=4"]
+    run = start_faulty(zygote, killed, work, WAIT=[14, 0])
+    assert run.until(lambda text: "held by the test" in text)
     run.kill()
     run.wait(ok=False)
     resume = [*args, "--out_dir=out", "--init_from=resume"]

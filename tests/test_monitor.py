@@ -72,7 +72,13 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
     codes, is_over, told = [], threading.Event(), []
     monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-    monkeypatch.setattr(os, "_exit", lambda status: (codes.append(status), is_over.set()))
+
+    def leave(status):
+        codes.append(status)
+        dog.over.set()  # ends the thread
+        is_over.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
     ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
     progress, store = Progress(1, step=4), dist.HashStore()
     logger = Logger(progress, [])

@@ -96,7 +96,7 @@ def test_a_prompt_from_a_pipe(zygote, trained):
     with open(name, "w") as pipe:
         pipe.write(prompt)
     # a second reader would wait for a second writer
-    assert run.wait(30).samples().count(prompt) == 2
+    assert run.wait().samples().count(prompt) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Slurm:
         files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
         files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
         self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
-        wait_for((folder / "munge.socket").exists, 20)
+        wait_for((folder / "munge.socket").exists)
         ports = dict(port=free_port(), one=free_port(), two=free_port())
         conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], grace=grace, **ports)
         (folder / "slurm.conf").write_text(conf)
@@ -163,17 +163,18 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     env = slurm.env | {"MASTER_ADDR": "127.0.0.1", "SLURM_PTY_PORT": "12345"}
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py")]
     run = subprocess.run(
-        [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=90
+        [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ranks:   2 = " in run.stdout and run.stdout.count("iter 4:") == 1
     assert_same_curve(work / "srun", work / "five")
 
-    # a minute, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
-    job, out = slurm.submit(work, "limit", "--time=1", steps=100000, SAVING="30"), work / "limit"
-    wait_for(lambda: (out / "PREEMPTED").exists(), 120)
+    # two minutes, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
+    limit = dict(steps=100000, SAVING="30", PYTHON=forking_python(work))
+    job, out = slurm.submit(work, "limit", "--time=2", **limit), work / "limit"
+    wait_for(lambda: (out / "PREEMPTED").exists(), 240)
     assert "resume" not in events(out)
-    wait_for(lambda: "resume" in events(out), 120)
+    wait_for(lambda: "resume" in events(out), 240)
     # scancel: the job saves and is not requeued
     at = steps_in(out)
     wait_for(lambda: steps_in(out) > at + 5, 60)
@@ -183,6 +184,7 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert events(out)[-1] == "preempted" and (out / f"step_{last + 1:08d}").is_dir(), log_of(work, job)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_each_signal_to_a_job(slurm, work):
     """
@@ -193,7 +195,7 @@ def test_each_signal_to_a_job(slurm, work):
     in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
     for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
         step = steps_in(out)
-        wait_for(lambda: steps_in(out) > step + 5, 180)
+        wait_for(lambda: steps_in(out) > step + 5, 300)
         number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
         slurm.ask("scancel", *flags, f"--signal={number}", job)
         wait_for((out / "PREEMPTED").exists)

@@ -115,7 +115,7 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run = zygote.start([*long, "--max_iters=25"], work, 2)
     assert run.until(lambda text: "iter 19:" in text)
     run.kill([0], signal.SIGTERM)
-    run.wait(timeout=20)
+    run.wait()
     assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 20
     assert (work / "out" / "step_00000020").is_dir(), "the state before the evaluation"
     # the evaluation after the last step: the run is not complete, and the next start evaluates once
@@ -123,7 +123,7 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run = zygote.start(last, work)
     assert run.until(lambda text: "iter 21:" in text)
     run.kill(sig=signal.SIGTERM)
-    assert run.wait(timeout=20, ok=False).codes == [143] and "stopped on request before step 22" in run.text()
+    assert run.wait(ok=False).codes == [143] and "stopped on request before step 22" in run.text()
     assert (work / "out" / "PREEMPTED").exists()
     final = [*last, "--eval_iters=1"]
     assert "step 22: train loss" in zygote.start(final, work).wait().text()
@@ -139,7 +139,7 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run = start_changed(zygote, DRAWS, each, work)
     assert run.until(lambda text: text.count("saved") > 5)
     run.kill(sig=signal.SIGTERM)
-    run.wait(timeout=20, ok=False)
+    run.wait(ok=False)
     mark = json.loads((work / "saving" / "PREEMPTED").read_text())
     assert "the plot, after PREEMPTED: True" in run.text(), "mpirun leaves a second until SIGKILL"
     assert run.codes == [143] and (work / "saving" / f"step_{mark['iter']:08d}").is_dir()
@@ -370,8 +370,9 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     read = Path.read_text  # in LXC's containers, /proc/uptime says when the container was started
     monkeypatch.setattr(Path, "read_text", lambda path: "3 2" if path.name == "uptime" else read(path))
+    before = running_s()
     age = float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())]))
-    assert own < running_s() and abs(running_s() - age) < 2
+    assert own < before and before - 2 < age < running_s() + 2
     stop = Stop(time_limit_s=running_s() + 100)
     assert stop.code() == 0 and stop.code(step_s=50) == TIME_IS_UP
 
@@ -380,7 +381,7 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
 # hangs, killed processes, ranks that differ
 
 
-@pytest.mark.parametrize("sig, flags", [("SIGSTOP", ["--dist_timeout_s=3"]), ("SIGKILL", ["--zero=3"])])
+@pytest.mark.parametrize("sig, flags", [("SIGSTOP", ["--dist_timeout_s=10"]), ("SIGKILL", ["--zero=3"])])
 def test_a_rank_that_hangs_or_dies_is_named_by_all_others(zygote, work, sig, flags):
     run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", *flags], work, 3)
     assert run.until(lambda text: "iter 2:" in text)
@@ -498,14 +499,14 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
-    args = [*TINY, "--save_interval=10", "--max_iters=60"]
+    args = [*TINY, "--save_interval=10", "--max_iters=200"]
     zygote.start([*args, "--out_dir=straight"], work, 2).wait()
     torchrun = [sys.executable, str(REPO / FORKED), "--nproc_per_node=2", "--max-restarts=3"]
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(REPO / "train.py")]
     command = [*torchrun, *where, *args, "--out_dir=out"]  # the default is to start from scratch
     with open(work / "log", "w") as log:
         agent = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
-        wait_for(lambda: steps_in(work / "out") > 15)
+        wait_for(lambda: steps_in(work / "out") > 15, 180)
         os.kill(children(agent.pid)[0], signal.SIGKILL)
         assert agent.wait(90) == 0, (work / "log").read_text()[-3000:]
     assert column(work / "out", "loss") == column(work / "straight", "loss"), (
@@ -515,7 +516,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     endless = [a for a in command if not a.startswith(("--max_iters", "--out_dir"))] + ["--max_iters=1000000"]
     with open(work / "log", "w") as log:
         agent = subprocess.Popen([*endless, "--out_dir=orphans"], cwd=work, stdout=log, stderr=log)
-        wait_for(lambda: steps_in(work / "orphans") > 5)
+        wait_for(lambda: steps_in(work / "orphans") > 5, 180)
         workers = children(agent.pid)
         agent.kill()
         agent.wait()

@@ -286,6 +286,8 @@ def leave_with_others() -> NoReturn:
         sys.exit(1)
     # the launcher sends SIGTERM to the ranks that leave last, which would then announce that they stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not is_main():  # PyTorch would report, with C++ frames, that the store of rank 0 is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with suppress(RuntimeError):  # other ranks may have left already
         # a rank that leaves early makes the launcher kill ranks that have not printed yet. The number is on
         # the CPU, since a barrier would use the GPU, which may have failed

@@ -280,7 +280,7 @@ def start(config: dict, script: str) -> None:
         run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
         for number in stop_signals():
-            signal.signal(number, exit_at_once)
+            signal.signal(number, partial(exit_at_once, folder))
         warnings.filterwarnings(
             "ignore", message="Set timeout is now only supported|Accessing the data pointer"
         )
@@ -311,9 +311,10 @@ def check(config: dict) -> None:
         raise ValueError("shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal")
 
 
-def exit_at_once(number: int, _: object) -> None:
+def exit_at_once(folder: tempfile.TemporaryDirectory, number: int, _: object) -> None:
     """End a dry run that was asked to stop; its folder is deleted."""
-    sys.exit(128 + number)
+    folder.cleanup()
+    os._exit(128 + number)  # Python ignores SystemExit in a weak reference's callback
 
 
 def is_prepared(config: dict) -> bool:
