@@ -55,10 +55,9 @@ def test_the_result_of_a_complete_run(zygote, work):
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
         assert result["commit"] == head.stdout.strip()
 
-    size = (out / "metrics.jsonl").stat().st_size
     again = last_line(zygote.train([*LAUNCH, "--out_dir=out", "--init_from=resume"], work))
     assert again == result_of(out) == result | {"seconds": again["seconds"], "mfu": again["mfu"]}
-    assert again["seconds"] == pytest.approx(read_totals(out / "metrics.jsonl", 11, size).seconds)
+    assert again["seconds"] == pytest.approx(result["seconds"], abs=0.1)
 
     evaluated = zygote.train([*LAUNCH, "--out_dir=out", "--init_from=resume", "--eval_only"], work)
     assert last_line(evaluated)["val_loss"] == result["val_loss"] and result_of(out) == again
