@@ -563,36 +563,3 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
     (lost,) = events(work / "away", "folder_lost")
     stopped = json.loads((work / "out/PREEMPTED").read_text())["iter"]
     assert said in lost["reason"] and newest_checkpoint(str(work / "out"))[0].step == stopped
-
-
-def test_a_folder_that_is_not_shared_any_more(zygote, work):
-    """
-    Rank 1's shards do not pile up in a different folder. If torchrun may restart, such a run does not start.
-    """
-    (work / "config.py").write_text('import os\nout_dir = "link" + os.environ["RANK"]\n')
-    for folder in ("out", "other"):
-        (work / folder).mkdir()
-    for link, folder in (("link0", "out"), ("link1", "other")):
-        os.symlink(folder, work / link)
-    args = [*TINY, "config.py", "--save_interval=5", "--keep_last=1", "--max_iters=100000"]
-    run = zygote.start(args, work, 2, env={"TORCHELASTIC_MAX_RESTARTS": "1"}).wait(ok=False)
-    assert run.codes == [1, 1] and "rollback or a restart: set --out_dir= to one folder" in run.text()
-
-    def point_link_1_to(folder):
-        os.symlink(folder, work / "new")
-        os.replace(work / "new", work / "link1")
-
-    point_link_1_to("out")
-    run = zygote.start([*args, "--zero=1"], work, 2)
-    assert run.until(lambda text: "saved link0/step_00000005" in text)
-    point_link_1_to("other")
-    assert run.until(lambda text: text.count("do all ranks write to this folder?") > 2)
-    kept = list((work / "out").glob("step_*"))
-    assert len(kept) == 1 and not damage(kept[0])
-    assert len(list((work / "other").glob("unfinished_*"))) < 3
-    point_link_1_to("out")
-    failed = run.text().count("a checkpoint failed")
-    assert run.until(lambda text: "saved link0" in text[text.rindex("a checkpoint failed") :])
-    run.kill(sig=signal.SIGTERM)
-    run.wait()
-    assert run.text().count("a checkpoint failed") <= failed + 1 and newest_checkpoint(str(work / "out"))[0]
