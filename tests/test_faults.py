@@ -9,8 +9,6 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,7 +16,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
@@ -32,14 +29,10 @@ from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkp
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
-from isogpt.monitor.curves import read_curves
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import plot_loss
-from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.statistics import LayerStatistics
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -282,14 +275,6 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
 
 
-def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work):
-    """Groups of ranks, for instance, which other ranks would never join."""
-    (work / "own.py").write_text("import os\ntp = 1 + int(os.environ['RANK'])\n")
-    run = zygote.train([*SHORT, "own.py", "--dist_timeout_s=30"], work, 2, ok=False, timeout=25)
-    text = "error: the ranks were started with different settings: tp is 1 on rank 0, 2 on rank 1\n"
-    assert set(run.codes) == {1} and run.text() == text
-
-
 # ------------------------------------------------------------------------------------------------------------
 # restarts
 
@@ -362,28 +347,6 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 # runs that die
 
 
-def test_what_the_plot_shows(tmp_path, monkeypatch):
-    """All steps, and the legend contains the last values."""
-    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
-    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
-    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
-    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
-    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
-    (axes,) = figures[0].axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
-    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
-    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
-    # a few steps are not smoothed
-    (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
-    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
-    (axes,) = figures[1].axes
-    assert len(axes.lines) == 1
-
-
 @pytest.mark.parametrize(
     "step, stop, val_loss, said",
     [
@@ -421,13 +384,6 @@ def test_how_to_sample(at):
 def test_a_plot_is_no_reason_to_stop(zygote, work, name):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work, whole=True)
     assert "the loss curve: " in run.text() and (work / name / "loss.png").stat().st_size > 1000
-
-
-def test_a_plot_that_cannot_be_written_says_why(zygote, work):
-    (work / "out/loss.png").mkdir(parents=True)
-    run = zygote.train(["--max_iters=2", "--eval_interval=2", "--out_dir=out"], work)
-    assert "no plot of the loss curve: [Errno 21]" in run.text() and "pip install" not in run.text()
-    assert not list((work / "out").glob("*.tmp"))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -540,51 +496,8 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     assert damage(moved) == "it was renamed: its checkpoint is that of step 9"
 
 
-def test_foreign_lines_in_the_log(zygote, place):
-    with open(place / "out/metrics.jsonl", "a") as f:
-        f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
-        f.write('{"iter": 5, "loss": 2.5, "time": "yesterday"}\n')
-    zygote.train(RESUME, place)
-    # the lines before the last one of an earlier step are neither read nor written: "7" stays
-    steps = [step for step in column(place / "out", "loss") if step != "7"]
-    assert len(steps) == 8 and {"note": "mine"} in records(place / "out")
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_does_not_end_the_run(work):
-    """train.py ... | head -3"""
-    command = [sys.executable, str(REPO / "train.py"), *TINY, *SHORT]
-    env = os.environ | {"MPLBACKEND": "of_a_notebook"}  # the plot needs no backend
-    run = subprocess.Popen(
-        command, cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    for _ in range(3):
-        run.stdout.readline()
-    run.stdout.close()
-    errors = run.stderr.read()
-    assert run.wait(60) == 0 and errors.count("stdout was closed") == 1 and "Traceback" not in errors
-    assert (work / "out/step_00000006/ckpt.pt").exists() and (work / "out/loss.png").exists()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # misleading messages
-
-
-def test_no_module_is_imported_after_the_first_step(zygote, work):
-    """A checkout may be changed or moved while a run goes on: it must not load a mixture of versions."""
-    changes = """
-from isogpt.monitor.run_report import RunReport
-loaded, step, end = [], RunReport.step, RunReport.end
-def noted_step(self, *args):
-    loaded.extend(() if loaded else sys.modules)
-    return step(self, *args)
-def noted_end(self, *args):
-    end(self, *args)
-    print("late:", [name for name in sys.modules if "isogpt" in name and name not in loaded])
-RunReport.step, RunReport.end = noted_step, noted_end
-"""
-    args = ["--out_dir=out", "--max_iters=2", "--zero=1"]
-    assert "late: []\n" in start_changed(zygote, changes, args, work).wait().text()
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
@@ -657,22 +570,6 @@ def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     assert "of the checkpoint" not in quiet.text() and "continues with" not in quiet.text()
     coarser = zygote.train([*RESUME, "--max_iters=9", "--dataset=other", "--dtype=bfloat16"], place)
     assert "this run continues with dtype bfloat16 (was float32): the loss curve changes" in coarser.text()
-
-
-def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
-    """The reader drops what was logged before the rollback."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
-    metrics = MetricsFile(config, step=0)
-    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
-    for first in (0, 3):
-        for step in range(first, 5):
-            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
-        logger.event("end" if first else "rollback", to=3)
-    metrics.file.close()
-    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
 # ------------------------------------------------------------------------------------------------------------
