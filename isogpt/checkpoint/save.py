@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -37,9 +37,6 @@ from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-
-if TYPE_CHECKING:
-    from isogpt.checkpoint.sharded_files import Division
 
 
 class Log(Protocol):
@@ -82,7 +79,6 @@ class Saver:
     failures: int = 0  # how many have failed in succession
     is_sharded: bool = field(init=False)  # whether ranks hold different parts of the state
     group: dist.ProcessGroup | None = field(init=False, default=None)  # of the ranks that write shards
-    division: "Division | None" = field(init=False, default=None)  # which rank writes which shards
 
     def __post_init__(self) -> None:
         self.is_sharded = is_sharded(self.plan, self.mesh)
@@ -191,8 +187,7 @@ class Saver:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                division, written = sharded_files.write(folder, copied, self.group, self.division)
-                self.division = division
+                written = sharded_files.write(folder, copied, self.group)
                 manifest["run"] = run
             else:
                 written = write_file(folder / "ckpt.pt", copied)
