@@ -68,7 +68,7 @@ def slow(work):
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
 if os.environ["RANK"] == "1":
-    state.read_checkpoint = slow(state.read_checkpoint)
+    state.restore_checkpoint = slow(state.restore_checkpoint)
 """
 
 
@@ -770,15 +770,10 @@ def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
 
 
 def test_a_run_that_has_saved_nothing_says_so(tmp_path):
-    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left", failures=1)
-    first = Saver.about_failure(saver)
-    saver.failures = 2
-    second = Saver.about_failure(saver)
-    assert "\n" not in first and first.endswith("no older one: if the run ends now, all its steps are lost")
-    frame, text, advice, end = second.splitlines()
-    assert frame == end == "!" * 100 and text == first and advice.startswith("2 checkpoints in succession")
+    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left")
+    assert Saver.about_failure(saver).endswith("no older one: if the run ends now, all its steps are lost")
     (tmp_path / "step_00000003").mkdir()
-    assert Saver.about_failure(saver) == f"{first.partition(';')[0]}; older checkpoints are kept"
+    assert Saver.about_failure(saver).endswith("(No space left); older checkpoints are kept")
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])
