@@ -113,7 +113,7 @@ class OpenCheckpoint:
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
-            sharded_files.read(path, targets, self.stored.unverified)
+            sharded_files.read(path, targets)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
@@ -209,7 +209,7 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        shapes = sharded_files.shapes(stored.path, stored.unverified)
+        shapes = sharded_files.shapes(stored.path)
         return OpenCheckpoint(stored, stored.manifest["run"], shapes)
     path, state = stored.path, read_file(stored.path)
     saved = state["model"]

@@ -26,7 +26,7 @@ from isogpt.training.settings import model_args_of, settings_of_model
 
 DRAWN = "has drawn its initial weights"
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
-# optimizer cannot continue it, see state.read_checkpoint
+# optimizer cannot continue it, see state.restore_checkpoint
 OF_UPDATES = (
     *("learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
     *("muon_momentum", "grad_clip", "dropout", "residual_dtype"),
