@@ -130,11 +130,12 @@ class Mirror:
                 self.seconds = time.perf_counter() - began
                 self.report(folder, [name for name in skipped if name != best.name])
                 skipped = []
-        steps = remote.steps()
-        older = [step for step in steps if step <= manifest["step"]]
+        steps, step_here = remote.steps(), manifest["step"]
+        older = [step for step in steps if step <= step_here]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)}
-        for step in set(steps) - kept:
-            remote.remove(step)
+        for step in steps:
+            if step > step_here or step not in kept:
+                remote.remove(step)
 
     def report(self, folder: Path, skipped: list[str]) -> None:
         """Report that a step folder was copied, and the names of those that were not."""
