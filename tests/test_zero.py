@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 
 import pytest
@@ -57,26 +58,33 @@ def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, sharded, session_wo
     assert {path: path.stat().st_mtime_ns for path in sharded.rglob("*")} == before
 
 
-def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, sharded, session_work, tmp_path):
-    """
-    For each file: a byte flipped, truncated, missing. The damage is reported, and the previous checkpoint is
-    used.
-    """
+@pytest.mark.parametrize("form", ["ckpt.pt", "shards"])
+def test_damage_to_any_file_is_noticed(trained, sharded, tmp_path, form):
+    """A flipped byte, at many places; a truncated file; a missing one. The previous checkpoint is found."""
     out, step = tmp_path / "out", tmp_path / "out" / "step_00000010"
-    shutil.copytree(sharded, out, symlinks=True)
+    shutil.copytree(sharded if form == "shards" else trained(ONE), out, symlinks=True)
+    rng = random.Random(0)
     for path in sorted(step.iterdir()):
         good = path.read_bytes()
-        for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], b"", None):
+        damaged = [None, *(good[:size] for size in (0, 1, len(good) // 2, len(good) - 1))]
+        for place in (0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(20))):
+            damaged.append(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
+        for bad in damaged:
             path.unlink() if bad is None else path.write_bytes(bad)
             found, reports = newest_checkpoint(str(out))
             assert found.step == 5 and len(reports) == 1 and "step_00000010" in reports[0], path
         path.write_bytes(good)
     assert newest_checkpoint(str(out))[0].step == 10
-    content = bytearray((step / "__1_0.distcp").read_bytes())  # which rank 1 verifies
+
+
+def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, session_work, tmp_path):
+    out, file = tmp_path / "out", tmp_path / "out/step_00000010/__1_0.distcp"
+    shutil.copytree(sharded, out, symlinks=True)
+    content = bytearray(file.read_bytes())  # which rank 1 verifies
     content[len(content) // 2] ^= 1
-    (step / "__1_0.distcp").write_bytes(content)
+    file.write_bytes(content)
     run = zygote.train([*ZERO3, "--init_from=resume", "--max_iters=10", f"--out_dir={out}"], session_work, 2)
-    said = f"warning: {step} is damaged: the checksum of __1_0.distcp does not match\n"
+    said = f"warning: {file.parent} is damaged: the checksum of __1_0.distcp does not match\n"
     assert run.text().count(said) == 1 and set(column(out, "loss")) == set(range(11))
     assert newest_checkpoint(str(out))[0].step == 11
 
