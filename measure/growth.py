@@ -50,8 +50,7 @@ from isogpt.checkpoint import manifest, sharded_files
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.search import StoredCheckpoint
-from isogpt.checkpoint.verify import find_together
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
 from isogpt.common import random_numbers
 from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
@@ -353,7 +352,7 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
     with counting(saved):
         on_ranks(count, save)
     with counting(resumed):
-        found = on_ranks(count, lambda rank: find_together(str(links[rank])))
+        found = on_ranks(count, lambda rank: find_checkpoint(str(links[rank])))
     assert all(isinstance(stored, StoredCheckpoint) and not reports for stored, reports in found)
     return saved, resumed
 

@@ -25,10 +25,9 @@ from isogpt.checkpoint.manifest import (
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_folder
+from isogpt.checkpoint.search import best_folder, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
-from isogpt.checkpoint.verify import find_together
 from isogpt.common import console
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
@@ -301,7 +300,7 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = find_together(str(self.run_folder.path), on_error=self.log.failed)
+        stored, reports = find_checkpoint(str(self.run_folder.path), on_error=self.log.failed)
         do_together(prepare_rollback, self.run_folder, stored, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
