@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
+from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from model import GPT, GPTConfig
 
@@ -57,26 +59,33 @@ def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, sharded, session_wo
     assert {path: path.stat().st_mtime_ns for path in sharded.rglob("*")} == before
 
 
-def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, sharded, session_work, tmp_path):
-    """
-    For each file: a byte flipped, truncated, missing. The damage is reported, and the previous checkpoint is
-    used.
-    """
+@pytest.mark.parametrize("form", ["ckpt.pt", "shards"])
+def test_damage_to_any_file_is_noticed(trained, sharded, tmp_path, form):
+    """A flipped byte, at many places; a truncated file; a missing one. The previous checkpoint is found."""
     out, step = tmp_path / "out", tmp_path / "out" / "step_00000010"
-    shutil.copytree(sharded, out, symlinks=True)
+    shutil.copytree(sharded if form == "shards" else trained(ONE), out, symlinks=True)
+    rng = random.Random(0)
     for path in sorted(step.iterdir()):
         good = path.read_bytes()
-        for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], b"", None):
+        damaged = [None, *(good[:size] for size in (0, 1, len(good) // 2, len(good) - 1))]
+        for place in (0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(20))):
+            damaged.append(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
+        for bad in damaged:
             path.unlink() if bad is None else path.write_bytes(bad)
             found, reports = newest_checkpoint(str(out))
             assert found.step == 5 and len(reports) == 1 and "step_00000010" in reports[0], path
         path.write_bytes(good)
     assert newest_checkpoint(str(out))[0].step == 10
-    content = bytearray((step / "__1_0.distcp").read_bytes())  # which rank 1 verifies
+
+
+def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, session_work, tmp_path):
+    out, file = tmp_path / "out", tmp_path / "out/step_00000010/__1_0.distcp"
+    shutil.copytree(sharded, out, symlinks=True)
+    content = bytearray(file.read_bytes())  # which rank 1 verifies
     content[len(content) // 2] ^= 1
-    (step / "__1_0.distcp").write_bytes(content)
+    file.write_bytes(content)
     run = zygote.train([*ZERO3, "--init_from=resume", "--max_iters=10", f"--out_dir={out}"], session_work, 2)
-    said = f"warning: {step} is damaged: the checksum of __1_0.distcp does not match\n"
+    said = f"warning: {file.parent} is damaged: the checksum of __1_0.distcp does not match\n"
     assert run.text().count(said) == 1 and set(column(out, "loss")) == set(range(11))
     assert newest_checkpoint(str(out))[0].step == 11
 
@@ -100,6 +109,23 @@ def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
     for found in (torch.load(tmp_path / "converted.pt"), loaded):
         assert found.keys() == expected.keys() and len(found) > 30
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_shards_are_hashed_and_on_the_disk_when_they_are_written(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    entries = sharded_files.write(tmp_path / "new", {"w": local_part_of(torch.zeros(1000))}, group=None)
+    assert entries.keys() == {".metadata", "__0_0.distcp"} and entries == hash_files(tmp_path / "new")
+    assert {path.stat().st_ino for path in (tmp_path / "new").iterdir()} <= {*synced}
+
+
+def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
+    """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
+    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
+    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
+    monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
+    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
+        sharded_files.write(tmp_path, {}, group=object())
 
 
 def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
