@@ -144,7 +144,7 @@ CASES = {
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
     "no-step": Case(
         [*RESUME, "--resume_step=5"],
-        ["no step 5 to resume from in out, which contains 6, 3", "--out_dir="],
+        ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
         BOTH,
     ),
     # out_dir

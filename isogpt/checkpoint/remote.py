@@ -30,6 +30,10 @@ class Remote:
         self.files, root = fsspec.url_to_fs(url, skip_instance_cache=True)  # not one that has failed
         self.root = root.rstrip("/")
 
+    def shown(self, step: int) -> str:
+        """The address of a step, for messages."""
+        return f"{without_credentials(self.url).rstrip('/')}/{name_of(step)}"
+
     def steps(self) -> list[int]:
         """The steps that have a folder, newest first: not all need be complete."""
         self.files.invalidate_cache()

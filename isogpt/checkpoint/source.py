@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file, reading
-from isogpt.checkpoint.search import StoredCheckpoint, check_same
+from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.common.console import shortened
 from isogpt.launch.device import synchronize
 from isogpt.nn.architecture import GPTConfig
@@ -76,7 +76,7 @@ class OpenCheckpoint:
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
-            sharded_files.read(path, targets, self.stored.unverified)
+            sharded_files.read(path, targets)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
@@ -113,14 +113,12 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0
-            found.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
     """
-    check_same(stored)
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        shapes = sharded_files.shapes(stored.path, stored.unverified)
+        shapes = sharded_files.shapes(stored.path)
         return OpenCheckpoint(stored, stored.manifest["run"], shapes)
     state = read_file(stored.path)
     with reading(stored.path):
