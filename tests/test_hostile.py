@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
