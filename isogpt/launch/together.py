@@ -221,15 +221,12 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
     if isinstance(error, ValueError | OSError):
         failure = Failure(open_files.explained(str(error)), is_expected=True)
     elif error:
-        first_line = (str(error).splitlines() or [""])[0]
-        failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)
+        failure = Failure(f"{type(error).__name__}: {error}".partition("\n")[0], is_expected=False)
     try:
         (failed,) = add_together(failure is not None)
         failures = gather_objects(failure) if failed else []
-    except RuntimeError:
-        if error:  # after Ctrl-C, the other ranks may have left already
-            raise error from None
-        raise
+    except RuntimeError as lost:  # after Ctrl-C, the other ranks may have left already
+        raise error or lost from None
     return {rank: failure for rank, failure in enumerate(failures) if failure}
 
 
