@@ -37,26 +37,10 @@ LAUNCHERS = {
     "torch.distributed.launch": "PYTHON -m torch.distributed.launch --nproc_per_node=2 --master_port=PORT",
     "accelerate": "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no "
     "--dynamo_backend=no --main_process_port=PORT",
-    "accelerate, config file": "accelerate launch --config_file=accelerate.yaml",
     "deepspeed": "deepspeed --num_gpus=2 --master_port=PORT",
     "mpirun": "mpirun --allow-run-as-root --oversubscribe -n 2 PYTHON",
-    "accelerate, mpirun": "accelerate launch --config_file=mpi.yaml",
     "none": "PYTHON",
 }
-ACCELERATE = """compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_processes: 2
-num_machines: 1
-machine_rank: 0
-main_process_port: PORT
-mixed_precision: 'no'
-use_cpu: false
-"""
-OVER_MPI = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace("use_cpu: false", "use_cpu: true")
-OVER_MPI += """main_process_ip: 127.0.0.1
-mpirun_config:
-  mpirun_hostfile: hostfile
-"""
 
 
 @pytest.mark.slow
@@ -64,13 +48,9 @@ mpirun_config:
 def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     port = str(free_port())
     command = LAUNCHERS[name].replace("PORT", port).replace("PYTHON", sys.executable).split()
-    for program in (command[0], *(["mpirun"] if "mpirun" in name else [])):
-        if not shutil.which(program):
-            pytest.skip(f"{program} is not installed")
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
-    (work / "accelerate.yaml").write_text(ACCELERATE.replace("PORT", port))
-    (work / "mpi.yaml").write_text(OVER_MPI.replace("PORT", port))
-    (work / "hostfile").write_text("127.0.0.1 slots=2\n")
     own = ["--nproc=2"] if name == "none" else []
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}

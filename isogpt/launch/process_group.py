@@ -166,7 +166,7 @@ def prepare_device(device: torch.device) -> None:
             torch.cuda.set_device(device)
             torch.ones(1, device=device)  # runs a kernel
         except RuntimeError as e:
-            problem = str(e).splitlines()[0]
+            problem = str(e).partition("\n")[0]
             advice = "look at nvidia-smi for other programs on it, or set --device=cpu"
             raise ValueError(f"{device} cannot be used ({problem}): {advice}") from e
 
@@ -179,7 +179,7 @@ def meet_ranks(rank: int, world_size: int, process: Process, timeout_s: float) -
     try:
         store, others = within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        problem = open_files.explained(str(e).splitlines()[0])
+        problem = open_files.explained(str(e).partition("\n")[0])
         raise ValueError(
             f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: "
             f"{problem}{network.LEFT_OVER}"
