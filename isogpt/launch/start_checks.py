@@ -48,7 +48,7 @@ def start_facts(config: dict) -> dict:
         facts[name] = without_credentials(config.get(name, ""))
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
     facts["has_weights"] = weights.exists()
-    if (weights / "config.json").is_file():  # of transformers; runs are compared when they are read
+    if (weights / "config.json").is_file():  # not a run: search.verify compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
         facts["the weights' digest"] = zlib.crc32(str(sizes).encode())
     return facts

@@ -159,18 +159,6 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
-def restarts_left() -> int:
-    """How many more times torchrun restarts this run after a failure."""
-    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
-    return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
-
-
-def restarts() -> int:
-    """How many times torchrun or Slurm has started this run again."""
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return max(int(count) for count in counts if count.isdigit())
-
-
 class Failure(NamedTuple):
     """Why a rank failed."""
 
