@@ -20,10 +20,11 @@ from isogpt.checkpoint.manifest import (
     unfinished_folder,
 )
 from isogpt.checkpoint.owner import was_entered_by
-from isogpt.checkpoint.remote import Remote, check_url, explained, within
+from isogpt.checkpoint.remote import Remote, check_url, explained
 from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint, open_folder
 from isogpt.common import console
 from isogpt.common.files import free_name, remove
+from isogpt.common.patience import within
 from isogpt.launch.launchers import Launch
 from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.options.values import without_credentials
@@ -41,53 +42,59 @@ def reading(url: str) -> Iterator[None]:
         raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(url, e)})") from e
 
 
-def fetch(remote: Remote, step: int, out: Path) -> str:
+def open_run(url: str) -> tuple[Remote, list[int]]:
+    """Open a run's folder at a URL. Returns it, and its steps, newest first."""
+    check_url(url)
+    with reading(url):
+        remote = Remote(url)
+        return remote, within(ANSWER_S, remote.steps)
+
+
+def fetch(remote: Remote, manifest: dict, out: Path) -> str:
     """
-    Download a step into `out`, in which a folder of this name is damaged. Returns why the step is not used;
-    '' if it was downloaded.
+    Download the step with this manifest into `out`, in which a folder of this name is damaged. Returns what
+    is wrong with it; '' if it was downloaded.
     """
-    folder = step_folder(out, step)
-    if not (manifest := remote.manifest(step)):
-        return f"{remote.shown(step)} is not complete: manifest.json is missing or damaged"
-    size = size_of(manifest) / 1e6
-    console.print_to_stderr(f"downloading {remote.shown(step)} ({size:,.1f} MB) to {out}")
-    unfinished = unfinished_folder(out, uuid.uuid4().hex, step)  # the next start deletes it
+    folder = step_folder(out, manifest["step"])
+    shown, size = remote.shown(manifest["step"]), size_of(manifest) / 1e6
+    console.print_to_stderr(f"downloading {shown} ({size:,.1f} MB) to {out}")
+    unfinished = unfinished_folder(out, uuid.uuid4().hex, manifest["step"])  # the next start deletes it
     try:
         remote.get(manifest, unfinished / folder.name)
-        problem = damage(unfinished / folder.name)
-        if not problem and folder.exists():
+        if problem := damage(unfinished / folder.name):
+            return f"{shown} is damaged: {problem}"
+        if folder.exists():
             os.rename(folder, free_name(out, f"damaged_{folder.name}"))
-        if not problem:
-            os.rename(unfinished / folder.name, folder)
-    except FileNotFoundError as e:
-        problem = str(e)
+        os.rename(unfinished / folder.name, folder)
     finally:
         remove(unfinished)
-    return f"{remote.shown(step)} is damaged: {problem}" if problem else ""
+    return ""
 
 
-def fetch_first(remote: Remote, steps: Iterable[int], out: Path) -> tuple[list[int], list[str]]:
+def fetch_first(remote: Remote, steps: Iterable[int], out: Path, reports: list[str]) -> list[int]:
     """
-    Download the first of these steps that is whole into `out`. Returns it, and a sentence for each one before
-    it.
+    Download the first of these steps that is whole into `out`. Returns it, and adds a sentence to `reports`
+    for each one before it.
     """
-    reports = []
     for step in steps:
-        if not (report := fetch(remote, step, out)):
-            return [step], reports
+        report = f"{remote.shown(step)} is not complete: manifest.json is missing or damaged"
+        if manifest := remote.manifest(step):
+            report = fetch(remote, manifest, out)
+        if not report:
+            return [step]
         reports.append(report)
-    return [], reports
+    return []
 
 
 def fetch_missing(url: str, steps: list[int], out: Path) -> None:
     """Download what rank 0 has downloaded, on the first rank of a machine that does not see it."""
-    here = step_folders(out)
-    for step in steps:
-        if step_folder(out, step) not in here and os.environ.get("LOCAL_RANK", "0") == "0":
-            with reading(url):
-                report = fetch(Remote(url), step, out)
-            if report:
-                raise ValueError(report)
+    here, reports = step_folders(out), []
+    lacking = [step for step in steps if step_folder(out, step) not in here]
+    if lacking and os.environ.get("LOCAL_RANK", "0") == "0":
+        with reading(url):
+            found = [fetch_first(Remote(url), [step], out, reports) for step in lacking]
+        if not all(found):
+            raise ValueError("; ".join(reports))
 
 
 def fetch_newer(config: dict, launch: Launch) -> list[str]:
@@ -123,23 +130,20 @@ def fetch_for_resume(
     """Rank 0's part of `fetch_newer`. Returns the steps that it has downloaded, and the sentences."""
     if not is_main():
         return [], []
-    check_url(url)
     try:
-        with reading(url):
-            remote = Remote(url)
-            there = within(ANSWER_S, remote.steps)
+        remote, there = open_run(url)
     except ConnectionError as e:
         if local:
             return [], [f"mirror {e}: the run continues with {local.path}"]
         raise ValueError(f"mirror {e}, and {out} contains no checkpoint to resume from: {ADVICE}") from e
     newer = [step for step in there if step > (local.step if local else -1) and asked in (-1, step)]
+    reports = []
     with reading(url):
-        fetched, reports = fetch_first(remote, newer, out)
+        fetched = fetch_first(remote, newer, out, reports)
         newest = read_manifest(step_folder(out, fetched[0])) if fetched else local.manifest if local else {}
         best = newest.get("best_step")
         if best in there and not step_folder(out, best).exists():
-            more, reports_of_best = fetch_first(remote, [best], out)
-            return fetched + more, reports + reports_of_best
+            fetched += fetch_first(remote, [best], out, reports)
     return fetched, reports
 
 
@@ -153,29 +157,25 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> StoredCheckpoint
     match = STEP.fullmatch(name)
     run, asked = (run, int(match[1])) if match else (url.rstrip("/"), -1)
     out = Path(out_dir) / broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
-    steps, reports = broadcast(do_together(find_weights, run, out, asked, best))
+    steps = broadcast(do_together(find_weights, run, out, asked, best))
     do_together(fetch_missing, run, steps, out)
-    for report in reports if is_main() else []:
-        console.print_to_stderr(f"warning: {console.visible(report)}")
     return open_folder(step_folder(out, steps[0]))
 
 
-def find_weights(run: str, out: Path, asked: int, best: bool) -> tuple[list[int], list[str]]:
-    """Rank 0's part of `fetch_weights`: the step, and a sentence for each better one that is not whole."""
+def find_weights(run: str, out: Path, asked: int, best: bool) -> list[int]:
+    """Rank 0's part of `fetch_weights`: the step that it has downloaded."""
     if not is_main():
-        return [], []
-    check_url(run)
+        return []
+    (remote, there), reports = open_run(run), []
     with reading(run):
-        remote = Remote(run)
-        there = within(ANSWER_S, remote.steps)
-        newest = next(filter(None, map(remote.manifest, there)), {})
-        first = newest.get("best_step") if asked == -1 and best else asked
-        steps = sorted(there, key=lambda step: step != first)  # the order stays otherwise
-        fetched, reports = fetch_first(remote, steps if asked == -1 else [asked], out)
+        if asked == -1:
+            newest = next(filter(None, map(remote.manifest, there)), {"step": -1, "best_step": -1})
+            asked = newest["best_step"] if best and newest["best_step"] in there else newest["step"]
+        fetched = fetch_first(remote, [asked] if asked in there else [], out, reports)
     if not fetched:
-        text = f"init_from {without_credentials(run)} contains no checkpoint of a run"
-        raise ValueError("; ".join([text, *(reports or ["set the URL of a mirror, or of one of its steps"])]))
-    return fetched, reports
+        why = reports or ["set the URL of a mirror, or of one of its steps"]
+        raise ValueError(f"init_from {without_credentials(run)} contains no such checkpoint; {why[0]}")
+    return fetched
 
 
 def discard_weights(stored: StoredCheckpoint) -> None:
