@@ -244,25 +244,6 @@ def test_a_kill_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
     assert total > 20 and [*dict.fromkeys(map(tuple, there))] == [(), (1,), (2, 1), (3, 2, 1), (3, 1)]
 
 
-def test_a_failure_warns_once_for_each_checkpoint(tmp_path, at):
-    def fail(operation, path):
-        if "step" in path and operation == "put more":
-            raise PermissionError(f"faulty://me:secret@{tmp_path} says no")
-
-    at.setattr(Faulty, "before", staticmethod(fail))
-    copied = Mirror(f"faulty://me:secret@/{tmp_path}/there", tmp_path / "out", keep_last=2)
-    at.setattr(Faulty, "_strip_protocol", classmethod(lambda cls, path: path.rpartition("@/")[2]))
-    for step in (1, 2):
-        copied.request(commit(tmp_path / "out", step))
-        (outcome,) = outcomes(copied)
-        assert outcome.event == "mirror_failed" and f"fails at step_0000000{step}: " in outcome.text
-        assert "says no; the next checkpoint is tried" in outcome.text and "secret" not in str(outcome)
-        assert not list((tmp_path / "there").glob("step_*")), "makes room"
-    at.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
-    copied.request(commit(tmp_path / "out", 3))
-    assert [o.event for o in outcomes(copied)] == ["mirror"] and whole_steps(tmp_path / "there")[0] == 3
-
-
 def test_the_end_waits_with_a_limit(tmp_path, at, capsys):
     copied = copies(tmp_path)
     copied.finish(0.0)
