@@ -23,8 +23,6 @@ import torch
 from runs import REPO, TINY, script, tiny_data, wait_for
 from test_launchers import FORKED
 
-from isogpt.checkpoint.manifest import damage, step_folders
-
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
@@ -108,7 +106,6 @@ CASES = {
         BOTH,
         lines=3,
     ),
-    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
@@ -121,7 +118,6 @@ CASES = {
     ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
-    "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
     "gpt2-offline": Case(
         ["--init_from=gpt2"],
         ["cannot load 'gpt2'", "hf download gpt2 config.json", "--init_from=hf-gpt2"],
@@ -144,7 +140,7 @@ CASES = {
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
     "no-step": Case(
         [*RESUME, "--resume_step=5"],
-        ["no step 5 to resume from in out: it contains 6, 3", "--resume_step="],
+        ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
         BOTH,
     ),
     # out_dir
@@ -152,7 +148,6 @@ CASES = {
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # launchers
-    "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
     "port-taken": Case(
         [], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}
     ),
@@ -276,13 +271,6 @@ def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(z
     bare(place, {k: v for k, v in state.items() if k != "isogpt"})
     zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
     assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
-
-
-def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
-    flip(place / "out/step_00000006/ckpt.pt", 5000)
-    zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
-    good = [folder.name for folder in step_folders(place / "out") if not damage(folder)]
-    assert good == ["step_00000008", "step_00000005"]
 
 
 def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):

@@ -17,14 +17,14 @@ from isogpt.checkpoint.manifest import (
     size_of,
     step_folder,
     step_folders,
-    step_of,
     unfinished_folder,
 )
 from isogpt.checkpoint.owner import was_entered_by
-from isogpt.checkpoint.remote import Remote, check_url, explained, name_of, within
-from isogpt.checkpoint.search import StoredCheckpoint, open_folder
+from isogpt.checkpoint.remote import Remote, check_url, explained
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint, open_folder
 from isogpt.common import console
 from isogpt.common.files import free_name, remove
+from isogpt.common.patience import within
 from isogpt.launch.launchers import Launch
 from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.options.values import without_credentials
@@ -42,26 +42,30 @@ def reading(url: str) -> Iterator[None]:
         raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(url, e)})") from e
 
 
-def fetch(remote: Remote, step: int, out: Path) -> str:
+def open_run(url: str) -> tuple[Remote, list[int]]:
+    """Open a run's folder at a URL. Returns it, and its steps, newest first."""
+    check_url(url)
+    with reading(url):
+        remote = Remote(url)
+        return remote, within(ANSWER_S, remote.steps)
+
+
+def fetch(remote: Remote, manifest: dict, out: Path) -> str:
     """
-    Download a step into `out`, unless it is there. Returns what is wrong with it; '' if it is complete. A
-    folder that is there, but damaged, is renamed.
+    Download the step with this manifest into `out`, in which a folder of this name is damaged. Returns what
+    is wrong with it; '' if it was downloaded.
     """
-    folder = step_folder(out, step)
-    if not (manifest := remote.manifest(step)):
-        return "not complete: manifest.json is missing or damaged"
-    place = f"{without_credentials(remote.url)}/{folder.name}"
-    console.print_to_stderr(f"downloading {place} ({size_of(manifest) / 1e6:,.1f} MB) to {out}")
-    unfinished = unfinished_folder(out, uuid.uuid4().hex, step)  # the next start deletes it
+    folder = step_folder(out, manifest["step"])
+    shown, size = remote.shown(manifest["step"]), size_of(manifest) / 1e6
+    console.print_to_stderr(f"downloading {shown} ({size:,.1f} MB) to {out}")
+    unfinished = unfinished_folder(out, uuid.uuid4().hex, manifest["step"])  # the next start deletes it
     try:
         remote.get(manifest, unfinished / folder.name)
         if problem := damage(unfinished / folder.name):
-            return f"damaged: {problem}"
+            return f"{shown} is damaged: {problem}"
         if folder.exists():
             os.rename(folder, free_name(out, f"damaged_{folder.name}"))
         os.rename(unfinished / folder.name, folder)
-    except FileNotFoundError as e:
-        return f"damaged: {e}"
     finally:
         remove(unfinished)
     return ""
@@ -70,89 +74,76 @@ def fetch(remote: Remote, step: int, out: Path) -> str:
 def fetch_first(remote: Remote, steps: Iterable[int], out: Path, reports: list[str]) -> list[int]:
     """
     Download the first of these steps that is whole into `out`. Returns it, and adds a sentence to `reports`
-    for each one before.
+    for each one before it.
     """
     for step in steps:
-        if not (problem := fetch(remote, step, out)):
+        report = f"{remote.shown(step)} is not complete: manifest.json is missing or damaged"
+        if manifest := remote.manifest(step):
+            report = fetch(remote, manifest, out)
+        if not report:
             return [step]
-        reports.append(f"{without_credentials(remote.url)}/{name_of(step)} is {problem}")
+        reports.append(report)
     return []
 
 
-def fetch_elsewhere(url: str, steps: list[int], out: Path) -> list[int]:
-    """
-    Download what rank 0 has downloaded on each machine that does not see the folder, on its first rank (all
-    ranks). Returns the steps on all ranks.
-    """
-    steps = broadcast(steps)
-    do_together(fetch_missing, url, steps, out)
-    return steps
-
-
 def fetch_missing(url: str, steps: list[int], out: Path) -> None:
-    """This rank's part of `fetch_elsewhere`."""
-    here = {path.name for path in out.glob("step_*")}
-    missing = [step for step in steps if name_of(step) not in here]
-    if missing and os.environ.get("LOCAL_RANK", "0") == "0":
-        reports = []
+    """Download what rank 0 has downloaded, on the first rank of a machine that does not see it."""
+    here, reports = step_folders(out), []
+    lacking = [step for step in steps if step_folder(out, step) not in here]
+    if lacking and os.environ.get("LOCAL_RANK", "0") == "0":
         with reading(url):
-            for step in missing:
-                fetch_first(Remote(url), [step], out, reports)
-        if reports:
+            found = [fetch_first(Remote(url), [step], out, reports) for step in lacking]
+        if not all(found):
             raise ValueError("; ".join(reports))
 
 
-def fetch_newer(config: dict, launch: Launch, known: dict[Path, str]) -> list[str]:
+def fetch_newer(config: dict, launch: Launch) -> list[str]:
     """
     If a run resumes and the mirror contains a newer step than out_dir, download it into out_dir, and the best
     step if that is not there, before the run looks for what it starts from (all ranks). Exits with a message
     if the mirror is needed and cannot be read.
 
-    Args:
-        known: what is wrong with folders in out_dir, on rank 0, which do not count.
-
     Returns:
-        on rank 0 a sentence for each newer step that is not whole, or about a mirror that cannot be read
+        a sentence for each newer step that is not whole, or about a mirror that cannot be read
     """
-    if not config["mirror"]:
+    url, out, init_from = config["mirror"], Path(config["out_dir"]), config["init_from"]
+    if not url:
         return []
-    steps, reports = do_together(fetch_for_resume, config, launch, known)
-    fetch_elsewhere(config["mirror"], steps, Path(config["out_dir"]))
+    is_restart = broadcast(is_main() and was_entered_by(out, launch))  # see folder.look_for_start
+    if not is_restart and init_from.split(":")[0] not in ("resume", "auto"):
+        return []  # mirror.py refuses to replace another run's checkpoints
+    asked = -1 if is_restart else config["resume_step"]
+    # what is damaged here may be intact there, where it would be deleted if the run went back beyond it
+    local, damaged = find_checkpoint(str(out), step=asked)
+    steps, reports = broadcast(do_together(fetch_for_resume, url, out, asked, local))
+    do_together(fetch_missing, url, steps, out)
+    is_needed = init_from == "resume" or any(" is damaged" in report for report in reports)
+    if is_needed and not (local or steps):
+        where = f"no checkpoint to resume from in {out} or at {without_credentials(url)}"
+        raise ValueError("; ".join([where, *damaged, *reports]))
     return reports
 
 
-def fetch_for_resume(config: dict, launch: Launch, known: dict[Path, str]) -> tuple[list[int], list[str]]:
+def fetch_for_resume(
+    url: str, out: Path, asked: int, local: StoredCheckpoint | None
+) -> tuple[list[int], list[str]]:
     """Rank 0's part of `fetch_newer`. Returns the steps that it has downloaded, and the sentences."""
-    url, out, init_from = config["mirror"], Path(config["out_dir"]), config["init_from"]
-    is_restart = was_entered_by(out, launch)  # goes on with the newest, see folder.look_for_start
-    if not is_main() or not (is_restart or init_from.split(":")[0] in ("resume", "auto")):
-        return [], []  # mirror.py refuses to replace another run's checkpoints
-    check_url(url)
-    here = [step_of(f) for f in step_folders(out) if f not in known and read_manifest(f)]
-    reports = []
+    if not is_main():
+        return [], []
     try:
-        with reading(url):
-            remote = Remote(url)
-            there = within(ANSWER_S, remote.steps)
+        remote, there = open_run(url)
     except ConnectionError as e:
-        if here:
-            return [], [f"mirror {e}: the run continues with {step_folder(out, here[0])}"]
+        if local:
+            return [], [f"mirror {e}: the run continues with {local.path}"]
         raise ValueError(f"mirror {e}, and {out} contains no checkpoint to resume from: {ADVICE}") from e
-    asked = -1 if is_restart else config["resume_step"]
-    newer = [step for step in there if step > max(here, default=-1)]
-    if asked != -1:
-        newer = [step for step in there if step == asked and step not in here]
+    newer = [step for step in there if step > (local.step if local else -1) and asked in (-1, step)]
+    reports = []
     with reading(url):
         fetched = fetch_first(remote, newer, out, reports)
-        newest = (fetched or here)[:1]
-        best = [read_manifest(step_folder(out, step))["best_step"] for step in newest]
-        lacking = [step for step in best if step in there and step not in (*here, *newest)]
-        fetched += fetch_first(remote, lacking, out, reports)
-    for step in fetched:
-        known.pop(step_folder(out, step), None)
-    if not newest and (init_from == "resume" or any(" is damaged" in report for report in reports)):
-        text = f"no checkpoint to resume from in {out} or at {without_credentials(url)}"
-        raise ValueError("; ".join([text, *reports]))
+        newest = read_manifest(step_folder(out, fetched[0])) if fetched else local.manifest if local else {}
+        best = newest.get("best_step")
+        if best in there and not step_folder(out, best).exists():
+            fetched += fetch_first(remote, [best], out, reports)
     return fetched, reports
 
 
@@ -162,34 +153,29 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> StoredCheckpoint
     new folder in out_dir (all ranks). `discard_weights` deletes it; after a kill, the next run in out_dir
     does. Exits with a message if there is none, or it cannot be read.
     """
-    run, name = url.rstrip("/"), url.rstrip("/").rpartition("/")[2]
-    if match := STEP.fullmatch(name):
-        run = run.removesuffix(f"/{name}")
+    run, _, name = url.rstrip("/").rpartition("/")
+    match = STEP.fullmatch(name)
+    run, asked = (run, int(match[1])) if match else (url.rstrip("/"), -1)
     out = Path(out_dir) / broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
-    steps, reports = do_together(find_weights, run, out, int(match[1]) if match else None, best)
-    (step,) = fetch_elsewhere(run, steps, out)
-    for report in reports:
-        console.print_to_stderr(f"warning: {console.visible(report)}")
-    return open_folder(step_folder(out, step))
+    steps = broadcast(do_together(find_weights, run, out, asked, best))
+    do_together(fetch_missing, run, steps, out)
+    return open_folder(step_folder(out, steps[0]))
 
 
-def find_weights(run: str, out: Path, asked: int | None, best: bool) -> tuple[list[int], list[str]]:
-    """Rank 0's part of `fetch_weights`: the step, and a sentence for each better one that is not whole."""
+def find_weights(run: str, out: Path, asked: int, best: bool) -> list[int]:
+    """Rank 0's part of `fetch_weights`: the step that it has downloaded."""
     if not is_main():
-        return [], []
-    check_url(run)
-    reports = []
+        return []
+    (remote, there), reports = open_run(run), []
     with reading(run):
-        remote = Remote(run)
-        steps = there = within(ANSWER_S, remote.steps)
-        if best:
-            newest = next(filter(None, map(remote.manifest, there)), {})
-            steps = sorted(there, key=lambda step: step != newest.get("best_step"))
-        found = fetch_first(remote, steps if asked is None else [asked], out, reports)
-    if not found:
-        text = f"init_from {without_credentials(run)} contains no checkpoint of a run"
-        raise ValueError("; ".join([text, *(reports or ["set the URL of a mirror, or of one of its steps"])]))
-    return found, reports
+        if asked == -1:
+            newest = next(filter(None, map(remote.manifest, there)), {"step": -1, "best_step": -1})
+            asked = newest["best_step"] if best and newest["best_step"] in there else newest["step"]
+        fetched = fetch_first(remote, [asked] if asked in there else [], out, reports)
+    if not fetched:
+        why = reports or ["set the URL of a mirror, or of one of its steps"]
+        raise ValueError(f"init_from {without_credentials(run)} contains no such checkpoint; {why[0]}")
+    return fetched
 
 
 def discard_weights(stored: StoredCheckpoint) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isogpt.checkpoint.manifest import read_manifest, size_of, step_of
-from isogpt.checkpoint.remote import Remote, check_url, explained, name_of, within
+from isogpt.checkpoint.remote import Remote, check_url, explained, name_of
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
 from isogpt.common.console import duration
+from isogpt.common.patience import within
 from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import do_together, is_main
 from isogpt.options.values import without_credentials
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 START_S = 10.0  # how long the start of a run waits for an answer
 SLOWEST = 5e6  # bytes per second: at the end, a run waits for a copy at this speed
 PATIENCE_S = 60.0  # and this much longer
-
-
-class RefusedError(ValueError):
-    """Why nothing may be copied to a URL."""
 
 
 class Outcome(NamedTuple):
@@ -125,26 +122,22 @@ class Mirror:
             self.copying = {newest, best}
         for folder in dict.fromkeys((newest, best)):
             began, entries = time.perf_counter(), read_manifest(folder)["files"]
-            if remote.manifest(step_of(folder)).get("files") != entries:
-                remote.put(folder)
-                self.seconds = time.perf_counter() - began
-                self.report(folder, [name for name in skipped if name != best.name])
-                skipped = []
+            if remote.manifest(step_of(folder)).get("files") == entries:
+                continue
+            remote.put(folder)
+            size, self.seconds = size_of({"files": entries}), time.perf_counter() - began
+            text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
+            if others := [name for name in skipped if name != best.name]:
+                text += f", but not {', '.join(others)}: copying is slower than saving"
+            facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": others}
+            self.outcomes.append(Outcome("mirror", text, step_of(folder), facts))
+            skipped = []
         steps, step_here = remote.steps(), manifest["step"]
         older = [step for step in steps if step <= step_here]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)}
         for step in steps:
             if step > step_here or step not in kept:
                 remote.remove(step)
-
-    def report(self, folder: Path, skipped: list[str]) -> None:
-        """Report that a step folder was copied, and the names of those that were not."""
-        size = size_of(read_manifest(folder))
-        text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
-        if skipped:
-            text += f", but not {', '.join(skipped)}: copying takes longer than the time between checkpoints"
-        facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": skipped}
-        self.outcomes.append(Outcome("mirror", text, step_of(folder), facts))
 
     def fail(self, folder: Path | None, reason: str) -> None:
         """Report at which step folder the mirror fails (None: at the start), and why."""
@@ -155,20 +148,20 @@ class Mirror:
 
     def connect(self) -> Remote:
         """
-        Open the folder at the URL and claim it for this launch. Raises RefusedError if nothing may be copied
+        Open the folder at the URL and claim it for this launch. Raises ValueError if nothing may be copied
         there.
         """
         remote = Remote(self.url)
         is_first = self.start is None and not self.has_claimed
         earlier = next(filter(remote.manifest, remote.steps() if is_first else []), None)
         if earlier is not None:
-            raise RefusedError(
+            raise ValueError(
                 f"{self.shown} contains {name_of(earlier)} of an earlier run: set --mirror= to a different "
                 "folder, or --init_from=resume to continue that run"
             )
         owner = remote.read("mirror_owner")
         if self.has_claimed and owner not in ("", self.owner):
-            raise RefusedError("a different run now copies there: set a different --mirror=")
+            raise ValueError("a different run now copies there: set a different --mirror=")
         if owner != self.owner:
             remote.write("mirror_owner", self.owner)  # also shows whether credentials are right
         self.has_claimed = True
@@ -200,7 +193,7 @@ def start_mirror(mirror: Mirror) -> None:
     check_url(mirror.url)
     try:
         within(START_S, mirror.connect)
-    except RefusedError:
+    except ValueError:
         raise
     except Exception as e:  # each file system raises different types
         mirror.fail(None, f"{explained(mirror.url, e)}; the next checkpoint is tried")

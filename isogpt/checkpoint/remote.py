@@ -6,9 +6,6 @@ A run's folder at a URL, through fsspec. Its form is that of the folder on a dis
 A step counts only with its manifest, which is copied last and deleted first.
 """
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +27,10 @@ class Remote:
         self.files, root = fsspec.url_to_fs(url, skip_instance_cache=True)  # not one that has failed
         self.root = root.rstrip("/")
 
+    def shown(self, step: int) -> str:
+        """The address of a step, for messages."""
+        return f"{without_credentials(self.url).rstrip('/')}/{name_of(step)}"
+
     def steps(self) -> list[int]:
         """The steps that have a folder, newest first: not all need be complete."""
         self.files.invalidate_cache()
@@ -48,7 +49,7 @@ class Remote:
             return ""
 
     def write(self, name: str, text: str) -> None:
-        """Write a file."""
+        """Write a file in the folder."""
         self.make_folder(self.root)
         self.files.pipe_file(f"{self.root}/{name}", text.encode())
 
@@ -76,11 +77,12 @@ class Remote:
             raise
 
     def get(self, manifest: dict, folder: Path) -> None:
-        """Copy the files that a step's manifest names, and the manifest, into a new folder."""
+        """Copy a step's manifest, and the files that it names and that are there, into a new folder."""
         source, names = f"{self.root}/{name_of(manifest['step'])}", list(manifest["files"])
         folder.mkdir(parents=True)
-        self.files.get([f"{source}/{name}" for name in names], [f"{folder}/{name}" for name in names])
         (folder / MANIFEST).write_text(sealed(manifest))
+        with suppress(FileNotFoundError):
+            self.files.get([f"{source}/{name}" for name in names], [f"{folder}/{name}" for name in names])
 
     def remove(self, step: int) -> None:
         """Delete a step, if there is one."""
@@ -103,40 +105,15 @@ def check_url(url: str) -> None:
     Raises:
         ValueError: one of these is not so.
     """
-    shown, protocol = without_credentials(url), url.partition("://")[0]
-    with needed_by(shown, "fsspec"):
-        from fsspec.registry import get_filesystem_class, known_implementations, registry
-    if protocol not in (*known_implementations, *registry):
-        possible = "s3://bucket/run, gs://bucket/run, hf://datasets/user/name/run or file:///mnt/disk/run"
-        raise ValueError(f"{shown}: fsspec does not know {protocol}://: set a URL such as {possible}")
+    with needed_by(without_credentials(url), "fsspec"):
+        from fsspec import get_filesystem_class
     try:
-        get_filesystem_class(protocol)
-    except ImportError as e:
-        package = (getattr(e.__cause__, "name", None) or protocol).partition(".")[0]
-        raise ValueError(f"{protocol}:// needs the package {package}: type pip install {package}") from e
+        get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as e:
+        known = "s3://bucket/run, gs://bucket/run, hf://datasets/user/name/run or file:///mnt/disk/run"
+        raise ValueError(f"{without_credentials(url)}: {e}; URLs are for example {known}") from e
 
 
 def explained(url: str, error: BaseException) -> str:
     """Why something has failed, in one line without credentials."""
     return hide_credentials(reason_of(error), url)[:300]
-
-
-def within(limit_s: float, work: Callable, *arguments: object) -> object:
-    """
-    Return what `work(*arguments)` returns or raises. Raises TimeoutError if there is no answer within
-    `limit_s` seconds; the work then goes on in a thread, which does not keep the process from exiting.
-    """
-    answer = Future()
-    threading.Thread(target=put_answer, args=(answer, work, *arguments), daemon=True, name="remote").start()
-    wait([answer], limit_s)
-    if not answer.done():
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    return answer.result()
-
-
-def put_answer(answer: Future, work: Callable, *arguments: object) -> None:
-    """What the thread of `within` does."""
-    try:
-        answer.set_result(work(*arguments))
-    except BaseException as e:
-        answer.set_exception(e)

@@ -8,10 +8,9 @@ from torch import nn
 
 from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import is_run, step_folders, step_of
+from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
@@ -127,13 +126,8 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
         # Slurm has requeued the job, perhaps on a machine with an empty disk
         init_from = "auto" if init_from == "auto" else f"auto:{name}"
-    newer = {}  # the step folders that are newer than an intact one
-    if config["mirror"] and init_from.split(":")[0] in ("resume", "auto"):
-        intact, _ = find_checkpoint(out_dir)
-        step = intact.step if intact else -1
-        newer = {folder: "damaged" for folder in step_folders(Path(out_dir)) if step_of(folder) > step}
-    reports = fetch_newer(config | {"init_from": init_from}, launch, newer)
-    with exit_together():  # what look_for_start raises, it raises on all ranks
+    with exit_together():  # what these raise, they raise on all ranks
+        reports = fetch_newer(config | {"init_from": init_from}, launch)
         stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
     if not stored and is_url(name):
         stored, name = fetch_weights(name, out_dir), without_credentials(name)
