@@ -17,7 +17,6 @@ from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from model import GPT, GPTConfig
 
@@ -109,23 +108,6 @@ def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
     for found in (torch.load(tmp_path / "converted.pt"), loaded):
         assert found.keys() == expected.keys() and len(found) > 30
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-
-
-def test_shards_are_hashed_and_on_the_disk_when_they_are_written(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
-    entries = sharded_files.write(tmp_path / "new", {"w": local_part_of(torch.zeros(1000))}, group=None)
-    assert entries.keys() == {".metadata", "__0_0.distcp"} and entries == hash_files(tmp_path / "new")
-    assert {path.stat().st_ino for path in (tmp_path / "new").iterdir()} <= {*synced}
-
-
-def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
-    """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
-    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
-    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
-    monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
-    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
-        sharded_files.write(tmp_path, {}, group=object())
 
 
 def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):

@@ -39,7 +39,6 @@ class StoredCheckpoint:
     val_loss: float | None = None
     is_bare: bool = False  # a ckpt.pt outside of a step folder
     damaged: tuple[str, ...] = ()  # names of step folders that are damaged
-    unverified: dict = field(default_factory=dict)  # until sharded_files stops using it
 
     @property
     def bits_per_byte(self) -> float | None:
