@@ -13,12 +13,9 @@ from test_layouts import args_of
 from torch.distributed.checkpoint import format_utils
 
 from isogpt.checkpoint import sharded_files
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
+from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
-from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.parallel.parallelize import materialize
-from model import GPT, GPTConfig
 
 ONE, ZERO3 = args_of("gpt2"), args_of("gpt2", "zero3")
 
@@ -27,14 +24,6 @@ ONE, ZERO3 = args_of("gpt2"), args_of("gpt2", "zero3")
 def sharded(trained):
     """The folder of a run with zero 3, which has saved steps 5 and 10."""
     return trained(ZERO3, 2)
-
-
-def empty_model(source):
-    """A model of the checkpoint's shape, with undefined values."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**source.run["model_args"]))
-    materialize(model, torch.device("cpu"))
-    return model
 
 
 def test_no_rank_saves_more_than_its_part(sharded):
@@ -122,14 +111,12 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
         shutil.copytree(run / out.name, out)
         (out / target).write_bytes(pickle.dumps(Evil()))
         manifest = read_manifest(out)
-        manifest["files"] = hash_files(out)
-        del manifest["files"]["manifest.json"]
+        manifest["files"] = {name: entry_of(out / name) for name in manifest["files"]}
         (out / "manifest.json").write_text(sealed(manifest))
         found, reports = newest_checkpoint(str(out.parent))
         assert found and not reports
         with pytest.raises(ValueError, match="run|load"):
-            source = open_checkpoint(found)
-            restore_checkpoint(source, empty_model(source))
+            open_checkpoint(found)
         assert not (tmp_path / "ran").exists()
 
 
