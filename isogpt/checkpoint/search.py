@@ -205,8 +205,6 @@ def about_folder(folder: Path) -> str:
 
 def advice_on_folder(out_dir: str) -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if Path(out_dir).is_file():
-        return f"it is a file: set --out_dir={Path(out_dir).parent}"
     if text := about_folder(Path(out_dir)):
         return text
     if steps := steps_in(out_dir):
