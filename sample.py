@@ -136,8 +136,6 @@ with exit_together():
         vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
     tokenizer = load_tokenizer(vocabulary, special_tokens)
     check_size(tokenizer.n_ids, model_args["vocab_size"])
-    if tokenizer.note and ranks.is_main:
-        console.print_to_stderr(f"note: {tokenizer.note}")
     try:
         prompt = tokenizer.begin(text)
     except ValueError as e:

@@ -39,7 +39,7 @@ from write_files import (
 from isogpt.common.console import visible
 from isogpt.data.data_folder import read_dict
 from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
+from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in, unread_tokenizer
 from isogpt.options.values import problem_of_folder
 
 TOKENIZER_HELP = (
@@ -187,7 +187,7 @@ def prepare_text(
     digest = hashlib.sha256(text.encode()).hexdigest()
     source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
     if args.tokenizer == "char":
-        vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
+        vocabulary = of_characters({c: i for i, c in enumerate(sorted(set(text)))})
     elif isinstance(args.tokenizer, int):
         vocabulary = train_tokenizer([text], args.tokenizer)
     else:
@@ -385,8 +385,8 @@ def vocabulary_named(name: str) -> Vocabulary:
     newest, reports = newest_checkpoint(str(folder))
     if not newest:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
-        if unread_tokenizer(folder):
-            problem += f", but a tokenizer in another form: {how_to_write_json(folder)}"
+        if unread := unread_tokenizer(folder):
+            problem += f": {unread.content}"
         raise ValueError("; ".join([problem, *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)
 

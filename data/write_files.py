@@ -189,11 +189,11 @@ def write_meta(
         counts: train_tokens, val_tokens, and what else is recorded by its name.
     """
     padded = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if vocabulary.kind == "table":
+    if vocabulary.characters:
         padded = size
-        tables = {"itos": vocabulary.tokens, "stoi": vocabulary.content}
+        tables = {"itos": vocabulary.tokens, "stoi": vocabulary.characters}
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": size} | tables))
-    if vocabulary.kind == "tokenizer.json":
+    elif vocabulary.kind == "tokenizer.json":
         (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
         end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
         (folder / "tokenizer_config.json").write_text(end_of_text)

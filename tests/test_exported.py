@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isogpt.data import tokenizer
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import of_characters
 from isogpt.nn import huggingface
 from model import GPT, GPTConfig
 
@@ -36,7 +36,7 @@ def export(folder, vocab_size=6, characters="abcdef", **shape):
     model = GPT(config, seed=1).eval()
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-    vocabulary = Vocabulary("table", {c: i for i, c in enumerate(characters)})
+    vocabulary = of_characters({c: i for i, c in enumerate(characters)})
     huggingface.save(folder, model, tokenizer.save_tokenizer(folder, vocabulary, vocab_size, 32))
     return model
 

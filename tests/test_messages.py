@@ -36,7 +36,6 @@ from isogpt.checkpoint.source import WPE, check_weights, open_checkpoint
 from isogpt.checkpoint.start import Start
 from isogpt.checkpoint.state import TrainState, restore_checkpoint
 from isogpt.checkpoint.verify import verify_together
-from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor import watchdog
@@ -146,12 +145,6 @@ def weights_without(at, name):
     check_weights(source, tiny_model())
 
 
-def convert_twice(at):
-    folder = save_in(at.path / "out")
-    export.convert(str(folder), "shards")
-    export.convert(str(folder), "shards")
-
-
 # ------------------------------------------------------------------------------------------------------------
 # messages of single functions
 
@@ -184,7 +177,6 @@ RAISED = {
     ): lambda at: export.convert(
         str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
     ),
-    "step_00000003 is in shards already": convert_twice,
 }
 
 
@@ -195,7 +187,7 @@ def test_message_of_a_function(at, text):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("form", ["ckpt.pt", "shards", "bare"])
+@pytest.mark.parametrize("form", ["ckpt.pt", "bare"])
 def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, form):
     """
     Rank 1 verifies what is read by all, and the files of rank 1. If it sees a copy of rank 0's folder, it
@@ -206,8 +198,6 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         state = torch.load("rank0/ckpt.pt", weights_only=True)
         del state["isogpt"]
         torch.save(state, "rank0/ckpt.pt")
-    elif form == "shards":
-        export.convert("rank0", "shards")
     else:
         continue_from("rank0", newest_checkpoint("rank0")[0])
     found, known = newest_checkpoint("rank0")[0], {}
@@ -267,7 +257,6 @@ def test_checkpoints_of_nanogpts_forks(at):
         assert resume_fork(at, optimizer=saved, config={"optimizer": "lion"}) == [
             "out/ckpt.pt contains no state of AdamW: the moments start at zero"
         ]
-    assert export.convert("out", "shards").name == "step_00000003"
     # the prefixes of wrappers, in any order and place
     for prefix in ("module._orig_mod.", "_fsdp_wrapped_module._orig_mod."):
         shutil.rmtree("out")
@@ -290,23 +279,6 @@ def test_numbers_of_numpy_in_a_checkpoint_are_plain_values(at):
     config = {"learning_rate": np.float64(0.25), "max_iters": np.int64(4)}
     run = opened(at, config=config, best_val_loss=None).run
     assert run["config"] == config and run["best_val_loss"] == math.inf
-
-
-def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
-    """nanoGPT continues with the betas and the weight decay that are in the file."""
-    config = {"learning_rate": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.125, "dataset": "letters"}
-    save_in(at.path / "out", config=config)
-    export.convert("out", "shards")
-    for changes, expected in ((config, (0.25, (0.5, 0.75), [0.125, 0])), ({}, (6e-4, (0.9, 0.95), [0.1, 0]))):
-        path = export.convert("out", "ckpt.pt")
-        state = torch.load(path, weights_only=True)
-        if not changes:  # as of a model of transformers, which has no run
-            path = export.convert_hf(
-                str(export.write_hf("out", tiny_model(), Vocabulary("table", {"A": 0}), ""))
-            )
-            state = torch.load(path, weights_only=True)
-        groups = state["optimizer"]["param_groups"]
-        assert (groups[0]["lr"], groups[0]["betas"], [g["weight_decay"] for g in groups]) == expected
 
 
 def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
@@ -624,9 +596,9 @@ def test_what_a_console_cannot_show_ends_no_run(zygote, at):
     assert len(lines) == 6 and lines[1::2] == ["---------------"] * 3
     assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2])
     assert r"\ud800" in "".join(lines)
-    args = ["r\u00e9sum\u00e9", "--to=shards"]
+    args = ["r\u00e9sum\u00e9", "--to=ckpt.pt"]
     export = start_changed(zygote, ASCII, args, at.path, script="export.py").wait()
-    assert export.text() == "wrote r\\xe9sum\\xe9/step_00000001\n"
+    assert export.text() == "wrote r\\xe9sum\\xe9/ckpt.pt\n"
 
 
 def test_a_closed_pipe_ends_a_script_quietly(at):

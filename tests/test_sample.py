@@ -14,7 +14,7 @@ from runs import script, script_that_fails, start_changed
 
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_weights
 from isogpt.data import tokenizer
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import of_characters
 from isogpt.nn import huggingface
 from model import GPT, GPTConfig
 
@@ -107,7 +107,7 @@ def folder_of(path, arch, with_tokenizer=True, **changes):
     """A folder with random weights that transformers can load, and a tokenizer of the characters a to f."""
     folder = path / arch
     model = GPT(GPTConfig(**SMALL | dict(arch=arch, gelu="tanh") | changes), seed=1)
-    characters = Vocabulary("table", {c: i for i, c in enumerate("abcdef")})
+    characters = of_characters({c: i for i, c in enumerate("abcdef")})
     token_ids = tokenizer.save_tokenizer(folder, characters, model.config.vocab_size, 16)
     huggingface.save(folder, model, token_ids)
     if not with_tokenizer:

@@ -17,7 +17,7 @@ import export
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
 from isogpt.data import tokenizer, vocabulary
 from isogpt.data.dataset import open_dataset
-from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
+from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, of_characters
 
 TEXT = "hello world\n" * 300
 ABC = {c: i for i, c in enumerate("abc")}
@@ -42,44 +42,34 @@ def dataset(folder, text=TEXT):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------
-# reading metadata
-
-
 @pytest.mark.parametrize(
     "meta",
     [
-        {"itos": {1: "a", 2: "b", 3: "c"}, "stoi": {"a": 1, "b": 2, "c": 3}},
-        {"stoi": {"a": 1, "b": 2, "c": 3}},
-        {"itos": {1: "a", 2: "b", 3: "c"}, "tokens": 99},
-        {"itos": ["<pad>", "a", "b", "c"]},
+        {"itos": {1: "a", 2: "b", 3: "c"}, "stoi": {"a": 1, "b": 2, "c": 3, "A": 1}},
+        {"stoi": {"a": 1, "b": 2, "c": 3, "A": 1}},
+        {"itos": ["<pad>", "a", "b", "c"], "stoi": {"A": 1}},
     ],
 )
 def test_nanogpts_tables(meta):
+    """Texts may share an id, which is decoded as the first of them."""
     table = of_meta(pickle.loads(pickle.dumps(meta)))
     loaded = tokenizer.load(table)
-    assert loaded.encode("cab") == [3, 1, 2] and loaded.decode([3, 1, 2]) == "cab" and loaded.n_ids == 4
-    recorded = json.loads(json.dumps(table.describe()))  # as in the manifest of a checkpoint in shards
-    assert Vocabulary(**recorded) == table
+    assert loaded.encode("cabA") == [3, 1, 2, 1] and loaded.decode([3, 1, 2]) == "cab" and loaded.n_ids == 4
+    run = {"isogpt": {"vocabulary": json.loads(json.dumps(table.describe()))}}
+    assert vocabulary.recorded(run) == table and table.name == "char"
+    before = {"kind": "table", "content": dict(table.ids), "end_of_text": "<|endoftext|>"}
+    assert vocabulary.recorded({"isogpt": {"vocabulary": before}}) == table  # until November 2026
     with pytest.raises(ValueError, match="characters that the vocabulary does not contain: 'Z'"):
         loaded.encode("cabZ")
-    # text is never encoded to <pad>
-    assert ("text is never encoded to them" in loaded.note) == ("<pad>" in table.content)
-
-
-def test_texts_that_have_the_same_id():
-    loaded = tokenizer.load(of_meta({"stoi": {"A": 0, "a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}))
-    assert loaded.encode("Aab") == [0, 0, 1] and loaded.decode([0, 1]) == "ab"
 
 
 @pytest.mark.parametrize(
     ("meta", "reason"),
     [
-        ({"tokenizer": "char"}, "there is no meta.pkl"),
-        ({"tokenizer": "tokenizer.json"}, "they belong to a tokenizer.json, but nowhere contains none"),
-        ({"stoi": {b"a": 0}}, "do not contain text with an id each"),
-        ({"stoi": {"a": -1}}, "do not contain text with an id each"),
-        ({"itos": []}, "do not contain text with an id each"),
+        ({"tokenizer": "char"}, "nowhere lacks the meta.pkl with a table"),
+        ({"tokenizer": "tokenizer.json"}, "nowhere lacks the tokenizer.json"),
+        ({"stoi": {b"a": 0}}, "there is no text with an id each"),
+        ({"itos": []}, "there is no text with an id each"),
         ({"itos": "abc"}, "are not tables"),
         ({"stoi": {"a": 2, "b": 1}, "itos": {0: "a", 1: "b", 2: "a"}}, "contradict each other"),
     ],
@@ -107,47 +97,33 @@ def test_the_order_of_precedence(tmp_path):
     assert vocabulary_of_weights(str(tmp_path), 50257) == Vocabulary("tiktoken", "gpt2")
     assert of_meta({"tokenizer": "cl100k_base"} | tables, tmp_path) == Vocabulary("tiktoken", "cl100k_base")
     assert of_meta(tables, tmp_path) == of_meta({"tokenizer": "char"} | tables, tmp_path)
-    for name in ("merges.txt", "vocab.json", "spm.model", "vocab.bpe"):
-        (tmp_path / name).touch()
-        assert of_meta(tables, tmp_path).content == ABC
-        for unknown in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
-            assert unknown.kind == "unknown"
-            assert f"contains {name}, but only a tokenizer.json is read" in unknown.content
-        assert of_meta({"tokenizer": "gpt2"}, tmp_path) == Vocabulary("tiktoken", "gpt2")
-        (tmp_path / name).unlink()
-    for name in ("meta.json", "tokens.json", "tokenizer_config.json", "tokenizer.py", "train.bin"):
-        (tmp_path / name).touch()
-    assert of_meta({}, tmp_path) is None
-    tokenizer.of_table(Vocabulary("table", ABC)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "merges.txt").touch()
+    assert of_meta(tables, tmp_path).characters == ABC
+    for unknown in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
+        assert "contains merges.txt, but only a tokenizer.json is read" in unknown.content
+    (tmp_path / "tokenizer.json").write_text(special_json())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
     for meta in ({}, tables, {"tokenizer": "tokenizer.json"} | tables):
-        assert of_meta(meta, tmp_path).kind == "tokenizer.json"
-    assert of_meta({"tokenizer": "gpt2"}, tmp_path) == Vocabulary("tiktoken", "gpt2")
-    assert of_meta({"tokenizer": "char"} | tables, tmp_path).kind == "table"
+        found = of_meta(meta, tmp_path)
+        assert (found.name, found.size, tokenizer.load(found).end_of_text) == ("tokenizer.json", 6, 5)
+    assert of_meta({"tokenizer": "char"} | tables, tmp_path).characters == ABC
 
 
 def test_metadata_of_different_data_sets(tmp_path):
-    """
-    A meta.pkl that does not belong to our meta.json is an error; a tokenizer.json that is missing is no
-    encoding.
-    """
+    """A meta.pkl that does not belong to our meta.json is an error."""
     ours = {"dtype": "uint16", "vocab_size": 4, "tokenizer": "char", "tokenizer_size": 4, "source": {}}
     dataset(tmp_path, "abcd" * 100)
     (tmp_path / "meta.json").write_text(json.dumps(ours))
-    assert open_dataset(str(tmp_path), 16).vocabulary.size == 4
     with pytest.raises(ValueError, match="describes 4 token ids, but the vocabulary size is 3"):
         open_dataset(str(tmp_path), 16, 3)
     dataset(tmp_path, "abc" * 100)
     with pytest.raises(ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4"):
         open_dataset(str(tmp_path), 16)
-    (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
-    unknown = open_dataset(str(tmp_path), 16).vocabulary
-    assert unknown.kind == "unknown" and "a tokenizer.json, but" in unknown.content
 
 
 def test_a_vocabulary_that_the_data_knows_only_in_part():
     """The run keeps its vocabulary; a note says that ids are unknown, too few for GPT-2's."""
-    whole, part = Vocabulary("table", ABC), Vocabulary("table", {"a": 0, "b": 1})
+    whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
     data = SimpleNamespace(
         further=(), vocabulary=part, folder="data/part", highest=1, digest="", is_mixture=False
@@ -155,23 +131,11 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     source = SimpleNamespace(run=run)
     for is_resume in (True, False):
         assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
-    data.vocabulary = Vocabulary("table", ABC | {"d": 3})
+    data.vocabulary = of_characters(ABC | {"d": 3})
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
     data.vocabulary, data.highest = None, 57
     gpt2, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
     assert gpt2 == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
-    assert note.endswith("--vocab_size=58")
-    data.highest = 50256
-    assert vocabulary_for_run(data, None, "scratch", 50304, False) == (gpt2, [])
-
-
-def test_a_tokenizer_json_next_to_the_data(tmp_path):
-    tokenizer.of_table(Vocabulary("table", ABC)).save(str(tmp_path / "tokenizer.json"))
-    for token, end in (({"content": "b"}, 1), ("c", 2), ("d", None)):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        vocabulary = of_meta({}, tmp_path)
-        loaded = tokenizer.load(vocabulary)
-        assert (loaded.encode("cab"), loaded.end_of_text, vocabulary.size) == ([2, 0, 1], end, 3)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +152,11 @@ def test_a_tokenizer_json_of_a_different_form(tmp_path, content, message):
 
 
 def test_differences_between_vocabularies():
-    abc = Vocabulary("table", ABC)
-    assert tokenizer.difference(abc, Vocabulary("table", ABC | {"d": 3})) == ""
-    assert tokenizer.difference(abc, Vocabulary("table", {"a": 0, "x": 2})) == "id 2 was 'c' and is 'x'"
+    abc = of_characters(ABC)
+    assert tokenizer.difference(abc, of_characters(ABC | {"d": 3})) == ""
+    assert tokenizer.difference(abc, of_characters({"a": 0, "x": 2})) == "id 2 was 'c' and is 'x'"
     assert tokenizer.difference(abc, Vocabulary("unknown", "no metadata")) == ""
     assert tokenizer.difference(abc, Vocabulary("tiktoken", "none")) == "the tokenizer was char and is none"
-    converted = Vocabulary("tokenizer.json", tokenizer.of_table(abc).to_str())
-    assert tokenizer.difference(abc, converted) == ""
 
 
 # ------------------------------------------------------------------------------------------------------------

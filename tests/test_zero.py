@@ -43,7 +43,7 @@ def test_no_rank_saves_more_than_its_part(sharded):
 
 
 def test_convert_and_list(zygote, sharded, tmp_path):
-    """export.py: shards to nanoGPT's single file and back, and the list."""
+    """export.py: shards to nanoGPT's single file, and the list."""
     shutil.copytree(sharded, tmp_path / "out", symlinks=True)
     ours = tensors_in(tmp_path / "out")
     run = zygote.start(["out", "--list"], tmp_path, script="export.py").wait()
@@ -51,16 +51,10 @@ def test_convert_and_list(zygote, sharded, tmp_path):
     zygote.start(["out", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
     theirs = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)
     assert theirs["iter_num"] == 10 and "lm_head.weight" in theirs["model"]
-    assert len(theirs["optimizer"]["param_groups"]) == 2
+    assert [group["weight_decay"] for group in theirs["optimizer"]["param_groups"]] == [0.1, 0.0]
     weights = {name.removeprefix("model."): w for name, w in ours.items() if name.startswith("model.")}
     assert weights and all(torch.equal(theirs["model"][name], w) for name, w in weights.items())
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tmp_path / "out" / "ckpt.pt", tmp_path / "bare" / "ckpt.pt")
-    again = zygote.start(["bare", "--to=shards"], tmp_path, script="export.py").wait()
-    assert "step_00000010" in again.text()
-    back = tensors_in(tmp_path / "bare")
-    assert back.keys() == ours.keys() and all(torch.equal(back[k], ours[k]) for k in ours)
-    assert not list((tmp_path / "bare").glob("unfinished*"))
+    assert not list((tmp_path / "out").glob("unfinished*"))
 
 
 @pytest.mark.slow
