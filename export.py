@@ -12,17 +12,16 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
-from isogpt.checkpoint.manifest import damage, is_run, read_manifest, step_folders, step_of, val_loss_of
-from isogpt.checkpoint.measures import WHOLE, bits_per_byte, measures_of
+from isogpt.checkpoint import manifest, search
+from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
+from isogpt.checkpoint.measures import WHOLE, measures_of
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
+from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
@@ -58,9 +57,9 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         ValueError: there is no checkpoint, ids cannot be decoded, or, for 'hf', weights are not finite or
             transformers computes something else.
     """
-    stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
+    stored, damaged = search.best_checkpoint(out_dir) if form == "hf" else search.newest_checkpoint(out_dir)
     if not stored:
-        others = filter(None, [about_folder(Path(out_dir))])
+        others = filter(None, [search.about_folder(Path(out_dir))])
         raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *(damaged or others)]))
     for report in damaged:
         console.print_to_stderr(f"warning: {console.visible(report)}")
@@ -75,11 +74,12 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         vocabulary = vocabulary_of_run(source.run, Path(out_dir), dataset)
         return write_hf(out_dir, model, vocabulary, model_card(source, model))
     with unfinished_folder(out_dir) as unfinished:
+        new = Path(unfinished) / "ckpt.pt"
         if source.is_sharded:
-            write_file(unfinished / "ckpt.pt", state_of_shards(source, model))
+            write_file(new, state_of_shards(source, model))
         else:
-            shutil.copyfile(stored.path, unfinished / "ckpt.pt")
-        return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
+            shutil.copyfile(stored.path, new)
+        return new.replace(Path(out_dir) / "ckpt.pt")
 
 
 def state_of_shards(source: OpenCheckpoint, model: GPT) -> dict:
@@ -101,22 +101,12 @@ def state_of_shards(source: OpenCheckpoint, model: GPT) -> dict:
     return nanogpt_state(source.run, model, []) | {"optimizer": {"state": dict(kept)}}
 
 
-@contextmanager
-def unfinished_folder(out_dir: str) -> Iterator[Path]:
+def unfinished_folder(out_dir: str) -> TemporaryDirectory:
     """
-    Create a folder to write in, which is deleted at the end. The name is different from a run's names:
-    neither a run that writes the same step nor a run that starts in the meantime may touch the folder. Raises
-    ValueError if a different conversion uses a folder here.
+    A folder to write in, which is deleted at the end. The name is different from a run's names: neither a run
+    that writes the same step nor a run that starts in the meantime touches the folder.
     """
-    unfinished = Path(out_dir) / "unfinished_export"
-    try:
-        unfinished.mkdir()
-    except FileExistsError as e:
-        raise ValueError(f"{unfinished} exists: delete it, unless a different conversion is running") from e
-    try:
-        yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    return TemporaryDirectory(prefix="unfinished_export_", dir=out_dir)
 
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Path:
@@ -126,10 +116,10 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Pat
     Returns the folder. Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
-    if is_run(str(target)):
+    if manifest.is_run(str(target)):
         raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
     with unfinished_folder(out_dir) as unfinished:
-        new, older_card = unfinished / "hf", target / "README.md"
+        new, older_card = Path(unfinished) / "hf", target / "README.md"
         token_ids = tokenizer.save_tokenizer(new, vocabulary, c.vocab_size, c.block_size)
         huggingface.save(new, model, token_ids)
         (new / "README.md").write_text(card, encoding="utf-8")
@@ -141,7 +131,7 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Pat
             contained = f"{target} also contained {console.shortened(sorted(others))}"
             console.print_to_stderr(f"note: {contained}: it is now {kept}")
         elif target.exists():
-            target.rename(unfinished / "old")
+            target.rename(new.with_name("old"))
         return new.rename(target)
 
 
@@ -177,53 +167,48 @@ def convert_hf(folder: str) -> Path:
     Raises:
         ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
     """
-    if is_run(folder):
+    if manifest.is_run(folder):
         raise ValueError(f"{folder} contains checkpoints, which a new one would hide: use a different folder")
     model = GPT.from_pretrained(folder)
     vocabulary = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": vocabulary.describe()}
     with unfinished_folder(folder) as unfinished:
-        write_file(unfinished / "ckpt.pt", nanogpt_state(run, model, []))
-        return (unfinished / "ckpt.pt").replace(Path(folder) / "ckpt.pt")
+        new = Path(unfinished) / "ckpt.pt"
+        write_file(new, nanogpt_state(run, model, []))
+        return new.replace(Path(folder) / "ckpt.pt")
 
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
     out = Path(out_dir)
     lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'bits/byte':>9}  {'GB':>7}  state"]
-    manifests = {folder: read_manifest(folder) for folder in step_folders(out)}
-    newest = next(filter(None, manifests.values()), None)  # the newest manifest names the best step
-    best = best_folder(out, newest) if newest else None
-    for folder, manifest in manifests.items():
+    folders = manifest.step_folders(out)
+    newest = next(filter(None, map(manifest.read_manifest, folders)), None)  # it names the best step
+    best = search.best_folder(out, newest) if newest else None
+    for folder in folders:
+        content = manifest.read_manifest(folder)
         try:
-            state = damage(folder) or "valid"
+            state = manifest.damage(folder) or "valid"
         except ValueError as e:  # it may be intact
             state = str(e)
-        state += " (best)" if folder == best else ""
+        val_loss = manifest.val_loss_of(content) if content else None
+        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, val_loss)
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
-        val_loss = val_loss_of(manifest) if manifest else None
-        bits = bits_per_byte(val_loss, manifest.get("measures", {}))
-        with suppress(FileNotFoundError):  # a live run has just deleted the file
-            lines.append(row(step_of(folder), form, val_loss, bits, [*folder.iterdir()], state))
-    bare = out / "ckpt.pt"
-    if bare.exists() and not bare.is_symlink():
-        try:
-            stored = open_bare(bare, read_file(bare, verify=True))
-            valid = f"valid: {bare}"
-            lines.append(row(stored.step, "bare", stored.val_loss, stored.bits_per_byte, [bare], valid))
-        except ValueError as e:
-            lines.append(row("?", "bare", None, None, [bare], str(e)))
-    return "\n".join(lines if len(lines) > 1 else [*lines, about_folder(out)]).rstrip()
+        lines.append(row(stored, form, f"{state} (best)" if folder == best else state))
+    if not folders:
+        stored, problems = search.newest_checkpoint(out_dir)
+        of_bare = [row(stored, "bare", f"valid: {stored.path}")] if stored else problems
+        lines += of_bare or [search.about_folder(out)]
+    return "\n".join(lines).rstrip()
 
 
-def row(
-    step: int | str, form: str, val_loss: float | None, bits: float | None, files: list[Path], state: str
-) -> str:
-    """A line of the table; `bits` is the loss in bits per byte."""
-    loss, bits = ("-" if value is None else f"{value:.4f}" for value in (val_loss, bits))
-    size = sum(path.stat().st_size for path in files) / 1e9
-    return f"{step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
+def row(stored: StoredCheckpoint, form: str, state: str) -> str:
+    """A line of the table."""
+    values = (stored.val_loss, stored.bits_per_byte)
+    loss, bits = ("-" if value is None else f"{value:.4f}" for value in values)
+    size = manifest.size_of({"files": {}} | stored.manifest) / 1e9
+    return f"{stored.step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
 
 
 def main() -> None:

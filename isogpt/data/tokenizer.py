@@ -115,12 +115,10 @@ def load_encoding(vocabulary: Vocabulary) -> "tiktoken.Encoding":
     try:
         return tiktoken.get_encoding(vocabulary.content)
     except (OSError, ValueError) as e:
-        advice = (
-            f"choose from {', '.join(sorted(tiktoken.list_encoding_names()))}, and go online, or set "
-            "TIKTOKEN_CACHE_DIR to a folder that contains the files"
-        )
-        problem = f"tiktoken cannot load the encoding {vocabulary.content!r}"
-        raise ValueError(f"{problem} ({str(e).splitlines()[0][:80]}): {advice}") from e
+        problem = f"tiktoken cannot load the encoding {vocabulary.content!r} ({str(e).splitlines()[0][:80]})"
+        names = ", ".join(sorted(tiktoken.list_encoding_names()))
+        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains the files"
+        raise ValueError(f"{problem}: choose from {names}, and {advice}") from e
 
 
 def cut_at(text: str, stop: str, start: int) -> str:

@@ -153,26 +153,17 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 def vocabulary_of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
     Find the vocabulary of the data set in `folder` with this metadata: what meta.json names, a
-    tokenizer.json, the tables of meta.pkl. None if nothing says what the ids mean.
-
-    Raises:
-        ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
+    tokenizer.json, the tables of meta.pkl. None if nothing says what the ids mean. Raises ValueError if a
+    file cannot be read.
     """
     name = meta.get("tokenizer")
     if name not in (None, "char", "tokenizer.json"):
         return Vocabulary("tiktoken", name)
-    vocabulary = None if name == "char" else tokenizer_in(folder)
-    if not vocabulary and name != "tokenizer.json":
-        vocabulary = table_in(meta)
-    if name and not vocabulary:
+    found = table_in(meta) if name == "char" else tokenizer_in(folder) or table_in(meta)
+    if name and not found:
         missing = "meta.pkl with a table of characters" if name == "char" else name
         return Vocabulary("unknown", f"{folder} lacks the {missing} that its meta.json names")
-    if name == "char" and vocabulary.size not in (None, meta.get("tokenizer_size", vocabulary.size)):
-        raise ValueError(
-            f"{folder / 'meta.pkl'} contains {vocabulary.size} tokens, but meta.json says "
-            f"{meta['tokenizer_size']}: they come from different prepare.py runs; run it again"
-        )
-    return vocabulary or unread_tokenizer(folder)
+    return found or unread_tokenizer(folder)
 
 
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
