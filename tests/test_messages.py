@@ -437,9 +437,7 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     save_in(at.path / "out")
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
     note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
-    assert (
-        len(output) == 3 and output[1] == note and output[2].startswith("error: --start: the text contains")
-    )
+    assert len(output) == 3 and output[1] == note and output[2].startswith("error: the text contains")
 
 
 def test_mistakes_of_sample_py(at, capsys):

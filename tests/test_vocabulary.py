@@ -164,22 +164,16 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     zygote.train([*args, "--zero=1"], tmp_path)
     sample = ["--out_dir=out", "--start=w", "--num_samples=1", "--max_new_tokens=40", "--device=cpu"]
 
-    def written(*more):
-        run = zygote.start([*sample, *more], tmp_path, script="sample.py").wait()
-        return run.samples().partition("\n")[2]
+    def written():
+        return zygote.start(sample, tmp_path, script="sample.py").wait().samples().partition("\n")[2]
 
     before = written()
-    stop = before[20]
-    assert written(f"--stop={stop}").partition("\n---")[0] == before[0] + before[1:].partition(stop)[0]
     dataset(tmp_path / "data/mine", TEXT.replace("w", "q").replace("h", "k"))
     assert written() == before
     run = zygote.train([*args, "--init_from=resume", "--max_iters=5"], tmp_path, nproc=2, ok=False)
     assert run.codes == [1, 1] and "iter 4:" not in run.text()
     assert "do not mean what they mean in the checkpoint: id" in run.text()
     assert "--tokenizer=out" in run.text()
-    other = zygote.train([*args, "--init_from=out", "--out_dir=new"], tmp_path).text()
-    assert "note:    the token ids of" in other and "iter 3:" in other
-
     # the advice: prepare the text with the run's vocabulary
     shutil.rmtree(tmp_path / "data/mine")
     assert written() == before
