@@ -34,12 +34,12 @@ from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
-CARD_IS_OURS = "<!-- export.py writes this page again: remove this line if you edit it -->"
-CARD_HEAD = f"""---
+# a folder to write in, whose name is not one of a run's: no run that is live or starts touches it
+UNFINISHED = "unfinished_export_"
+CARD_HEAD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
-{CARD_IS_OURS}
 # A GPT trained with isoGPT
 """
 
@@ -73,7 +73,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         check_finite(model, stored.path)
         vocabulary = vocabulary_of_run(source.run, Path(out_dir), dataset)
         return write_hf(out_dir, model, vocabulary, model_card(source, model))
-    with unfinished_folder(out_dir) as unfinished:
+    with TemporaryDirectory(prefix=UNFINISHED, dir=out_dir) as unfinished:
         new = Path(unfinished) / "ckpt.pt"
         if source.is_sharded:
             write_file(new, state_of_shards(source, model))
@@ -101,37 +101,20 @@ def state_of_shards(source: OpenCheckpoint, model: GPT) -> dict:
     return nanogpt_state(source.run, model, []) | {"optimizer": {"state": dict(kept)}}
 
 
-def unfinished_folder(out_dir: str) -> TemporaryDirectory:
-    """
-    A folder to write in, which is deleted at the end. The name is different from a run's names: neither a run
-    that writes the same step nor a run that starts in the meantime touches the folder.
-    """
-    return TemporaryDirectory(prefix="unfinished_export_", dir=out_dir)
-
-
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration, tokenizer and model card. An older folder is replaced, or
-    renamed to hf_1, hf_2, ... if it contains other files too, such as a model card without CARD_IS_OURS.
-    Returns the folder. Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
+    Write OUT_DIR/hf: weights, configuration, tokenizer and model card. An older folder is renamed to hf_1,
+    hf_2, ..., since it may contain other files too. Returns the folder. For errors see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
-    if manifest.is_run(str(target)):
-        raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
-    with unfinished_folder(out_dir) as unfinished:
-        new, older_card = Path(unfinished) / "hf", target / "README.md"
+    with TemporaryDirectory(prefix=UNFINISHED, dir=out_dir) as unfinished:
+        new = Path(unfinished) / "hf"
         token_ids = tokenizer.save_tokenizer(new, vocabulary, c.vocab_size, c.block_size)
         huggingface.save(new, model, token_ids)
         (new / "README.md").write_text(card, encoding="utf-8")
-        others = [path.name for path in target.glob("*") if not (new / path.name).exists()]
-        if older_card.is_file() and CARD_IS_OURS not in older_card.read_text(errors="replace"):
-            others.append(older_card.name)
-        if others:
+        if target.exists():
             kept = target.rename(free_name(Path(out_dir), "hf", first=1))
-            contained = f"{target} also contained {console.shortened(sorted(others))}"
-            console.print_to_stderr(f"note: {contained}: it is now {kept}")
-        elif target.exists():
-            target.rename(new.with_name("old"))
+            console.print_to_stderr(f"note: the older {target} is now {kept}")
         return new.rename(target)
 
 
@@ -173,7 +156,7 @@ def convert_hf(folder: str) -> Path:
     vocabulary = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": vocabulary.describe()}
-    with unfinished_folder(folder) as unfinished:
+    with TemporaryDirectory(prefix=UNFINISHED, dir=folder) as unfinished:
         new = Path(unfinished) / "ckpt.pt"
         write_file(new, nanogpt_state(run, model, []))
         return new.replace(Path(folder) / "ckpt.pt")

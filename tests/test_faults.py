@@ -116,11 +116,9 @@ def test_only_the_owner_clears_a_folder_and_only_what_runs_leave(zygote, place):
     live.mkdir()
     export(zygote, place, "out", "--to=ckpt.pt")
     assert live.exists()
-    kept = [place / "out" / name for name in ("unfinished_thesis", "unfinished_export")]
+    kept = [place / "out" / name for name in ("unfinished_thesis", "unfinished_export_0123abcd")]
     for folder in kept:
         folder.mkdir()
-    run = export(zygote, place, "out", "--to=ckpt.pt", ok=False)
-    assert run.codes == [1] and "a different conversion" in run.text()
     zygote.train(RESUME, place)
     assert not live.exists() and all(folder.exists() for folder in kept)
 

@@ -3,13 +3,8 @@
 import codecs
 from pathlib import Path
 
-# by the mark at the beginning of the file; UTF-32's begins with UTF-16's
-MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+MARKS_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+MARKS_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: Path) -> str:
@@ -21,7 +16,9 @@ def read_text(path: Path) -> str:
             character 0, as binary files do.
     """
     content = path.read_bytes()
-    encoding = next((name for mark, name in MARKS.items() if content.startswith(mark)), "utf-8-sig")
+    encoding = "utf-16" if content.startswith(MARKS_16) else "utf-8-sig"
+    if content.startswith(MARKS_32):  # which begin with UTF-16's
+        encoding = "utf-32"
     try:
         text = content.decode(encoding)
         if "\0" in text:
