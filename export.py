@@ -59,8 +59,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = search.best_checkpoint(out_dir) if form == "hf" else search.newest_checkpoint(out_dir)
     if not stored:
-        others = filter(None, [search.about_folder(Path(out_dir))])
-        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *(damaged or others)]))
+        problems = damaged or [search.advice_on_folder(out_dir)]
+        raise ValueError(f"no valid checkpoint in {out_dir}: {'; '.join(problems)}")
     for report in damaged:
         console.print_to_stderr(f"warning: {console.visible(report)}")
     source = open_checkpoint(stored)
@@ -182,8 +182,8 @@ def list_checkpoints(out_dir: str) -> str:
     if not folders:
         stored, problems = search.newest_checkpoint(out_dir)
         of_bare = [row(stored, "bare", f"valid: {stored.path}")] if stored else problems
-        lines += of_bare or [search.about_folder(out)]
-    return "\n".join(lines).rstrip()
+        lines += of_bare or [search.advice_on_folder(out_dir)]
+    return "\n".join(lines)
 
 
 def row(stored: StoredCheckpoint, form: str, state: str) -> str:

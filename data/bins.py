@@ -39,7 +39,7 @@ from write_files import (
 from isogpt.common.console import visible
 from isogpt.data.data_folder import read_dict
 from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in, unread_tokenizer
+from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 from isogpt.options.values import problem_of_folder
 
 TOKENIZER_HELP = (
@@ -385,8 +385,6 @@ def vocabulary_named(name: str) -> Vocabulary:
     newest, reports = newest_checkpoint(str(folder))
     if not newest:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
-        if unread := unread_tokenizer(folder):
-            problem += f": {unread.content}"
         raise ValueError("; ".join([problem, *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)
 

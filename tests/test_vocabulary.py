@@ -71,7 +71,6 @@ def test_nanogpts_tables(meta):
         ({"stoi": {b"a": 0}}, "there is no text with an id each"),
         ({"itos": []}, "there is no text with an id each"),
         ({"itos": "abc"}, "are not tables"),
-        ({"stoi": {"a": 2, "b": 1}, "itos": {0: "a", 1: "b", 2: "a"}}, "contradict each other"),
     ],
 )
 def test_metadata_that_does_not_say_what_the_ids_mean(meta, reason):
@@ -89,15 +88,11 @@ def test_ids_without_a_record():
 
 
 def test_the_order_of_precedence(tmp_path):
-    """What meta.json names, tokenizer.json, the tables; next to a tokenizer of a different form, nothing."""
+    """What meta.json names, tokenizer.json, the tables."""
     tables = {"stoi": ABC, "vocab_size": 50257}
     assert vocabulary_of_weights(str(tmp_path), 50257) == Vocabulary("tiktoken", "gpt2")
     assert of_meta({"tokenizer": "cl100k_base"} | tables, tmp_path) == Vocabulary("tiktoken", "cl100k_base")
     assert of_meta(tables, tmp_path) == of_meta({"tokenizer": "char"} | tables, tmp_path)
-    (tmp_path / "merges.txt").touch()
-    assert of_meta(tables, tmp_path).characters == ABC
-    for unknown in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
-        assert "contains merges.txt, but only a tokenizer.json is read" in unknown.content
     (tmp_path / "tokenizer.json").write_text(special_json())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
     for meta in ({}, tables, {"tokenizer": "tokenizer.json"} | tables):
@@ -107,7 +102,7 @@ def test_the_order_of_precedence(tmp_path):
 
 
 def test_a_vocabulary_that_the_data_knows_only_in_part():
-    """The run keeps its vocabulary; a note says that ids are unknown, too few for GPT-2's."""
+    """The run keeps its vocabulary."""
     whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
     data = SimpleNamespace(
@@ -118,9 +113,6 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
         assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
     data.vocabulary = of_characters(ABC | {"d": 3})
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
-    data.vocabulary, data.highest = None, 57
-    gpt2, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
-    assert gpt2 == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
 
 
 @pytest.mark.parametrize(

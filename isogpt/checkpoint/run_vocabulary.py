@@ -7,17 +7,8 @@ from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import read_metadata
 from isogpt.data.dataset import Dataset, EvalDataset, common_vocabulary, find_sources
-from isogpt.data.vocabulary import (
-    Vocabulary,
-    check_size,
-    gpt2_or_unknown,
-    recorded,
-    tokenizer_in,
-    unread_tokenizer,
-)
+from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 from isogpt.nn.huggingface import GPT2
-
-FEW_IDS = 1000  # a page of text contains larger ids if they are GPT-2's, and only smaller ones of characters
 
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
@@ -59,7 +50,7 @@ def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
     Raises:
         ValueError: a file cannot be read.
     """
-    vocabulary = None if name in GPT2 else tokenizer_in(name) or unread_tokenizer(name)
+    vocabulary = None if name in GPT2 else tokenizer_in(name)
     return vocabulary or gpt2_or_unknown(vocab_size, f"{name}, without a tokenizer.json,")
 
 
@@ -101,11 +92,6 @@ def vocabulary_for_run(
         notes.append(problem)
     elif before and (now.size or 0) < (before.size or 0):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    if not (data.vocabulary or is_resume) and now.kind == "tiktoken" and data.highest < FEW_IDS:
-        notes.append(
-            f"{data.folder} does not say what the token ids mean: they are taken for GPT-2's, although the "
-            f"highest id is {data.highest}. If they are different, set --vocab_size={data.highest + 1}"
-        )
     of_mixture = data.is_mixture or (source and "sources" in source.run["isogpt"])
     # what changed in a mixture, or from or to one, see start.change_of_sources
     if is_resume and not of_mixture and measures_of(source.run).get("digest") not in (None, data.digest):

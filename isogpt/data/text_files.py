@@ -1,10 +1,9 @@
-"""Read a text file: UTF-8, or what a byte order mark names. Any other encoding would be a guess."""
+"""Read a text file: UTF-8, or UTF-16 with a byte order mark. Any other encoding would be a guess."""
 
 import codecs
 from pathlib import Path
 
-MARKS_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-MARKS_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: Path) -> str:
@@ -12,13 +11,10 @@ def read_text(path: Path) -> str:
     Return the text of a file with '\\n' line endings and no byte order mark.
 
     Raises:
-        ValueError: the file is not in UTF-8, and no byte order mark says what else; or it contains the
-            character 0, as binary files do.
+        ValueError: the file is in neither, or it contains the character 0, as binary files do.
     """
     content = path.read_bytes()
-    encoding = "utf-16" if content.startswith(MARKS_16) else "utf-8-sig"
-    if content.startswith(MARKS_32):  # which begin with UTF-16's
-        encoding = "utf-32"
+    encoding = "utf-16" if content.startswith(MARKS) else "utf-8-sig"
     try:
         text = content.decode(encoding)
         if "\0" in text:

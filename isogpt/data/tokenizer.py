@@ -4,28 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from isogpt.common.packages import needed_by
-from isogpt.data.vocabulary import (
-    END_OF_TEXT,
-    UNTRAINED,
-    Vocabulary,
-    check_size,
-    of_characters,
-    parse_tokenizer,
-)
-
-if TYPE_CHECKING:
-    import tiktoken
-    import tokenizers
+from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, of_characters, parse_tokenizer
 
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SAMPLE = (
-    f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n"
-    f"{END_OF_TEXT} \n"
-)
+SAMPLE = "It's 1234567 naïve Ünits² 東京 🙂\u00a0\r\n\t\tf(x):\n    return {x}  DON'T\n\n  \n<|endoftext|> \n"
 NO_TOKEN = "\ufffd"  # an id without a token is decoded as this character
 
 
@@ -68,7 +54,7 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     bpe = load_encoding(vocabulary)
     special = "all" if special_tokens else set()
     encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
-    return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
+    return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(vocabulary.end_of_text))
 
 
 def load_characters(vocabulary: Vocabulary) -> Tokenizer:
@@ -104,8 +90,8 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     return Tokenizer(encode, partial(encode, is_prompt=True), decode, n_ids, end_of_text)
 
 
-def load_encoding(vocabulary: Vocabulary) -> "tiktoken.Encoding":
-    """The encoding of tiktoken that a vocabulary names. Raises ValueError if it cannot be loaded."""
+def load_encoding(vocabulary: Vocabulary) -> Any:
+    """The tiktoken.Encoding that a vocabulary names. Raises ValueError if it cannot be loaded."""
     if vocabulary.kind != "tiktoken":
         advice = "set --dataset= to a data set with these ids"
         raise ValueError(f"the ids cannot be decoded: {vocabulary.content}; {advice}")
@@ -211,9 +197,9 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     }
 
 
-def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
+def of_encoding(encoding: Any) -> Any:
     """
-    Make a byte-level BPE with the ids of a tiktoken encoding.
+    Make a byte-level BPE, a tokenizers.Tokenizer, with the ids of a tiktoken.Encoding.
 
     Raises:
         ValueError: a sample text gets different ids, since the two libraries support different regular
@@ -225,10 +211,10 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
         """Takes the ranks from the encoding instead of a file, and keeps the ids of special tokens."""
 
         @staticmethod
-        def load_tiktoken_bpe(encoding: "tiktoken.Encoding") -> dict[bytes, int]:
+        def load_tiktoken_bpe(encoding: Any) -> dict[bytes, int]:
             return encoding._mergeable_ranks
 
-        def extract_vocab_merges_from_model(self, encoding: "tiktoken.Encoding") -> tuple[dict, list]:
+        def extract_vocab_merges_from_model(self, encoding: Any) -> tuple[dict, list]:
             ids, merges = super().extract_vocab_merges_from_model(encoding)
             return ids | encoding._special_tokens, merges
 

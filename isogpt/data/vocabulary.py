@@ -7,13 +7,10 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from isogpt.common.files import about_pointer, parse_json, read_utf8
 from isogpt.common.packages import needed_by
-
-if TYPE_CHECKING:
-    import tokenizers
 
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
@@ -21,8 +18,6 @@ END_OF_TEXT = "<|endoftext|>"
 # stands for characters that a table does not contain: no model is trained on it, and only exported tokenizers
 # contain it, see tokenizer.save_tokenizer
 UNTRAINED = "<|untrained|>"
-# files of tokenizers that are not read: next to them, ids are not taken for GPT-2's
-UNREAD = ("vocab.*", "merges.txt", "*.model")
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,10 @@ def of_characters(ids: dict[str, int]) -> Vocabulary:
     return Vocabulary("tokenizer.json", json.dumps(content))
 
 
-def parse_tokenizer(text: str) -> "tokenizers.Tokenizer":
+def parse_tokenizer(text: str) -> Any:
     """
-    Parse the text of a tokenizer.json, without the file's padding and truncation, which transformers also
-    ignores. Raises ValueError if the text is damaged.
+    Make a tokenizers.Tokenizer of the text of a tokenizer.json, without the file's padding and truncation,
+    which transformers also ignores. Raises ValueError if the text is damaged.
     """
     with needed_by("a tokenizer.json", "tokenizers"):
         import tokenizers
@@ -163,7 +158,7 @@ def vocabulary_of_data(meta: dict, folder: Path) -> Vocabulary | None:
     if name and not found:
         missing = "meta.pkl with a table of characters" if name == "char" else name
         return Vocabulary("unknown", f"{folder} lacks the {missing} that its meta.json names")
-    return found or unread_tokenizer(folder)
+    return found
 
 
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
@@ -207,23 +202,6 @@ def table_in(meta: dict) -> Vocabulary | None:
     try:
         texts = dict(enumerate(itos)) if isinstance(itos, list | tuple) else dict(itos or {})
         table = of_characters({token: i for i, token in texts.items()} | dict(stoi or {}))
-        if any(table.tokens.get(i) != token for i, token in texts.items()):
-            raise ValueError("they contradict each other")
     except (TypeError, ValueError) as e:
         return Vocabulary("unknown", f"stoi and itos in the metadata are not tables: {e}")
     return table
-
-
-def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
-    """
-    An unknown vocabulary if a folder contains a tokenizer in a form that is not read: then the ids are
-    probably not GPT-2's. None without such a file.
-    """
-    names = [path.name for pattern in UNREAD for path in Path(folder).glob(pattern)]
-    if not names:
-        return None
-    return Vocabulary(
-        "unknown",
-        f"{folder} contains {names[0]}, but only a tokenizer.json is read: write it with transformers' "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-    )
