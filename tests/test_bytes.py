@@ -10,7 +10,7 @@ from runs import script, script_that_fails
 from test_data import EOT, cached_tokenizers, needs_gpt2, read  # noqa: F401 (a fixture)
 
 import export
-from isogpt.checkpoint.measures import bits_per_byte, changed_measures, what_is_measured
+from isogpt.checkpoint.measures import bits_per_byte, what_is_measured
 from isogpt.checkpoint.search import best_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.data.dataset import open_dataset
@@ -106,15 +106,6 @@ def test_a_data_set_of_nanogpt(at, capsys):
     (folder / "meta.pkl").unlink()
     said = script_that_fails(at, capsys, "data/count_bytes.py", [str(folder)]).err
     assert 'fit GPT-2; prepare the data set again, or write "val_bytes": N' in said
-
-
-def test_bits_per_byte_of_a_checkpoint():
-    """Older checkpoints know no bytes; nothing else is compared because of that."""
-    old, now = what_is_measured({}, "digest"), what_is_measured({}, "digest", 2.0)
-    assert not changed_measures(old, now) and not changed_measures(now, old)
-    changed = changed_measures(now | {"bytes_per_token": 4.0}, now)
-    assert changed == ["bytes of text per token is 2.0, not 4.0"]
-    assert bits_per_byte(1.0, old) is bits_per_byte(1.0, {}) is bits_per_byte(None, now) is None
 
 
 def test_a_run_keeps_its_bits_per_byte(at, zygote, work):

@@ -4,7 +4,6 @@ sample.py: the same text on any number of processes, the tokenizers of folders, 
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -85,18 +84,6 @@ def test_two_ranks_report_a_mistake_once(zygote, trained, wrong):
     run = zygote.start([*ARGS, wrong], trained, 2, script="sample.py").wait(ok=False)
     lines = [line for line in run.text().splitlines() if ", val loss " not in line]
     assert run.codes == [1, 1] and len(lines) == 1 and lines[0].startswith("error: "), run.text()
-
-
-def test_a_prompt_from_a_pipe(zygote, trained):
-    """A pipe can be read only once: all ranks get what rank 0 reads."""
-    prompt, name = "hello there " * 3, trained / "pipe"
-    os.mkfifo(name)
-    args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
-    run = zygote.start(args, trained, 2, script="sample.py")
-    with open(name, "w") as pipe:
-        pipe.write(prompt)
-    # a second reader would wait for a second writer
-    assert run.wait().samples().count(prompt) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------
