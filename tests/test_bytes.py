@@ -83,7 +83,7 @@ def test_one_text_has_the_same_bytes_in_every_vocabulary(tmp_path):
 @needs_gpt2
 def test_documents_are_counted_without_end_of_text_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 200)
-    is_val = [bins.goes_to_val(1337, i, 0.3) for i in range(len(DOCUMENTS))]
+    is_val = [tokenize_documents.goes_to_val(1337, i, 0.3) for i in range(len(DOCUMENTS))]
     val = [text.encode() for text, goes in zip(DOCUMENTS, is_val, strict=True) if goes]
     plain = prepare_documents(tmp_path / "plain", "--special_tokens=False", "--num_proc=2")
     assert recounted(tmp_path / "plain")["val_bytes"] == plain["val_bytes"] == sum(map(len, val))
