@@ -21,7 +21,7 @@ import numpy as np
 from read_files import KINDS, read_documents, read_hub
 from tokenize_documents import batches_of, tokenize
 from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
-from write_files import SplitWriter, atomic_folder, dtype_for, pack_ids, write_meta, write_positions
+from write_files import SplitWriter, atomic_folder, dtype_for, write_meta, write_positions
 
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY
@@ -31,13 +31,22 @@ from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, table_in, tokenizer_in
 from isogpt.options.values import problem_of_folder
 
+TOKENIZER_HELP = (
+    "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
+    "Hugging Face, or the folder of a training run, whose vocabulary is used"
+)
+SPECIAL_HELP = (
+    "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
+)
 CHECKED = 100_000  # characters with which a tokenizer is checked
 
 
-def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> argparse.ArgumentParser:
+def make_parser(
+    script: str, description: str, val_fraction: float, tokenizer: str | int
+) -> argparse.ArgumentParser:
     """
-    The options that all prepare.py scripts share. `tokenizer` is the default of --tokenizer, or if it is a
-    number, that of --train_tokenizer; the parsed `tokenizer` is what one of the two says.
+    The options that all prepare.py scripts share. The parsed `tokenizer` is what --tokenizer or
+    --train_tokenizer says, or else `tokenizer`: a number is that of the ids of one to train.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
@@ -45,27 +54,19 @@ def make_parser(description: str, val_fraction: float, tokenizer: str | int) -> 
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--data_files", help=f"your own {' '.join(KINDS)} files: comma-separated paths, folders or globs")
     add("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
-    add("--out", help="folder to write to, created if missing; None: that of this script")
+    add("--out", default=str(Path(script).absolute().parent), help="folder to write to, created if missing")
     add_val_fraction(parser, val_fraction)
     add("--shard_tokens", type=int, default=0, help="tokens of each train_000000.bin and so on; 0: train.bin")
-    no_default = argparse.SUPPRESS
-    default = tokenizer if isinstance(tokenizer, str) else no_default
-    either("--tokenizer", default=default, help="char, a name of tiktoken, or a folder with one, as of a run")
-    default = tokenizer if isinstance(tokenizer, int) else no_default
-    types = {"metavar": "N", "type": number_of_ids, "dest": "tokenizer"}
-    either("--train_tokenizer", default=default, help=TRAIN_HELP, **types)
-    special = (
-        "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
-    )
-    add("--special_tokens", default="True", choices=["True", "False"], help=special)
+    either("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
+    to_train = {"dest": "tokenizer", "metavar": "N", "type": number_of_ids, "help": TRAIN_HELP}
+    either("--train_tokenizer", default=argparse.SUPPRESS, **to_train)
+    add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
 
 
 def add_val_fraction(parser: argparse.ArgumentParser, default: float) -> None:
     """Add the option --val_fraction."""
-    parser.add_argument(
-        "--val_fraction", type=fraction, default=default, help="fraction of the data for val.bin"
-    )
+    parser.add_argument("--val_fraction", type=fraction, default=default, help="what part goes to val.bin")
 
 
 def fraction(text: str) -> float:
@@ -108,11 +109,7 @@ def run(main: Callable[[list[str]], None]) -> int:
 
 
 def prepare_text(
-    script: str,
-    description: str,
-    argv: list[str],
-    read: Callable[[Path], tuple[str, dict]],
-    tokenizer: str = "char",
+    script: str, description: str, argv: list[str], read: Callable[[Path], tuple], tokenizer: str = "char"
 ) -> None:
     """
     Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
@@ -125,7 +122,7 @@ def prepare_text(
     Raises:
         ValueError: the text is too short, or contains a character that the vocabulary lacks.
     """
-    args = make_parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
+    args = make_parser(script, description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is None:
         text, source = read(Path(script).absolute().parent)
     else:
@@ -139,32 +136,26 @@ def prepare_text(
     note_on_loss([text], loaded)
     parts = {"train": text[:cut], "val": text[cut:]}
     texts = {split: part.encode() for split, part in parts.items()}
-    ids = {split: pack_ids(loaded.encode(part), loaded.n_ids) for split, part in parts.items()}
-    write(script, args, vocabulary, loaded, source, [(texts, ids)])
+    ids = {split: np.array(loaded.encode(part), dtype_for(loaded.n_ids)) for split, part in parts.items()}
+    write(args, vocabulary, loaded, source, [(texts, ids)])
 
 
 def prepare_documents(
-    script: str,
-    description: str,
-    argv: list[str],
-    dataset: str,
-    selection: dict,
-    tokenizer: str | int = "gpt2",
-    streaming: bool = False,
+    script: str, about: str, argv: list[str], dataset: str, selection: dict, tokenizer: str | int = "gpt2"
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
     folder of `script`. The documents keep their order, and each is followed by the end-of-text token.
 
     Args:
+        about: the description of the script.
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
         tokenizer: the default of --tokenizer, or the number of ids that --train_tokenizer trains by default.
-        streaming: see datasets.load_dataset.
 
     Raises:
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
-    parser = make_parser(description, val_fraction=0.0005, tokenizer=tokenizer)
+    parser = make_parser(script, about, val_fraction=0.0005, tokenizer=tokenizer)
     add, affinity = parser.add_argument, getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count()
     add("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
@@ -176,15 +167,16 @@ def prepare_documents(
 
     def read() -> Iterator[str]:
         if args.data_files is None:
-            return read_hub(dataset, args.text_key, {**selection, "streaming": streaming})
-        return read_documents(args.data_files, args.text_key, args.document_separator)
+            return filter(None, read_hub(dataset, args.text_key, selection))
+        return filter(None, read_documents(args.data_files, args.text_key, args.document_separator))
 
-    vocabulary, special_tokens = find_vocabulary(args.tokenizer, read()), args.special_tokens == "True"
+    vocabulary = find_vocabulary(args.tokenizer, read())
+    special_tokens = args.special_tokens == "True"
     loaded = load(vocabulary, special_tokens)
     if loaded.end_of_text is None:
         advice = "set --tokenizer=gpt2, or --train_tokenizer=257, which has an id for each byte"
         raise ValueError(f"the tokenizer lacks {vocabulary.end_of_text}, which ends a document: {advice}")
-    documents = filter(None, read())
+    documents = read()
     first = list(islice(documents, 100))
     if len(first) < 2:
         advice = "use files with more text; data/shakespeare/prepare.py splits one text"
@@ -196,47 +188,45 @@ def prepare_documents(
     source = {"data_files": args.data_files} if args.data_files else {"dataset": dataset, **selection}
     source |= {"val_fraction": args.val_fraction, "seed": args.seed}
     tokenized = tokenize(batches, vocabulary, special_tokens, args.num_proc)
-    write(script, args, vocabulary, loaded, source, tokenized)
+    write(args, vocabulary, loaded, source, tokenized)
 
 
 def write(
-    script: str,
-    args: argparse.Namespace,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    source: dict,
-    parts: Iterable[tuple[dict[str, bytes], dict[str, np.ndarray]]],
+    args: argparse.Namespace, vocabulary: Vocabulary, tokenizer: Tokenizer, source: dict, parts: Iterable
 ) -> None:
     """
     Write a data set, and print the command that trains on it on a CPU.
 
     Args:
         source: what meta.json records of the text's origin.
-        parts: the text and the ids of each split, part by part.
+        parts: part by part, the text and the ids by split.
     """
-    if problem := problem_of_folder("--out", args.out or ""):
+    if problem := problem_of_folder("--out", args.out):
         raise ValueError(problem)
-    folder = Path(args.out).expanduser() if args.out else Path(script).absolute().parent
+    folder, size = Path(args.out).expanduser(), tokenizer.n_ids
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:
         writers = {split: SplitWriter(temporary, split, args.shard_tokens) for split in ("train", "val")}
         for texts, ids in parts:
             for split, writer in writers.items():
                 writer.write(texts[split], ids[split])
-        counts = {"documents": sum(writer.documents for writer in writers.values())}
-        if counts["documents"]:
-            files = sorted(temporary.glob("train*.bin"))
-            tokens = open_files(files, dtype_for(tokenizer.n_ids).name, tokenizer.n_ids)
-            counts["train_documents"] = write_positions(temporary, tokens, tokenizer.end_of_text)
-        meta = write_meta(temporary, vocabulary, tokenizer.n_ids, source, writers, counts)
+        facts = {"source": source}
+        if documents := sum(writer.documents for writer in writers.values()):
+            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype_for(size).name, size)
+            count = write_positions(temporary, tokens, tokenizer.end_of_text)
+            facts = {"documents": documents, "train_documents": count, "source": source}
+        meta = write_meta(temporary, vocabulary, size, writers, facts)
     tokens = f"{meta['train_tokens']:,} tokens for training, {meta['val_tokens']:,} for validation"
     print(f"{folder}: {tokens}, {meta['dtype']}")
-    print(f"tokenizer {meta['tokenizer']}: {meta['tokenizer_size']:,} ids, vocab_size {meta['vocab_size']:,}")
-    name = folder.name if folder.parent.resolve() == Path(__file__).resolve().parent else folder.absolute()
-    configs = [f"config/train_{name}_fast.py", f"config/train_{name}.py"]
-    options = f" --dataset={shlex.quote(str(name))} --out_dir={shlex.quote(f'out-{folder.name}')}"
-    of_name = [config for config in configs if (REPOSITORY / config).exists()]
-    print(f"next: python train.py {(of_name or ['config/train_small.py' + options])[0]}")
+    print(f"tokenizer {meta['tokenizer']}: {size:,} ids, vocab_size {meta['vocab_size']:,}")
+    is_in_data = folder.parent.resolve() == Path(__file__).resolve().parent
+    name = folder.name if is_in_data else str(folder.absolute())
+    for config in (f"config/train_{name}_fast.py", f"config/train_{name}.py"):
+        if (REPOSITORY / config).exists():
+            print(f"next: python train.py {config}")
+            return
+    options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
+    print(f"next: python train.py config/train_small.py {options}")
 
 
 def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:

@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,6 +19,7 @@ SHAKESPEARE = {
     "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 }
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+ADVICE = "set --text_key=, or write one text for each record: data/README.md, Chats and instructions"
 BATCH_ROWS = 1000
 BLOCK = 1 << 20  # characters of a .txt file, or bytes of a .parquet file, that are read at once
 
@@ -30,46 +31,57 @@ def read_documents(data_files: str, text_key: str = "text", separator: str = "")
     row; null is none. All files are streamed, except a .txt file without a separator.
 
     Raises:
-        ValueError: a file does not exist, has a different extension or cannot be parsed.
+        ValueError: there is no file that can be read, or one of them cannot be parsed.
     """
     for path in find_files(data_files):
         count = 0
         try:
             for text in texts_in(path, text_key, separator):
+                if not isinstance(text, str | None):
+                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}; {ADVICE}")
                 count += 1
                 if text is not None:
-                    yield text
-        except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}, after {count} documents: {error}") from error
+                    # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
+                    yield text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        except (ValueError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}, document {count + 1}: {error}") from error
 
 
 def find_files(data_files: str) -> list[Path]:
-    """The files of --data_files, see `read_documents`, all of which are checked before the first is read."""
-    names = {}  # by the file that they lead to
-    # a file's name may contain a comma; a shell replaces ~ only at the start of a word
-    patterns = [data_files] if os.path.exists(data_files) else map(str.strip, data_files.split(","))
-    for pattern in map(os.path.expanduser, patterns):
-        files = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        if os.path.isdir(pattern):
-            files = glob.glob(os.path.join(glob.escape(pattern), "**", "*"), recursive=True)
-            files = [name for name in files if name.lower().endswith(KINDS)]
-        files = sorted(filter(os.path.isfile, files))
-        others = [name for name in files if not name.lower().endswith(KINDS)]
-        if others or not files:
-            problem = f"{others[0]} cannot be read" if others else f"'{pattern}' matches or contains no file"
-            raise ValueError(f"--data_files: {problem}: give files that end in {', '.join(KINDS)}")
-        names |= {os.path.realpath(name): name for name in files}
-    return [Path(name) for name in sorted(names.values())]
+    """The files of --data_files, see `read_documents`."""
+    names = set()
+    # a file's name may contain a comma
+    patterns = [data_files] if os.path.exists(data_files) else data_files.split(",")
+    for pattern in patterns:
+        name = os.path.expanduser(pattern.strip())  # a shell replaces ~ only at the start of a word
+        if os.path.isdir(name):
+            found = glob.glob(os.path.join(glob.escape(name), "**", "*"), recursive=True)
+        else:
+            found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        files = [file for file in found if file.lower().endswith(KINDS) and os.path.isfile(file)]
+        if not files:
+            raise ValueError(f"--data_files: '{pattern}' is no file that ends in {', '.join(KINDS)}")
+        names.update(files)
+    return [Path(name) for name in sorted(names)]
 
 
-def texts_in(path: Path, text_key: str, separator: str) -> Iterable[str | None]:
-    """The documents of a file, None for null. `datasets` would read a text that is a date as a date."""
+def texts_in(path: Path, text_key: str, separator: str) -> Iterator[Any]:
+    """Yield the texts of a file; for a record without text_key, the record itself."""
     name = path.name.lower()
     if name.endswith(".txt"):
-        return separated(path, separator) if separator else [read_text(path)]
-    if name.endswith(".parquet"):
-        return texts_of(rows_of(path, text_key), text_key)
-    return texts_of(records_of(path), text_key)
+        yield from separated(path, separator) if separator else [read_text(path)]
+    elif name.endswith(".parquet"):
+        with needed_by("a .parquet file", "pyarrow"):
+            import pyarrow.parquet
+        # by default, a column of a whole row group would be in memory, which may be as large as the file
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
+            for batch in table.iter_batches(BATCH_ROWS, columns=[text_key]):
+                yield from batch[text_key].to_pylist()
+    else:  # `datasets` would read a text that is a date as a date, and records of one form only
+        with (gzip.open if name.endswith(".gz") else open)(path, "rb") as lines:
+            for line in filter(bytes.strip, lines):
+                record = parse_json(line)
+                yield record.get(text_key, record) if isinstance(record, dict) else record
 
 
 def separated(path: Path, separator: str) -> Iterator[str]:
@@ -80,38 +92,6 @@ def separated(path: Path, separator: str) -> Iterator[str]:
             *documents, rest = (rest + block).split(separator)
             yield from map(str.strip, documents)
     yield rest.strip()
-
-
-def records_of(path: Path) -> Iterator[Any]:
-    """Yield the record of each line of a .jsonl or .jsonl.gz file; skip blank lines."""
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rb") as lines:
-        yield from map(parse_json, filter(bytes.strip, lines))
-
-
-def rows_of(path: Path, text_key: str) -> Iterator[dict]:
-    """Yield the rows of a .parquet file, with the column `text_key` alone if there is one."""
-    with needed_by("a .parquet file", "pyarrow"):
-        import pyarrow.parquet
-
-    # by default, a column of a whole row group would be in memory, which may be as large as the file
-    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
-        columns = [text_key] if text_key in table.schema_arrow.names else None
-        for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-            yield from batch.to_pylist()
-
-
-def texts_of(records: Iterable[Any], text_key: str) -> Iterator[str | None]:
-    """Yield record[text_key] of each record. Raises ValueError if it is neither a string nor null."""
-    for record in records:
-        if not isinstance(record, dict) or not isinstance(record.get(text_key, 0), str | None):
-            problem = f"no string at '{text_key}' in {str(record)[:200]}"
-            advice = "set --text_key=, or write one text for each record, as 'Chats and instructions' in "
-            raise ValueError(f"{problem}; {advice}data/README.md shows")
-        text = record[text_key]
-        if text:  # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json
-            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        yield text
 
 
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
@@ -134,13 +114,12 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
     return read_text(path), {"file": path.name}
 
 
-def read_hub(name: str, text_key: str, options: dict) -> Iterator[str]:
-    """Yield the documents of a Hugging Face data set; `options` are those of datasets.load_dataset."""
-    with needed_by(f"downloading {name}", "datasets"):
+def read_hub(name: str, text_key: str, options: dict) -> Iterator[str | None]:
+    """Stream the documents of a data set of Hugging Face's datasets; `options` are those of load_dataset."""
+    with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
-    dataset = load_dataset(name, split="train", **options)
-    for batch in dataset.iter(batch_size=BATCH_ROWS):  # much faster than row by row
+    for batch in load_dataset(name, split="train", streaming=True, **options).iter(batch_size=BATCH_ROWS):
         if text_key not in batch:
-            raise ValueError(f"no column '{text_key}' in {list(batch)}; set --text_key=")
+            raise ValueError(f"no column '{text_key}' in {list(batch)}; {ADVICE}")
         yield from batch[text_key]

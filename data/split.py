@@ -31,13 +31,11 @@ def split(folder: Path, val_fraction: float) -> None:
     """
     whole = folder / "all.bin"
     files = [whole] if whole.exists() else files_of(folder, "train")
-    if not files:
-        raise ValueError(f"no train.bin in {folder}: give the folder that contains it")
+    if len(files) != 1:
+        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
     source = files[0]
     if source != whole and (val := files_of(folder, "val")):
         raise ValueError(f"{val[0]} exists already: delete it if it is to come from the end of {source.name}")
-    if len(files) > 1:
-        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
     meta = read_meta(folder)
     if "train_tokens" in meta:
         raise ValueError(

@@ -11,7 +11,7 @@ from multiprocessing import get_context, parent_process
 from threading import Thread
 
 import numpy as np
-from write_files import END_OF_DOCUMENT, pack_ids
+from write_files import END_OF_DOCUMENT, dtype_for
 
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary
@@ -55,7 +55,7 @@ def ids_of(text: bytearray, tokenizer: Tokenizer) -> np.ndarray:
         ids += of_document
         if of_document[-1:] != [end]:
             ids.append(end)
-    return pack_ids(ids, tokenizer.n_ids)
+    return np.array(ids, dtype_for(tokenizer.n_ids))
 
 
 def tokenize(

@@ -123,12 +123,7 @@ def write_positions(folder: Path, tokens: Tokens, token: int) -> int:
 
 
 def write_meta(
-    folder: Path,
-    vocabulary: Vocabulary,
-    size: int,
-    source: dict,
-    writers: dict[str, SplitWriter],
-    counts: dict[str, int],
+    folder: Path, vocabulary: Vocabulary, size: int, writers: dict[str, SplitWriter], facts: dict
 ) -> dict:
     """
     Write the metadata of new files in `folder`, and return the content of meta.json. A table of characters is
@@ -136,7 +131,7 @@ def write_meta(
 
     Args:
         size: the number of ids of the tokenizer.
-        counts: what else is recorded if it is not 0.
+        facts: what else is recorded.
     """
     padded = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocabulary.name == "char":
@@ -152,22 +147,9 @@ def write_meta(
     meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
     for split, writer in writers.items():
         meta |= writer.facts(split)
-    meta |= {name: count for name, count in counts.items() if count}
-    meta["source"] = source
+    meta |= facts
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     return meta
-
-
-def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
-    """
-    Convert `ids` to dtype_for(tokenizer_size). Raises ValueError if an id is not in [0, tokenizer_size).
-    """
-    wide = np.asarray(ids, dtype=np.int64)
-    if wide.size and not 0 <= wide.min() <= wide.max() < tokenizer_size:
-        raise ValueError(
-            f"token ids from {wide.min()} to {wide.max()} do not fit a tokenizer of {tokenizer_size} ids"
-        )
-    return wide.astype(dtype_for(tokenizer_size))
 
 
 def dtype_for(tokenizer_size: int) -> np.dtype:

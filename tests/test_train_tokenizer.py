@@ -168,7 +168,7 @@ def test_text_in_another_encoding_is_refused(at, capsys):
     (at.path / "text.txt").write_bytes("Müller<|endoftext|>Maier".encode("latin-1"))
     args = ["--data_files=text.txt", "--out=new"]
     said = script_that_fails(at, capsys, "data/tinystories/prepare.py", args).err
-    assert said.startswith("error: text.txt, after 0 documents: 'utf-8' codec") and said.count("\n") == 1
+    assert said.startswith("error: text.txt, document 1: 'utf-8' codec") and said.count("\n") == 1
 
 
 def test_a_run_keeps_its_tokenizer(at, capsys, zygote):

@@ -12,9 +12,7 @@ from bins import prepare_documents, run
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(
-        __file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True
-    )
+    prepare_documents(__file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ IDS = 4096  # few words: a larger vocabulary would cost a small model time
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
     argv = ["--document_separator=<|endoftext|>", *argv]
-    prepare_documents(__file__, __doc__, argv, "roneneldan/TinyStories", {}, tokenizer=IDS, streaming=True)
+    prepare_documents(__file__, __doc__, argv, "roneneldan/TinyStories", {}, tokenizer=IDS)
 
 
 if __name__ == "__main__":
