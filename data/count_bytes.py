@@ -8,8 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
@@ -40,7 +38,7 @@ def count_bytes(folder: Path) -> None:
             pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
-        text.add(b"".join(pieces), documents=int((part == end).sum()))
+        text.add(b"".join(pieces))
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
     print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
 

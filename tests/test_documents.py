@@ -23,6 +23,7 @@ from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
+import write_files
 
 END, BLOCK = 9, 8  # the end-of-text id
 
@@ -138,12 +139,12 @@ def write(folder, train, meta=None):
 def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_before, monkeypatch, capsys):
     ids = ids_of_documents(is_before)
     folder = write(tmp_path / "data", ids)
-    parts = find_documents.parts_of
+    parts = write_files.parts_of
 
     def small_parts(tokens):  # of 10 ids, as parts of a file
         return (part[:, i : i + 10] for part in parts(tokens) for i in range(0, part.shape[1], 10))
 
-    monkeypatch.setattr(find_documents, "parts_of", small_parts)
+    monkeypatch.setattr(write_files, "parts_of", small_parts)
     find_documents.main([str(folder), f"--id={END}"])
     assert (
         "documents.bin: 60 documents of 17 tokens on average, separated by token 9" in capsys.readouterr().out
