@@ -12,7 +12,7 @@ import pytest
 from runs import REPO, accepted
 
 from configurator import configure, help_text, settings_of
-from isogpt.options.suggestions import OTHER_NAMES, nearest
+from isogpt.options.suggestions import OTHER_NAMES
 from isogpt.options.values import Setting
 
 HEAD = '''"""
@@ -42,11 +42,9 @@ accumulation = 5 * 8
 # == rarely set ==============================================================================================
 # -- optimizer and its learning rate, in a long heading ------------------------------------------------------
 learning_rate = 6e-4  # the largest
-max_iters = (
-    600000
-)  # steps [>= 0, fractions]
+max_iters = 600000  # steps [>= 0, fractions]
 top_k = -1  # how many; none where negative
-weight_decay = 0.1  # #-1 in front
+weight_decay = 0.1  # -1 in front
 '''
 TAIL = """# --------------------------------------------------------------------------------------------------
 config = configure(globals())
@@ -130,8 +128,7 @@ def problem(capsys, script, *argv, extra=None):
 def test_settings_are_the_constants_between_the_first_section_and_the_line_of_dashes(script):
     script.write_text("import no_such_module\nraise SystemExit\n" + HEAD + TAIL)  # the script is not run
     settings = settings_of(script)
-    found = [(name, setting.default, setting.kind) for name, setting in settings.items()]
-    assert found == [(name, value, type(value)) for name, value in DEFAULTS.items()]
+    assert {name: setting.default for name, setting in settings.items()} == DEFAULTS
     assert settings["seed"] == Setting("seed", 1337, "data order, initial weights", "run")
     assert settings["batch_size"].meaning == "sequences of a micro-batch"
     assert settings["accumulation"] == Setting("accumulation", 40, "", "data")  # as a user may add one
@@ -154,17 +151,12 @@ def test_values_are_set_in_the_globals_and_returned(script):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        *((f"--eval_only={text}", True) for text in ("true", "True", "1", "YES")),
-        *((f"--eval_only={text}", False) for text in ("false", "0", "no")),
-        ("--seed=1_000", 1000),
+        ("--eval_only=YES", True),
+        ("--eval_only=0", False),
         ("--seed=0x10", 16),
         ("--seed=1e4", 10000),
-        ("--top_k=-5", -5),
         ("--learning_rate=1", 1.0),
-        ("--learning_rate=-.5", -0.5),
         ("--device=a=b", "a=b"),
-        ("--device=", ""),
-        ("--device=5", "5"),
         ("--device=None", "None"),
         ("--device='gpt2'", "gpt2"),
         (r'--device="a\n"', "a\n"),
@@ -182,9 +174,9 @@ def test_a_value_is_read_by_the_type_of_the_default(script, argument, value):
 @pytest.mark.parametrize(
     ("name", "values", "wanted"),
     [
-        ("eval_only", ("2", "", "maybe"), "True or False"),
-        ("seed", ("1.5", "True", "", "inf", "nan", "5*8", "x"), "a whole number"),
-        ("learning_rate", ("fast", "nan", "1e999", "1" + "0" * 400, "False"), "a finite number"),
+        ("eval_only", ("2", ""), "True or False"),
+        ("seed", ("1.5", "True", "", "inf"), "a whole number"),
+        ("learning_rate", ("fast", "nan", "False"), "a finite number"),
     ],
 )
 def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
@@ -198,13 +190,8 @@ def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, w
     [
         ("--seed 7 --device cpu", {"seed": 7, "device": "cpu"}),
         ("--top_k -3 --learning_rate -.5", {"top_k": -3, "learning_rate": -0.5}),
-        ("--device 'a=b c'", {"device": "a=b c"}),
-        ("--device ''", {"device": ""}),
         ("--device c.py c.py", {"device": "c.py", "seed": 2}),
-        ("c.py --seed 7", {"seed": 7}),
-        ("--seed 7 c.py", {"seed": 2}),
         ("--eval_only --seed 7", {"eval_only": True, "seed": 7}),
-        ("--eval_only c.py", {"eval_only": True, "seed": 2}),
         ("--eval_only --eval_only No c.py", {"seed": 2}),
         ("--local_rank=1 --local-rank 0 --seed=7", {"seed": 7}),  # some launchers add the local rank
     ],
@@ -217,26 +204,21 @@ def test_a_key_without_an_equals_sign(script, arguments, values):
 def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
     """The scripts pass it on to the processes that they launch."""
     config_file("seed = 2")
-    typed = ["--device", "a b", "--eval_only", "c.py", "--top_k=-1", "--eval_only", "no", "--local_rank", "0"]
+    typed = ["--device", "a b", "--eval_only", "c.py", "--eval_only", "no", "--local_rank", "0"]
     monkeypatch.setattr(sys, "argv", [str(script), *typed])
     assert configure(started(script)) == DEFAULTS | {"seed": 2, "device": "a b"}
-    rewritten = ["--device=a b", "--eval_only=True", "c.py", "--top_k=-1", "--eval_only=no", "--local_rank=0"]
-    assert sys.argv == [str(script), *rewritten]
-    run(script, "--seed", "3")
+    rewritten = ["--device=a b", "--eval_only=True", "c.py", "--eval_only=no", "--local_rank=0"]
     assert sys.argv == [str(script), *rewritten]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--seed", "--seed: missing value; type --seed=VALUE"),
         ("--device --eval_only", "--device: missing value; type --device=VALUE"),
         ("-seed", "-seed: no such setting; did you mean --seed?"),
-        ("'device=a b'", "device=a b: no such setting; did you mean --device?"),
-        ("\u2013max_iters=5", "\u2013max_iters=5: no such setting; did you mean --max_iters?"),  # a dash
-        ("-zzz", "-zzz: no such setting"),
+        ("'device=a b'", "device: no such setting; did you mean --device?"),
+        ("\u2013max_iters=5", "\u2013max_iters: no such setting; did you mean --max_iters?"),  # a dash
         ("--zzz 1", "--zzz: no such setting"),
-        ("---seed=5", "---seed: no such setting; did you mean --seed?"),
         ("--sede=5", "--sede: no such setting; did you mean --seed?"),  # two letters swapped
         ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
         ("--no-eval-only", "--no-eval-only: no such setting; did you mean --eval_only=False?"),
@@ -249,15 +231,10 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
 
 
 def test_the_names_of_other_tools():
-    """Each is the name of no setting, and leads to a setting of train.py or of sample.py."""
-    scripts = [settings_of(REPO / name) for name in ("train.py", "sample.py")]
-    names = [name for others in OTHER_NAMES.values() for name in others.split()]
-    assert len(set(names)) == len(names) <= 80
-    assert not any(set(names) & settings.keys() for settings in scripts)
-    for setting, others in OTHER_NAMES.items():
-        known = [settings for settings in scripts if setting in settings]
-        assert known and all(nearest(name, known[0]) == setting for name in others.split()), setting
-    assert nearest("warmup_steps", scripts[0]) == "warmup_iters" and nearest("zzz", scripts[0]) == ""
+    """At most fifteen that everyone types. Each is the name of no setting, and leads to one of train.py."""
+    settings = settings_of(REPO / "train.py")
+    assert len(OTHER_NAMES) <= 15 and not OTHER_NAMES.keys() & settings.keys()
+    assert set(OTHER_NAMES.values()) <= settings.keys()
 
 
 def test_train_accepts_each_row_of_the_table_of_names():
@@ -272,12 +249,9 @@ def test_train_accepts_each_row_of_the_table_of_names():
 
 def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("USERPROFILE", "/home/me")
     config_file("device = '~/data'")
-    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | {
-        "start": "/home/me/a~",
-        "device": "/home/me/data",
-    }
+    changed = {"start": "/home/me/a~", "device": "/home/me/data"}
+    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | changed
     assert run(script, "--start=x/~")["start"] == "x/~"
 
 
@@ -300,35 +274,28 @@ def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(scr
     config_file("seed = 2", "config/x.py")
     assert run(script, "config/x.py")["seed"] == 2
     assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
-    assert run(script, config_file("seed = 6", "seed=5.py"))["seed"] == 6  # a file that looks like an option
 
 
-def test_a_missing_config_lists_both_places_and_a_near_name(script, capsys):
+def test_a_missing_config_and_a_near_name(script, capsys):
     (script.parent / "config" / "train_gpt2.py").touch()
-    for name in ("config/train_gpt.py", "train_gpt2.py"):
-        places = " and ".join(f"{folder}/{name}" for folder in (os.getcwd(), script.parent))
-        expected = f"{name}: no such config file; looked for {places}; did you mean config/train_gpt2.py?"
-        assert problem(capsys, script, name) == expected
+    line = problem(capsys, script, "config/train_gpt.py")
+    assert line == "config/train_gpt.py: no such config file; did you mean config/train_gpt2.py?"
     # a boolean's value is True or False; another word after it is a config
-    assert problem(capsys, script, "--eval_only", "maybe").startswith("maybe: no such config file")
+    assert problem(capsys, script, "--eval_only", "maybe") == "maybe: no such config file"
 
 
-@pytest.mark.parametrize("name", ["ds.json", "C.YML", "missing.ini"])
-def test_a_file_that_is_not_python_is_refused_in_one_line(script, capsys, name):
-    if name != "missing.ini":
-        Path(name).touch()
-    line = problem(capsys, script, name)
-    start, end = f"{name}: a config is a Python file with lines such as ", "; docs/migrating.md lists what "
-    assert line.startswith(start) and end in line and (REPO / "docs/migrating.md").is_file()
-    assert run(script, config_file(line.removeprefix(start).partition(end)[0])) == DEFAULTS | {"seed": 1}
+def test_a_config_is_a_python_file(script, capsys):
+    Path("C.YML").touch()
+    text = "a config is a Python file of lines such as seed = 1 (docs/migrating.md)"
+    assert problem(capsys, script, "C.YML") == f"C.YML: {text}"
+    config_file("seed: 9\nbatch_size: int = 3\n")
+    assert problem(capsys, script, "c.py") == "c.py: seed: 9 sets nothing: type = for the colon"
 
 
 def test_a_config_written_for_nanogpt(script):
     config_file(
-        "import time\n"
-        "from math import floor\n"
+        "import time\nfrom math import floor\n"
         "eval_only = True # override via the command line\n"
-        "device = 'x' + str(time.time())\n"
         "accumulation = 5 * 8 * 2\n"
         "max_iters = max_iters * 2\n"
         "learning_rate = 1\n"
@@ -342,9 +309,7 @@ def test_a_config_written_for_nanogpt(script):
         "def size(): return len(pickle.dumps(time.time())) and 7\n"
         "top_k = size()\n"
     )
-    config = run(script, "c.py")
-    assert re.fullmatch(r"x\d+\.\d+", config["device"])
-    changed = {
+    assert run(script, "c.py") == DEFAULTS | {
         "eval_only": True,
         "accumulation": 80,
         "max_iters": 1200000,
@@ -355,14 +320,13 @@ def test_a_config_written_for_nanogpt(script):
         "top_k": 7,
         "seed": 5,
     }
-    assert config == DEFAULTS | changed | {"device": config["device"]}
 
 
 def test_a_config_runs_in_a_copy_of_the_globals(script):
-    config_file("helper = 5\nbefore = 7\nseed = math.floor(2.5)\ndevice = __file__\nstart = __name__")
+    config_file("helper = 5\nbefore = 7\nseed = math.floor(2.5)\ndevice = __file__")
     script_globals = started(script)
     config = configure(script_globals, ["c.py"])
-    assert (config["seed"], config["device"], config["start"]) == (2, os.path.abspath("c.py"), "__main__")
+    assert (config["seed"], config["device"]) == (2, os.path.abspath("c.py"))
     assert script_globals["before"] == 1 and "helper" not in script_globals
 
 
@@ -378,15 +342,10 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     [
         ("learning_rate", "2", 2.0),
         ("learning_rate", "np.float32(0.5)", 0.5),
-        ("learning_rate", "np.int64(3)", 3.0),
         ("seed", "1e4", 10000),
-        ("seed", "np.float64(4)", 4),
         ("eval_only", "1", True),
-        ("eval_only", "np.int64(0)", False),
-        ("device", "np.str_('cpu')", "cpu"),
         ("device", "__import__('pathlib').Path('a') / 'b'", "a/b"),
         ("max_iters", "max_iters * 0.9 + 0.5", 540000.5),
-        ("max_iters", "max_iters * 0.5", 300000),
     ],
 )
 def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expression, value):
@@ -401,11 +360,11 @@ def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expres
 @pytest.mark.parametrize(
     ("name", "values", "wanted"),
     [
-        ("seed", ("True", "1.5", "'5'", "None", "inf"), "a whole number"),
+        ("seed", ("True", "1.5", "None"), "a whole number"),
         ("max_iters", ("'x'", "nan"), "a whole number"),
-        ("learning_rate", ("True", "'1e-3'", "nan", "None"), "a finite number"),
-        ("eval_only", ("2", "1.0", "'True'", "None"), "True or False"),
-        ("device", ("5", "None", "[1]"), "text"),
+        ("learning_rate", ("'1e-3'", "nan"), "a finite number"),
+        ("eval_only", ("2", "'True'"), "True or False"),
+        ("device", ("5", "None"), "text"),
     ],
 )
 def test_a_config_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
@@ -416,23 +375,15 @@ def test_a_config_value_of_a_different_type_is_an_error(script, capsys, name, va
 
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
     """nanoGPT accepts it: it may be a variable of the config. Rank 0 or the launcher prints the notes."""
-    notes = [
-        "note: c.py: batchsize is not used: no such setting; did you mean batch_size?",
-        "note: c.py: lr is not used: no such setting; did you mean learning_rate?",
-        "note: c.py: max_iter is not used: no such setting; did you mean max_iters?",
-    ]
-    config_file("lr = 1e-3\nmax_iter = 5\nbatchsize = '1'")
+    note = "note: c.py: max_iter is not used; did you mean max_iters?"
+    config_file("max_iter = 5")
     assert run(script, "c.py") == DEFAULTS
-    assert capsys.readouterr() == ("", "".join(f"{note}\n" for note in notes))
+    assert capsys.readouterr() == ("", f"{note}\n")
+    monkeypatch.setenv("RANK", "1")
+    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ISOGPT_STARTED", str(os.getppid()))
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-    monkeypatch.delenv("ISOGPT_STARTED")
-    monkeypatch.setenv("RANK", "1")
-    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-    monkeypatch.delenv("RANK")
-    config_file("lr = 1e-3\nmax_iter = 5\nbatchsize = '1'\nseed = 'x'")  # an error: a note may explain it
-    assert problems(capsys, script, "c.py") == [*notes, "c.py: seed = 'x': not a whole number"]
 
 
 def test_no_note_about_helpers_that_resemble_settings(script, capsys):
@@ -457,35 +408,17 @@ def test_how_an_editor_may_save_a_config(script, content):
     assert run(script, "c.py") == DEFAULTS | {"seed": 2, "device": "a"}
 
 
-NULL_BYTES = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"  # what Python raises
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
-        (b"seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
+        (b"seed = 1\nseed = (\n", ": SyntaxError: '(' was never closed (c.py, line 2)"),
         (b"import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
-        ("seed = '\u00e9'".encode("latin-1"), "SyntaxError: (unicode error) 'utf-8' codec can't decode byte"),
-        ("seed = 1".encode("utf-16"), f"{NULL_BYTES}: source code string cannot contain null bytes"),
     ],
 )
 def test_an_exception_in_a_config_is_one_line(script, capsys, content, said):
     Path("c.py").write_bytes(content)
-    line = problem(capsys, script, "c.py")
-    assert line.startswith("c.py") and said in line
-
-
-def test_a_line_of_yaml_in_a_config_is_refused(script, capsys):
-    """In Python, `seed: 1` is an annotation, which is meant where the name is assigned too."""
-    config_file("seed: 9\ndevice: cpu\nbatch_size = seed\nmy_size: 3\n")
-    nothing = "sets nothing: type = instead of the colon"
-    assert problems(capsys, script, "c.py") == [
-        f"c.py, line 1: seed: 9 {nothing}",
-        f"c.py, line 2: device: cpu {nothing}",
-    ]
-    config_file("seed: int\nseed = 9\nbatch_size: int = 3\nclass C:\n    device: str\nmy_size: int\n")
-    assert run(script, "c.py") == DEFAULTS | {"seed": 9, "batch_size": 3}
+    assert problem(capsys, script, "c.py") == f"c.py{said}"
 
 
 # -- errors
