@@ -1,6 +1,5 @@
 """configurator.py: which globals are settings, and how config files and command-line options change them."""
 
-import json
 import os
 import re
 import shlex
@@ -140,54 +139,14 @@ def test_settings_are_the_constants_between_the_first_section_and_the_line_of_da
 # -- the command line
 
 
-def test_values_are_set_in_the_globals_and_returned(script):
-    script_globals = started(script)
-    config = configure(script_globals, ["--seed=7", "--device=cpu"])
-    assert config == DEFAULTS | {"seed": 7, "device": "cpu"} and list(config) == list(DEFAULTS)
-    assert {name: script_globals[name] for name in DEFAULTS} == config
-    assert run(script) == DEFAULTS
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("--eval_only=YES", True),
-        ("--eval_only=0", False),
-        ("--seed=0x10", 16),
-        ("--seed=1e4", 10000),
-        ("--learning_rate=1", 1.0),
-        ("--device=a=b", "a=b"),
-        ("--device=None", "None"),
-        ("--device='gpt2'", "gpt2"),
-        (r'--device="a\n"', "a\n"),
-        ("--device='yes' and 'no'", "'yes' and 'no'"),
-        ("--device='open", "'open"),
-    ],
-)
-def test_a_value_is_read_by_the_type_of_the_default(script, argument, value):
-    name = argument[2:].partition("=")[0]
-    config = run(script, argument)
-    assert config == DEFAULTS | {name: value}
-    assert type(config[name]) is type(DEFAULTS[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "wanted"),
-    [
-        ("eval_only", ("2", ""), "True or False"),
-        ("seed", ("1.5", "True", "", "inf"), "a whole number"),
-        ("learning_rate", ("fast", "nan", "False"), "a finite number"),
-    ],
-)
-def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
-    for value in values:
-        line = problem(capsys, script, f"--{name}={value}")
-        assert line == f"command line: --{name}={value!r}: not {wanted}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
+        ("--seed=0x10 --eval_only=YES", {"seed": 16, "eval_only": True}),
+        ("--seed=1e4 --eval_only=0", {"seed": 10000}),
+        ("--learning_rate=1 --device=a=b", {"learning_rate": 1.0, "device": "a=b"}),
+        (r"""--device='"a\n"'""", {"device": "a\n"}),
+        (r"""--device="'yes' and 'no'" """, {"device": "'yes' and 'no'"}),
         ("--seed 7 --device cpu", {"seed": 7, "device": "cpu"}),
         ("--top_k -3 --learning_rate -.5", {"top_k": -3, "learning_rate": -0.5}),
         ("--device c.py c.py", {"device": "c.py", "seed": 2}),
@@ -196,9 +155,20 @@ def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, w
         ("--local_rank=1 --local-rank 0 --seed=7", {"seed": 7}),  # some launchers add the local rank
     ],
 )
-def test_a_key_without_an_equals_sign(script, arguments, values):
+def test_a_value_is_read_by_the_type_of_the_default(script, arguments, values):
     config_file("seed = 2")
-    assert run(script, *shlex.split(arguments)) == DEFAULTS | values
+    script_globals = started(script)
+    config = configure(script_globals, shlex.split(arguments))
+    assert config == DEFAULTS | values == {name: script_globals[name] for name in DEFAULTS}
+    assert all(type(config[name]) is type(DEFAULTS[name]) for name in DEFAULTS)
+
+
+def test_a_value_of_a_different_type_is_an_error(script, capsys):
+    assert problems(capsys, script, "--eval_only=2", "--seed=1.5", "--learning_rate=nan") == [
+        "command line: --eval_only='2': not True or False",
+        "command line: --seed='1.5': not a whole number",
+        "command line: --learning_rate='nan': not a finite number",
+    ]
 
 
 def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
@@ -262,9 +232,7 @@ def test_arguments_apply_left_to_right(script):
     config_file("seed = seed * 2\ndevice = 'cpu'")
     config_file("seed = 3", "d.py")
     assert run(script, "--seed=1", "c.py", "c.py")["seed"] == 4
-    assert run(script, "c.py", "--seed=1")["seed"] == 1
     assert run(script, "c.py", "d.py") == DEFAULTS | {"seed": 3, "device": "cpu"}
-    assert run(script, "d.py", "c.py")["seed"] == 6
 
 
 def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(script):
@@ -298,9 +266,7 @@ def test_a_config_written_for_nanogpt(script):
         "eval_only = True # override via the command line\n"
         "accumulation = 5 * 8 * 2\n"
         "max_iters = max_iters * 2\n"
-        "learning_rate = 1\n"
-        "gpus = 8\n"
-        "batch_size = 480 // gpus\n"
+        "gpus = 8\nbatch_size = 480 // gpus\n"
         "def half(value):\n    return value * 0.5\n"
         "weight_decay = half(weight_decay)\n"
         # without an import: nanoGPT's scripts have imported these
@@ -309,32 +275,18 @@ def test_a_config_written_for_nanogpt(script):
         "def size(): return len(pickle.dumps(time.time())) and 7\n"
         "top_k = size()\n"
     )
-    assert run(script, "c.py") == DEFAULTS | {
-        "eval_only": True,
-        "accumulation": 80,
-        "max_iters": 1200000,
-        "learning_rate": 1.0,
-        "batch_size": 60,
-        "weight_decay": 0.05,
-        "start": f"b{sys.byteorder}",
-        "top_k": 7,
-        "seed": 5,
-    }
-
-
-def test_a_config_runs_in_a_copy_of_the_globals(script):
-    config_file("helper = 5\nbefore = 7\nseed = math.floor(2.5)\ndevice = __file__")
-    script_globals = started(script)
-    config = configure(script_globals, ["c.py"])
-    assert (config["seed"], config["device"]) == (2, os.path.abspath("c.py"))
-    assert script_globals["before"] == 1 and "helper" not in script_globals
+    changed = {"eval_only": True, "accumulation": 80, "max_iters": 1200000, "batch_size": 60, "top_k": 7}
+    changed |= {"weight_decay": 0.05, "start": f"b{sys.byteorder}", "seed": 5}
+    assert run(script, "c.py") == DEFAULTS | changed
 
 
 def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     config_file("seed = 5", "configurator_test_base.py")
-    config_file("from configurator_test_base import *\nglobals()['batch_size'] = 3")
-    assert run(script, "c.py") == DEFAULTS | {"seed": 5, "batch_size": 3}
+    config_file("from configurator_test_base import *\nbefore = 7\ndevice = __file__")
+    script_globals = started(script)
+    assert configure(script_globals, ["c.py"]) == DEFAULTS | {"seed": 5, "device": os.path.abspath("c.py")}
+    assert script_globals["before"] == 1  # only settings reach the script
 
 
 @pytest.mark.parametrize(
@@ -351,26 +303,19 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
 def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expression, value):
     config_file(f"{name} = {expression}")
     config = run(script, "c.py")
-    assert config == DEFAULTS | {name: value}
-    assert type(config[name]) is type(value)
-    assert json.loads(json.dumps(config)) == config
+    assert config == DEFAULTS | {name: value} and type(config[name]) is type(value)
     assert run(script, f"--{name}={value}") == config  # as bench.py passes it to train.py
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "wanted"),
-    [
-        ("seed", ("True", "1.5", "None"), "a whole number"),
-        ("max_iters", ("'x'", "nan"), "a whole number"),
-        ("learning_rate", ("'1e-3'", "nan"), "a finite number"),
-        ("eval_only", ("2", "'True'"), "True or False"),
-        ("device", ("5", "None"), "text"),
-    ],
-)
-def test_a_config_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
-    for value in values:
-        config_file(f"from math import inf, nan\n{name} = {value}")
-        assert problem(capsys, script, "c.py") == f"c.py: {name} = {value}: not {wanted}"
+def test_a_config_value_of_a_different_type_is_an_error(script, capsys):
+    config_file("seed = True\nmax_iters = 'x'\nlearning_rate = '1e-3'\neval_only = 2\ndevice = None")
+    assert problems(capsys, script, "c.py") == [
+        "c.py: seed = True: not a whole number",
+        "c.py: device = None: not text",
+        "c.py: eval_only = 2: not True or False",
+        "c.py: learning_rate = '1e-3': not a finite number",
+        "c.py: max_iters = 'x': not a whole number",
+    ]
 
 
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
@@ -388,53 +333,35 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
 
 def test_no_note_about_helpers_that_resemble_settings(script, capsys):
     config_file(
-        "from math import floor as weight_deca\n"
         "learning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # read
-        "_max_iters = 5\n"  # private
-        "max_iter = [5]\n"  # no plain value
-        "def batchsize(): pass\n"
-        "dev = 'cpu'\nunlike = 5\n"  # not near enough
+        "_max_iters = 5\nmax_iter = [5]\ndef batchsize(): pass\ndev = 'cpu'\n"
     )
-    assert configure(started(script) | {"see": 1}, ["c.py"]) == DEFAULTS | {"learning_rate": 2e-3}
+    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'"],
-)
-def test_how_an_editor_may_save_a_config(script, content):
-    Path("c.py").write_bytes(content)
-    assert run(script, "c.py") == DEFAULTS | {"seed": 2, "device": "a"}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
-        (b"seed = 1\nseed = (\n", ": SyntaxError: '(' was never closed (c.py, line 2)"),
-        (b"import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
-    ],
-)
-def test_an_exception_in_a_config_is_one_line(script, capsys, content, said):
-    Path("c.py").write_bytes(content)
-    assert problem(capsys, script, "c.py") == f"c.py{said}"
+def test_an_exception_in_a_config_is_one_line(script, capsys):
+    config_file("seed = 1\n\nseed = 1 / 0\n")
+    config_file("seed = (\n", "d.py")
+    config_file("import sys\nsys.exit('stop')\n", "e.py")
+    assert problems(capsys, script, "c.py", "d.py", "e.py") == [
+        "c.py, line 3: ZeroDivisionError: division by zero",
+        "d.py: SyntaxError: '(' was never closed (d.py, line 1)",
+        "e.py, line 2: SystemExit: stop",
+    ]
 
 
 # -- errors
 
 
 def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
-    config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
-    config_file("1 / 0", "d.py")
-    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--batch_size"]
-    lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
-    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "c.py: batch_size = 0.5"]
-    starts += ["d.py, line 1", "nowhere.py"]
-    starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
-    assert len(lines) == len(starts)
-    for line, start in zip(lines, starts):
-        assert line.startswith(start)
+    config_file("seed = 'one'\nbatchsize = 3\ndevice = 'cpu'")
+    lines = problems(
+        capsys, script, "--max_iters=-5", "c.py", "nowhere.py", "--sed=1", "--top_k=x", "--seed=8"
+    )
+    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "nowhere.py", "command line: --sed:"]
+    starts += ["command line: --top_k='x'", "error: max_iters is -5"]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
@@ -465,13 +392,6 @@ data:
   --batch_size=12    sequences of a micro-batch
   --accumulation=40
 """
-RARE_HELP = """
-optimizer and its learning rate, in a long heading:
-  --learning_rate=0.0006  the largest
-  --max_iters=600000      steps [>= 0, fractions]
-  --top_k=-1              how many; none where negative
-  --weight_decay=0.1      -1 in front
-"""
 
 
 def printed_help(script, capsys, *argv, extra=None):
@@ -483,24 +403,23 @@ def printed_help(script, capsys, *argv, extra=None):
     return said.out
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch, flag):
+def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
     end = "\n--help=all also prints the 4 settings that few runs need.\n"
-    assert printed_help(script, capsys, "--zzz=1", flag) == USUAL_HELP + end
+    assert printed_help(script, capsys, "--zzz=1", "-h") == USUAL_HELP + end
     monkeypatch.setenv("RANK", "1")
-    assert printed_help(script, capsys, flag) == ""
+    assert printed_help(script, capsys, "--help") == ""
 
 
 def test_help_on_all_settings(script, capsys):
-    text = printed_help(script, capsys, "--help=all")
-    assert text.endswith(RARE_HELP) and "\n  --seed=1337             data order, initial weights\n" in text
+    lines = printed_help(script, capsys, "--help=all").splitlines()
+    assert "  --seed=1337             data order, initial weights" in lines
+    assert "  --max_iters=600000      steps [>= 0, fractions]" in lines
 
 
 # -- settings of a different script
 
 
 EXTRA = {
-    "dropout": Setting("dropout", 0.0, "share", "model"),
     "n_layer": Setting("n_layer", 12, "blocks", "model"),
     "seed": Setting("seed", 1.5, "another default and type: the script's own setting counts", "run"),
 }
@@ -508,14 +427,11 @@ EXTRA = {
 
 def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
     script_globals = started(script)
-    set_by_option = {"seed": 4, "n_layer": 3}
-    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | set_by_option
-    assert "n_layer" not in script_globals and "dropout" not in script_globals
-    assert run(script, extra=EXTRA) == DEFAULTS
-    config_file("n_layer = n_layer * 2")
-    assert run(script, "--n_layer=3", "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 6}
-    config_file("dropout = 0.0")  # its default counts as set, too
-    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"dropout": 0.0}
+    changed = {"seed": 4, "n_layer": 3}
+    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | changed
+    assert "n_layer" not in script_globals and run(script, extra=EXTRA) == DEFAULTS
+    config_file("n_layer = n_layer * 1")  # its default counts as set, too
+    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 12}
 
 
 # -- the scripts
@@ -529,5 +445,3 @@ def test_the_help_of_a_script(name):
     usual = [name for name, setting in settings.items() if not setting.is_rare]
     assert len(usual) <= 45
     assert re.findall(r"^  --(\w+)=", help_text(REPO / name, settings), re.M) == usual
-    everything = help_text(REPO / name, settings, with_rare=True)
-    assert sorted(re.findall(r"^  --(\w+)=", everything, re.M)) == sorted(settings)

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +29,9 @@ from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
-from isogpt.monitor import watchdog
 from isogpt.monitor.crashes import explain_crashes
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
+from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
@@ -153,31 +151,7 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
 # hangs and crashes
 
 
-def test_a_hang_in_which_all_ranks_respond(at, capsys):
-    codes = []
-    at.set(watchdog, "BEAT_S", 0.1)
-    at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
-    dog = tiny_watchdog(timeout_s=0.1, step=5)
-    dog.start(dist.HashStore())
-    assert dog.over.wait(20) and codes == [1]
-    dog.stop()
-    text = (
-        "error: rank 0 at step 5, forward: no progress for 0.1 s; all ranks respond: rank 0 at step 5, "
-        "forward\n"
-    )
-    assert text in capsys.readouterr().err
-    at.env("MASTER_ADDR", "h1")
-    at.env("MASTER_PORT", "29500")
-    silence = threading.Event()
-    answer = dog.ask(lambda: silence.wait(60) and "", 0.05)
-    silence.set()
-    assert answer == "the store of rank 0 or its agent at h1:29500 does not respond"
-
-
-NCCL = (
-    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function "
-    "failed.\nLast error:"
-)
+NCCL = "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed.\nLast error:"
 FORMS = [
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
     (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other"),
@@ -203,22 +177,17 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     dog.memory_use = MemoryUse("out", reader, first_step=50)
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
-        dog.store = dist.PrefixStore(str(number), store)
+        dog.store, dog.fate = dist.PrefixStore(str(number), store), None
         explain_crashes(dog)
-        for is_first in (True, False):
+        said = []
+        for _ in range(2):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)
-            said = capsys.readouterr().err
-            line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
-            assert (
-                said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on")
-                == is_first
-            )
-            assert is_first or not said
-            assert ("the next start in out uses micro-batches of 2 (same global batch" in said) == is_first
+            said.append(capsys.readouterr().err)
+        line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
+        assert said[0].startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on")
+        assert "the next start in out uses micro-batches of 2 (same global batch" in said[0] and not said[1]
         assert dog.read_beats()[3].fate == f"{kind.__name__}: {line}"
-        dog.fate = None
-    assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -249,28 +218,12 @@ def test_prompts_of_sample_py(at, monkeypatch):
         assert settings["start"] == text.replace("\\n", "\n")
 
 
-def test_mistakes_of_sample_py(at, capsys):
-    save_in(at.path / "out")
-
-    def fails(*args):
-        return script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
-
-    state = torch.load("out/ckpt.pt", weights_only=True)
-    state["model"]["transformer.wpe.weight"][0] = torch.nan
-    save_in(at.path / "bad/out", model=state["model"])
-    problem = (
-        "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts nothing"
-    )
-    advice = "use a checkpoint from before the loss became NaN"
-    assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        export.convert("bad/out", "hf")
-    shutil.rmtree("data")
-    unknown = (
-        "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say "
-        "what they mean"
-    )
-    assert unknown in fails("--start=A")
+def test_weights_that_are_not_finite_generate_nothing(at, capsys):
+    weights = tiny_model().state_dict()
+    weights["transformer.wpe.weight"][0] = torch.nan
+    save_in(at.path / "out", model=weights)
+    said = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A"]).err
+    assert "weights in out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts" in said
 
 
 def test_the_optimizers_state_may_be_infinite_but_not_nan():
@@ -429,11 +382,7 @@ def test_messages_of_slurm_sh(at):
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
-    text = (
-        "error: slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is "
-        "complete\n"
-    )
-    assert run.returncode == 2 and run.stderr == text
+    assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr
     # a job that is stopped before its first step again and again would be requeued for ever
     for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
         Path("asked").write_text("")
