@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import sys
-import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -56,16 +55,6 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     return settings
 
 
-def separate(argv: list[str], settings: dict[str, Setting]) -> tuple[list[str], list[str]]:
-    """
-    Divide a command line into its words and its options, as --key=value, for a script whose words are not
-    configs: `configure` gets the options.
-    """
-    arguments = with_equals_signs(argv, settings)
-    options = [argument for argument in arguments if argument.startswith("--") or argument == "-h"]
-    return [argument for argument in arguments if argument not in options], options
-
-
 def configure(
     script_globals: dict[str, Any],
     argv: list[str] | None = None,
@@ -98,7 +87,7 @@ def configure(
     arguments = with_equals_signs(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
-    values = {name: script_globals.get(name, setting.default) for name, setting in settings.items()}
+    values = {name: setting.default for name, setting in settings.items()}
     final, problems = apply_arguments(arguments, values, script_globals, known)
     if problems:
         fail("\n".join(problems))
@@ -153,7 +142,7 @@ def help_text(
     lines = [f"usage: python {os.path.basename(script)} {words} [--key=value ...]"]
     lines += ["Arguments apply from left to right; later values override earlier ones."]
     lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
-    lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)
+    lines += [docstring.partition("\n\n")[0]]
     shown = [setting for setting in settings.values() if with_rare or not setting.is_rare]
     options = {setting: f"  --{setting.name}={as_typed(setting.default)}  " for setting in shown}
     # a long default must not shift every description

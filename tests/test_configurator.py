@@ -380,7 +380,8 @@ USUAL_HELP = """usage: python train.py [config/FILE.py ...] [--key=value ...]
 Arguments apply from left to right; later values override earlier ones.
 --key value also works, and --key alone sets a boolean to True.
 
-Train a model, on any number of processes.
+Train a model,
+on any number of processes.
 
 run:
   --seed=1337        data order, initial weights

@@ -2,13 +2,11 @@
 
 import atexit
 import errno
-import json
 import math
 import os
 import re
 import select
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -122,13 +120,7 @@ def print_error(message: str, source: str = "") -> None:
     and the source, such as 'rank 1: '.
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
-    lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
-    print_to_stderr("\n".join(lines))
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun repeats this text in the report that ends its output
-        facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": facts}}, file)
+    print_to_stderr("\n".join(f"error: {source}{line}" for line in message.splitlines() or [""]))
 
 
 def is_worker_of_nproc() -> bool:
