@@ -35,7 +35,6 @@ start = "\\n"  # the prompt, or FILE: and the name of a file
 _private = 3  # no setting
 computed = math.pi  # no setting
 listed = [1]  # no setting
-nothing = None  # no setting
 batch_size = 12 # sequences of a micro-batch
 accumulation = 5 * 8
 # == rarely set ==============================================================================================
@@ -321,23 +320,18 @@ def test_a_config_value_of_a_different_type_is_an_error(script, capsys):
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
     """nanoGPT accepts it: it may be a variable of the config. Rank 0 or the launcher prints the notes."""
     note = "note: c.py: max_iter is not used; did you mean max_iters?"
-    config_file("max_iter = 5")
-    assert run(script, "c.py") == DEFAULTS
+    config_file(
+        "max_iter = 5\nlearning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # learning_rat is read
+        "_seed = 5\nsee = [5]\ndef batchsize(): pass\ndev = 'cpu'\n"
+    )
+    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
     assert capsys.readouterr() == ("", f"{note}\n")
+    config_file("max_iter = 5")
     monkeypatch.setenv("RANK", "1")
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ISOGPT_STARTED", str(os.getppid()))
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-
-
-def test_no_note_about_helpers_that_resemble_settings(script, capsys):
-    config_file(
-        "learning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # read
-        "_max_iters = 5\nmax_iter = [5]\ndef batchsize(): pass\ndev = 'cpu'\n"
-    )
-    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
-    assert capsys.readouterr() == ("", "")
 
 
 def test_an_exception_in_a_config_is_one_line(script, capsys):

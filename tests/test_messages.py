@@ -1,7 +1,6 @@
 """Messages that no other test raises."""
 
 import json
-import math
 import os
 import pickle
 import re
@@ -22,11 +21,10 @@ from runs import REPO, default_plan, script_that_fails, start_changed, train_def
 
 import configurator
 import export
-from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import StoredCheckpoint
-from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import TrainState
+from isogpt.common.files import about_pointer
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.crashes import explain_crashes
@@ -70,16 +68,11 @@ def tiny_watchdog(timeout_s, step):
     return dog
 
 
-def save_in(folder, dataset="letters", **changes):
+def save_in(folder, **changes):
     """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
     model = tiny_model()
-    run = {
-        "model_args": dict(SHAPE),
-        "iter_num": 3,
-        "best_val_loss": 1.5,
-        "config": {"dataset": dataset},
-        "isogpt": {},
-    }
+    run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "isogpt": {}}
+    run["config"] = {"dataset": "letters"}
     state = nanogpt_state(run, model, optim.make_optimizers(model, train_defaults()))
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
@@ -87,45 +80,31 @@ def save_in(folder, dataset="letters", **changes):
     return folder
 
 
-def data_in(folder, meta=None, train=range(65), pkl=None):
+def data_in(folder, meta=None, pkl=None, train=range(65)):
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "val"):
         np.array(train, np.uint16).tofile(folder / f"{split}.bin")
-    if meta is not None:
-        (folder / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
-    if pkl is not None:
+    if meta:
+        (folder / "meta.json").write_text(json.dumps(meta))
+    if pkl:
         (folder / "meta.pkl").write_bytes(pickle.dumps(pkl))
-    return str(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # checkpoints
 
 
-def test_a_pointer_of_git_lfs(at):
-    Path("ckpt.pt").write_text("version https://git-lfs")
-    with pytest.raises(
-        ValueError, match="ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in ."
-    ):
-        read_file(Path("ckpt.pt"))
+def test_a_pointer_of_git_lfs(tmp_path):
+    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1")
+    text = f"a pointer of Git LFS, not the file itself: run git lfs pull in {tmp_path}"
+    assert about_pointer(tmp_path / "x") == text
 
 
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
         check_start(one_rank(world_size=2), {})
-    assert (
-        capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
-    )
-
-
-def test_numbers_of_numpy_in_a_checkpoint_are_plain_values(at):
-    """nanoGPT stores all settings, also those that a config has computed with numpy."""
-    config = {"learning_rate": np.float64(0.25), "max_iters": np.int64(4)}
-    run = open_checkpoint(
-        StoredCheckpoint(save_in(at.path / "out", config=config, best_val_loss=None) / "ckpt.pt", 3)
-    ).run
-    assert run["config"] == config and run["best_val_loss"] == math.inf
+    assert "an all-reduce over 2 ranks returned 1.0: the network is faulty" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
@@ -237,9 +216,7 @@ def test_the_optimizers_state_may_be_infinite_but_not_nan():
             optimizer.state[p]["exp_avg_sq"] = torch.full_like(p, torch.inf)
     state.check_finite("out")
     optimizer.state[p]["exp_avg"][0] = torch.nan
-    with pytest.raises(
-        ValueError, match=r"the optimizer's state in out is NaN \(.*\.exp_avg\): use an older"
-    ):
+    with pytest.raises(ValueError, match=r"the optimizer's state in out is NaN \(.*\.exp_avg\): use"):
         state.check_finite("out")
 
 
@@ -296,12 +273,10 @@ def test_messages_of_a_run(zygote, work):
     lacking = 'sys.modules["tensorboard"] = None'
     run = start_changed(zygote, lacking, [*args, "--tensorboard_log=True"], work).wait(ok=False)
     assert run.codes == [1] and run.text().startswith("error: tensorboard_log needs tensorboard (")
-    assert run.text().endswith("): pip install tensorboard\n") and run.text().count("\n") == 1
     assert sorted(path.name for path in (work / "out").iterdir()) == before
 
     more = ["--compile=False", "--profile=True", "--save_checkpoint=False"]
-    run = start_changed(zygote, LACKING, [*args, *more], work).wait()
-    lines = lines_of(run)
+    lines = lines_of(start_changed(zygote, LACKING, [*args, *more], work).wait())
     for whole in (
         "out contained an earlier run, which was moved to out/previous_1",
         "peak: unknown, no mfu",

@@ -18,11 +18,7 @@ REFUSED = [
     ("--beta1=1", "beta1 is 1.0: it must be < 1"),
     (f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
     ("--zero=4", "zero is 4; choose from 0, 1, 2 and 3"),
-    ("--grad_sync=", "grad_sync is ''; choose from auto, last, every and never"),
-    (
-        "--out_dir=s3://k:p@b",
-        "out_dir is s3://b, an address of s3: set the path of a folder, such as a mounted bucket",
-    ),
+    ("--out_dir=s3://k:p@b", f"out_dir is s3://b, an address of s3: {MOUNT}"),
     ("--dataset=a\n", r"dataset is 'a\n': rename the file or folder, whose name contains control characters"),
 ]
 # what has no range: text, switches, and numbers of which each value is possible
@@ -64,8 +60,6 @@ def test_every_number_has_a_range_that_contains_its_default(script):
         ("> 0, fractions", (1, 1e-9), (0, 0.0, -1)),
         (">= 0, < 1", (0, 0.999), (1, 1.0, -0.1)),
         ("auto | last", ("auto", "last"), ("", "auto | last", "Last")),
-        ("0|1|2", (0, 2), (3, -1)),
-        ("", (0, -1, "", True), ()),
     ],
 )
 def test_the_notation(values, inside, outside):
