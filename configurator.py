@@ -47,7 +47,7 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
             name, text, comment = match.groups("")
             try:
                 value = eval(text, {"__builtins__": {}})  # perhaps 5 * 8
-            except (NameError, SyntaxError):  # computed from other values
+            except Exception:  # computed from other values
                 continue
             if type(value) in WANTED:
                 meaning, allowed = ranges.split_comment(comment)
@@ -200,7 +200,7 @@ def _find_config(config: str, script: str) -> Path:
     """
     if config.lower().endswith((".yaml", ".yml", ".json", ".toml")):
         raise ValueError(f"{config}: a config is a Python file of lines such as seed = 1 (docs/migrating.md)")
-    folders = [Path.cwd(), Path(script).resolve().parent]
+    folders = [Path.cwd(), Path(script).absolute().parent]
     for folder in folders:
         if (folder / config).is_file():
             return folder / config

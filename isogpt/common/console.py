@@ -69,9 +69,9 @@ def visible(text: str, but: str = "") -> str:
 
 
 def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """The first items of a list, and how many more there are."""
+    """The first items of a list, up to 1,500 characters, and how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return visible(between.join(items[:most])) + more
+    return f"{visible(between.join(items[:most])):.1500}{more}"
 
 
 def count_text(count: int, noun: str, plural: str = "") -> str:

@@ -244,7 +244,7 @@ def as_record(line: str | bytes) -> dict | None:
     return None
 
 
-def iterate_records(path: Path) -> Iterator[dict]:
+def read_records(path: Path) -> Iterator[dict]:
     """Read the records of a metrics.jsonl one by one; nothing if the file is missing."""
     with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
         for line in f:
@@ -252,27 +252,20 @@ def iterate_records(path: Path) -> Iterator[dict]:
                 yield record
 
 
-def read_records(path: Path) -> list[dict]:
-    """
-    Read all records of a metrics.jsonl, which takes more memory the more steps there are, unlike
-    `last_lines`.
-    """
-    return list(iterate_records(path))
-
-
 def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Read an open file from its end: yields the position and the text of each line that is not empty."""
-    end, first = file.seek(0, os.SEEK_END), b""  # `first`: of a line that begins in an earlier block
-    for start in range(end // BLOCK * BLOCK, -1, -BLOCK):
+    size, first = file.seek(0, os.SEEK_END), b""  # `first`: of a line that begins in an earlier block
+    for end in range(size, 0, -BLOCK):
+        start = max(0, end - BLOCK)
         file.seek(start)
-        block = file.read(BLOCK) + first
-        end = start + len(block)
+        block = file.read(end - start) + first
+        position = start + len(block)
         first, *lines = block.split(b"\n")
         for line in reversed(lines):
-            end -= len(line)
+            position -= len(line)
             if line:
-                yield end, line
-            end -= 1
+                yield position, line
+            position -= 1
     if first:
         yield 0, first
 
