@@ -862,7 +862,7 @@ def loop_memory(steps: int = 3000, evaluations: int = 150, warm_up: int = 1000) 
         command = [sys.executable, str(ROOT / "train.py"), *TINY, "--compile=False", *settings]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=one_thread)
-        records = read_records(Path(folder) / "out/metrics.jsonl")
+        records = list(read_records(Path(folder) / "out/metrics.jsonl"))
     memory = {r["iter"]: r["memory_gb"] * 1e9 for r in records if "step_ms" in r}
     # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
     rises = [memory[step + 100] - memory[step] for step in range(warm_up, steps, 100)]
