@@ -253,26 +253,6 @@ def place(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "w", symlinks=True))
 
 
-def files_at(out, step, block_size=16):
-    """The checkpoint files below `out` of this step and block_size."""
-    found = []
-    for path in out.rglob("*.pt"):
-        state = torch.load(path, weights_only=True) if not path.is_symlink() else {"iter_num": -1}
-        if state["iter_num"] == step and state["model_args"]["block_size"] == block_size:
-            found.append(path)
-    return found
-
-
-def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, place):
-    """
-    In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
-    """
-    state = torch.load(place / "out/ckpt.pt", weights_only=True)
-    bare(place, {k: v for k, v in state.items() if k != "isogpt"})
-    zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
-    assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
-
-
 def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):
     """Only samples of a large file are checked. The rank that reads such an id reports it, and all exit."""
     n = 2**26 + 10000
