@@ -89,9 +89,9 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
 
     own = f"mount -t tmpfs none {out}"
     said = train([], own, code=1)
-    assert f"rank 0 (h1) keeps this run in {out}" in said and f"rank 1 (h2) looks in {out}" in said
+    assert f"out_dir {out} of rank 1 is not {out}, in which rank 0 keeps this run" in said
     read_only = f"mount --bind {out} {out} && mount -o remount,ro,bind {out}"
-    assert f"error: rank 1: out_dir {out} cannot be written to on h2" in train([], read_only, code=1)
+    assert "Read-only file system" in train([], read_only, code=1)
     assert not list(out.glob("*step_*"))
     moved = f"mount --bind {out} {work}/elsewhere && mount -t tmpfs none {out}"  # no path of h1 is there
     for flags in ([], ["--init_from=resume", "--max_iters=5"]):
