@@ -31,6 +31,7 @@ from isogpt.data.dataset import open_dataset
 from isogpt.launch.launchers import Launch
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.parallel.parallelize import materialize
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 LIMIT_S = 20  # for what takes a fraction of a second
@@ -90,8 +91,9 @@ def use(out):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
     materialize(model, torch.device("cpu"))
-    restore_checkpoint(source, model, export.optimizers_of(model, source.run["config"]))
-    MetricsFile(train_defaults(out_dir=str(out)), stored.step)
+    config = train_defaults() | source.run["config"] | {"out_dir": str(out)}
+    restore_checkpoint(source, model, optim.make_optimizers(model, config))
+    MetricsFile(config, stored.step)
     return stored
 
 
