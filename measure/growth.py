@@ -782,17 +782,24 @@ def memory_of_saves(n_embd: int = 384, file_size: str = "8MB") -> list[Cost]:
 def memory_of_conversions(n_embd: int) -> list[Cost]:
     """See memory_of_saves, of a GPT-2 of four layers."""
     import export
+    from configurator import settings_of
     from isogpt.checkpoint.ckpt_file import copied_state, write_file
+    from isogpt.checkpoint.source import flat
+    from isogpt.checkpoint.state import state_parts
     from isogpt.nn import huggingface
+    from isogpt.parallel.local_parts import local_parts_by_name
+    from isogpt.training import optim
 
     model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
     count = sum(p.numel() for p in model.parameters())
-    optimizers = export.optimizers_of(model, {})
+    config = {name: setting.default for name, setting in settings_of(ROOT / "train.py").items()}
+    optimizers = optim.make_optimizers(model, config)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for optimizer in optimizers:
         optimizer.step()
-    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0, "config": {}, "isogpt": {}}
+    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0}
+    run |= {"config": config, "isogpt": {}}
     amounts = {}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "unfinished" / "ckpt.pt"
@@ -801,8 +808,10 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
             write_file(file, copied_state(run, model, optimizers))
 
         amounts["a save"] = peak_of(save)
-        commit_checkpoint(file.parent, make_manifest(run, 1, 0, None), keep_last=0)
-        amounts["--to=shards"] = peak_of(partial(export.convert, folder, "shards"))
+        file.unlink()
+        parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
+        sharded_files.write(file.parent, parts, None)
+        commit_checkpoint(file.parent, make_manifest(run, 1, 3, None) | {"run": run}, keep_last=0)
         amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
         amounts["--to=hf, the model apart"] = peak_of(
             partial(huggingface.save, Path(folder) / "hf", model, {})

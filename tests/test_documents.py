@@ -17,6 +17,7 @@ from isogpt.data import documents
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.token_files import TokenFile
+from isogpt.data.vocabulary import of_characters
 from isogpt.data.windows import shuffled_windows
 from model import GPT, GPTConfig
 
@@ -170,7 +171,7 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
 def test_the_vocabulary_says_what_ends_a_document(tmp_path):
     gpt2 = find_documents.gpt2_or_unknown(50304, "")
     assert find_documents.end_of_text(gpt2) == 50256
-    table = find_documents.Vocabulary("table", {"a": 0, "<|endoftext|>": 1})
+    table = of_characters({"a": 0, "<|endoftext|>": 1})
     assert find_documents.end_of_text(table) == 1
 
 

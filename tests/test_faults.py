@@ -27,7 +27,7 @@ from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common.files import load_pickle, write_whole
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
@@ -147,7 +147,7 @@ def test_a_ckpt_pt_of_nanogpt_is_resumed_and_kept(zygote, place):
 
 def test_a_start_clears_only_what_runs_leave(at):
     left = ["unfinished_0123abcd_step_00000099", "unfinished_step_00000002", "owner.0123456789abcdef.tmp"]
-    kept = ["unfinished_thesis", "unfinished_export", "mine.tmp"]
+    kept = ["unfinished_thesis", "unfinished_export_0123abcd", "mine.tmp"]
     for name in (*left, *kept):
         (at.path / "out" / name).mkdir(parents=True)
     clean_up(at.path / "out")
@@ -367,7 +367,7 @@ def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
 
 def test_how_to_sample(at):
     """Only if there is a checkpoint, and the ids mean something; from any folder."""
-    table, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
+    table, unknown = of_characters({"a": 0}), Vocabulary("unknown", "no meta.pkl")
     for name in ("my run", os.fsdecode(b"not\xffUTF-8")):
         out = at.path / name
         out.mkdir()

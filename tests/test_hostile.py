@@ -52,6 +52,7 @@ from isogpt.launch.launchers import Launch
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 SEED = os.environ.get("SEED", "")  # tests other changes
@@ -154,7 +155,7 @@ def use(out):
     progress = Progress(64)
     progress.begin(config, SimpleNamespace(digest="digest", bytes_per_token=None, describe=dict), source, {})
     materialize(model, torch.device("cpu"))
-    restore_checkpoint(source, model, export.optimizers_of(model, source.run["config"]))
+    restore_checkpoint(source, model, optim.make_optimizers(model, config))
     MetricsFile(config | {"out_dir": str(out)}, progress.step)
     return stored
 

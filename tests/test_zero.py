@@ -97,6 +97,8 @@ def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
     run = trained(args_of("gpt2", way), 2)
     step = shutil.copytree(run / "step_00000010", tmp_path / "out/step_00000010")
     zygote.start([tmp_path / "out", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
+    groups = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]  # nanoGPT resumes with what is here
     (tmp_path / "bare").mkdir()
     shutil.move(tmp_path / "out/ckpt.pt", tmp_path / "bare/ckpt.pt")
     expected = tensors_in(tmp_path / "bare")
