@@ -255,8 +255,11 @@ def test_validation_sets_that_cannot_be_used(tmp_path, monkeypatch):
     write(tmp_path / "elsewhere/b", range(30))
     write(tmp_path / "data/short", range(8))
     for names, message in (
-        ("b,elsewhere/b", "data/b and elsewhere/b, but losses are reported by the folder's name, 'b'"),
-        ("b,b", "contains data/b and data/b, but"),
+        (
+            "b,elsewhere/b",
+            "data/b and elsewhere/b are called b, but losses are reported by the folder's name",
+        ),
+        ("b,b", "data/b and data/b are called b, but"),
         ("b,c", "no val.bin in data/c or .*; prepared data sets: a, b, short"),
         ("short", "short/val.bin contains 8 tokens, but block_size 8 needs 9 or more"),
     ):

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain, count, pairwise
 
 import numpy as np
@@ -140,22 +139,17 @@ class Reader:
     def eval_windows(self, split: str, sequences: int) -> np.ndarray:
         """The windows that an evaluation reads, over all ranks; see `evaluation`."""
         n_tokens = len(self.data.splits[split])
-        if not sequences and split != "train":
-            return whole_windows(n_tokens, self.block_size)
-        n = self.eval_sequences(sequences)
         if split == "train":
+            n = sequences or len(whole_windows(len(self.data.val), self.block_size))
             return self.random_starts(spread_sources(self.data.quotas, n), EVAL_TRAIN, 0)
-        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, n)
+        if not sequences:
+            return whole_windows(n_tokens, self.block_size)
+        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, sequences)
 
     def eval_targets(self, split: str, sequences: int) -> int:
         """How many tokens an evaluation predicts, over all ranks."""
-        if not sequences and split != "train":
-            return len(self.data.splits[split]) - 1
-        return self.eval_sequences(sequences) * self.block_size
-
-    def eval_sequences(self, sequences: int) -> int:
-        """How many sequences an evaluation reads at random positions; 0: as many as the whole of val has."""
-        return sequences or len(whole_windows(len(self.data.val), self.block_size))
+        targets = len(self.data.splits[split]) - 1 - self.eval_windows(split, sequences)
+        return int(np.minimum(targets, self.block_size).sum())
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
@@ -185,7 +179,7 @@ class Reader:
                 count_read += 1
         except DataError:
             for _ in range(share.micro_steps - count_read):
-                yield self.padding(share.rows)
+                yield self.padding_batch(share.rows)
             raise
 
     def read(
@@ -203,43 +197,37 @@ class Reader:
             DataError: the file was truncated or cannot be read, or an id is outside the vocabulary.
         """
         positions = self.mesh.own_positions(self.block_size)
-
+        vocab_size = self.plan.model_args["vocab_size"]
         # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"
 
-        def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            starts, vocab_size = share.pick(starts_of(step), micro_step), self.plan.model_args["vocab_size"]
-            x, y = read_rows(tokens, starts, self.block_size, positions, vocab_size)
-            # copies to a GPU from memory that is not pinned block the CPU
-            return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
+        def on_cpu() -> Batches:
+            for step in steps:
+                starts = starts_of(step)
+                for micro_step in range(share.micro_steps):
+                    own = share.pick(starts, micro_step)
+                    x, y = read_rows(tokens, own, self.block_size, positions, vocab_size)
+                    # copies to a GPU from memory that is not pinned block the CPU
+                    yield (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
 
-        starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
-        jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
         copied = (
-            tuple(t.to(self.device, non_blocking=is_pinned) for t in rows)
-            for rows in in_thread(read_one, jobs)
+            (x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned))
+            for x, y in in_thread(on_cpu())
         )
         for current, _ in pairwise(chain(copied, [None])):
             yield current
 
-    def padding_batch(self) -> tuple[Tensor, Tensor]:
-        """A micro-batch of padding rows, in the shape of a training micro-batch."""
-        return self.padding(self.share.rows)
-
-    def padding(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Padding rows as inputs and targets, see `read_rows`."""
-        shape = (rows, self.block_size // self.mesh.cp)
+    def padding_batch(self, rows: int = 0) -> tuple[Tensor, Tensor]:
+        """Padding rows as inputs and targets, see `read_rows`: `rows`, or those of a training micro-batch."""
+        shape = (rows or self.share.rows, self.block_size // self.mesh.cp)
         x = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return x, torch.full_like(x, -1)
 
 
-def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:
-    """Yield work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
+def in_thread(items: Iterator, ahead: int = 2) -> Iterator:
+    """Yield the items of an iterator, which a thread computes up to `ahead` in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-        waiting = deque()
-        for job in jobs:
-            waiting.append(thread.submit(work, *job))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        waiting = deque(thread.submit(next, items, None) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, items, None))
+            yield item
