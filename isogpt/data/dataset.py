@@ -195,8 +195,8 @@ def open_dataset(
     return Dataset(
         folder,
         tuple(replace(one, quota=quota) for one, quota in zip(sources, quotas, strict=True)),
-        train=Tokens(folder, [file for one in sources for file in one.train.files]),
-        val=Tokens(folder, [file for one in sources for file in one.val.files]),
+        train=joined(folder, [one.train for one in sources]),
+        val=joined(folder, [one.val for one in sources]),
         vocab_size=vocab_size,
         highest=max(one.highest for one in sources),
         digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
@@ -227,6 +227,11 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
         windows=windows_of(folder, splits["train"], content, data_order, block_size) if data_order else None,
         **splits,
     )
+
+
+def joined(path: Path, parts: list[Tokens]) -> Tokens:
+    """The tokens of the only source, or those of a mixture's sources one after the other."""
+    return parts[0] if len(parts) == 1 else Tokens(path, [file for part in parts for file in part.files])
 
 
 def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
