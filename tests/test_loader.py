@@ -227,7 +227,7 @@ def batches_of(tokens, share, steps, seen=None, vocab_size=2**16):
             seen.append((step, threading.current_thread().name))
         return random_windows(len(tokens), BLOCK, 1, TRAIN, step, share.sequences)
 
-    return reader_of(vocab_size).read(tokens, starts_of, steps, share)
+    return reader_of(vocab_size).read(tokens, map(starts_of, steps), share, [])
 
 
 def loaders():
@@ -268,14 +268,16 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
     ids = np.zeros(N, dtype=np.uint16)
     ids[550 + place] = 65
     tokens = file_of(ids, tmp_path)
-    read = 0
-    message = r"train\.bin holds token id 65, but the vocabulary size is 65: .*vocab_size=66"
-    with pytest.raises(ValueError, match=message):
-        for x, _ in reader_of(65).read(tokens, starts.__getitem__, range(9), share):
-            assert x.max() < 65
-            read += 1
-    assert read in (4, 5) and not loaders()  # the last batch before it may be lost
-    assert len(list(reader_of(66).read(tokens, starts.__getitem__, range(9), share))) == 9
+    reader, problems = reader_of(65), []
+    micro_batches = list(reader.read(tokens, starts, share, problems))
+    assert len(micro_batches) == 9 and not loaders()
+    padded = [i for i, (x, y) in enumerate(micro_batches) if (y == -1).all() and not x.any()]
+    assert padded == [5], "padding takes its place"
+    with pytest.raises(
+        ValueError, match=r"train\.bin holds token id 65, but the vocabulary size is 65: .*=66"
+    ):
+        raise problems[0]
+    assert len(list(reader_of(66).read(tokens, starts, share, problems))) == 9 and len(problems) == 1
 
 
 def test_threads_read_one_file_at_the_same_time(tmp_path):
@@ -566,11 +568,3 @@ def test_files_of_something_else_are_refused_for_their_ids(folder, content):
     refused(
         "^data/text/train.bin holds token id .*, but the vocabulary size is 50304: .*, the file or the dtype"
     )
-
-
-def test_batches_end_silently_with_the_process(monkeypatch):
-    """Python then clears modules first: an exit with a message would be followed by a traceback."""
-    batches = Reader.then_padding(SimpleNamespace(problem=None), iter([1, 2]))
-    assert next(batches) == 1
-    monkeypatch.setattr("isogpt.data.reader.DataError", None)
-    batches.close()

@@ -188,14 +188,14 @@ def test_mixtures_that_are_refused(three, at, capsys):
         "a:1e999999999,b:1": "'1e999999999' is not a positive",
         "a:x,b:1": "'x' is not a positive",
         "a:1,b:1e9": "a is 1e-06 of each 1,000 sequences of the mixture, which is rounded to 0: give it",
-        "a:1,data/a:2": "data/a and data/a are called a, .*: name only one, or rename one of the folders",
-        "a:1,elsewhere/a:2": "data/a and elsewhere/a are called a, but losses are reported by",
+        "a:1,data/a:2": "data/a, data/a have the same name, .*: name each only once, or rename a folder",
+        "a:1,elsewhere/a:2": "data/a, elsewhere/a have the same name, but losses are reported by the",
         "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c",
     }.items():
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)
         assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="data/b and data/b are called b, but"):
+    with pytest.raises(ValueError, match="data/b, data/a, data/b have the same name"):
         open_dataset("a,b", BLOCK, 0, "b")
     printed = script_that_fails(at, capsys, "train.py", [*TINY, "--dataset=a:1,b"])
     assert printed.err.count("\n") == 1 and "gives no weight to b" in printed.err

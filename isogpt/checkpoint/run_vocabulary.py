@@ -6,7 +6,7 @@ from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import read_metadata
-from isogpt.data.dataset import Dataset, Source, common_vocabulary, find_sources
+from isogpt.data.dataset import Dataset, common_vocabulary, find_sources
 from isogpt.data.vocabulary import (
     Vocabulary,
     check_size,
@@ -137,7 +137,7 @@ def vocabulary_for_run(
     return now, notes
 
 
-def check_eval_dataset(one: Source, vocabulary: Vocabulary, vocab_size: int) -> None:
+def check_eval_dataset(one: Dataset, vocabulary: Vocabulary, vocab_size: int) -> None:
     """
     Raise ValueError if the token ids of a further validation set do not mean what those of the run mean, as
     far as both are known, or do not fit its model with vocab_size ids.

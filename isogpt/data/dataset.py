@@ -26,56 +26,40 @@ PART = 2**18  # ids that are read at a time where all ids of a file are read
 
 
 @dataclass(frozen=True)
-class Source:
+class Dataset:
     """
-    A folder of token files: the whole data set, one part of a mixture, or a further validation set, of which
-    only val is opened. It is named after the folder.
+    A folder of token files, or a mixture of several, whose tokens are those of its parts one after the other,
+    sorted by name. Of a further validation set, only val is opened. It is named after its folder.
     """
 
-    folder: Path
+    folder: Path  # of a mixture, the folders of its parts, for messages
     val: Tokens
-    highest: int  # see Dataset, as the other fields
-    digest: str
-    vocabulary: Vocabulary | None
-    val_bytes: int
-    val_text: str
-    windows: Windows | None  # of which every order but random reads each once per epoch
+    highest: int  # the highest id found when the files were checked
+    digest: str  # digest of lengths and samples of the files, to compare machines
+    vocabulary: Vocabulary | None  # what the ids mean; None if the folder does not say
+    val_bytes: int  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
+    val_text: str  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
     train: Tokens | None = None
-    quota: int = PER  # how many of each PER sequences are of this source
+    windows: Windows | None = None  # of which every order but random reads each once per epoch
+    quota: int = PER  # how many of each PER sequences of a mixture are of this part
+    parts: tuple["Dataset", ...] = ()  # of a mixture
+    vocab_size: int = 0  # of the run: from the setting, the metadata, or GPT-2's
+    further: tuple["Dataset", ...] = ()  # validation sets that are evaluated too
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return self.folder.resolve().name
 
-    def bits_per_byte(self, val_loss: float) -> float | None:
-        """See Dataset.bits_per_byte."""
-        return bits_per_byte(val_loss, len(self.val), self.val_bytes)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """
-    The tokens of a run, and the vocabulary size, from the metadata or GPT-2's. The tokens of a mixture are
-    those of the sources one after the other, sorted by name.
-    """
-
-    folder: Path  # for messages: of a mixture, the sources' folders
-    sources: tuple[Source, ...]
-    train: Tokens
-    val: Tokens
-    vocab_size: int
-    highest: int  # the highest id found when the files were checked
-    digest: str  # digest of lengths and samples of the files, to compare machines
-    vocabulary: Vocabulary | None  # what the ids mean; None if the folder does not say
-    val_bytes: int  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
-    val_text: str  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
-    further: tuple[Source, ...] = ()  # validation sets that are evaluated too
-
     @property
     def is_mixture(self) -> bool:
         """Whether there are several sources."""
-        return len(self.sources) > 1
+        return bool(self.parts)
+
+    @property
+    def sources(self) -> tuple["Dataset", ...]:
+        """The parts of a mixture, or this data set alone."""
+        return self.parts or (self,)
 
     @cached_property
     def quotas(self) -> list[int]:
@@ -88,9 +72,9 @@ class Dataset:
         return np.cumsum([0, *(len(source.train) for source in self.sources[:-1])])
 
     @property
-    def named(self) -> tuple[Source, ...]:
-        """The validation sets whose losses are reported by name: of a mixture's sources, and further ones."""
-        return (self.sources if self.is_mixture else ()) + self.further
+    def named(self) -> tuple["Dataset", ...]:
+        """The validation sets whose losses are reported by name: of a mixture's parts, and further ones."""
+        return self.parts + self.further
 
     @cached_property
     def splits(self) -> dict[str, Tokens]:
@@ -99,20 +83,23 @@ class Dataset:
         return {"train": self.train, **val, **{f"val/{one.name}": one.val for one in self.named}}
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean of a value of each source, weighted by their quotas."""
-        return sum(quota / PER * value for quota, value in zip(self.quotas, values, strict=True))
+        """The mean of a value of each part of a mixture, weighted by their quotas."""
+        return sum(one.quota / PER * value for one, value in zip(self.parts, values, strict=True))
 
     def val_loss(self, losses: dict[str, float]) -> float:
-        """The validation loss, from the losses of `splits`."""
-        names = [f"val/{one.name}" for one in self.sources] if self.is_mixture else ["val"]
-        return self.mean([losses[name] for name in names])
+        """The validation loss, from the losses of `splits`; of a mixture, their mean."""
+        if not self.is_mixture:
+            return losses["val"]
+        return self.mean([losses[f"val/{one.name}"] for one in self.parts])
 
     @property
     def bytes_per_token(self) -> float | None:
         """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
         if not self.val_bytes:
             return None
-        return self.mean([one.val_bytes / len(one.val) for one in self.sources])
+        if not self.is_mixture:
+            return self.val_bytes / len(self.val)
+        return self.mean([one.bytes_per_token for one in self.parts])
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
@@ -136,14 +123,9 @@ class Dataset:
         What a checkpoint records of the data besides the digest: `sources` for a mixture, and `documents` for
         windows that begin with a document, both by the source's name.
         """
-        described = {}
-        if self.is_mixture:
-            described["sources"] = {
-                one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.sources
-            }
-        if self.documents:
-            described["documents"] = {name: windows.digest for name, windows in self.documents.items()}
-        return described
+        parts = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.parts}
+        documents = {name: windows.digest for name, windows in self.documents.items()}
+        return {name: facts for name, facts in (("sources", parts), ("documents", documents)) if facts}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
@@ -188,26 +170,11 @@ def open_dataset(
     folders = [find_dataset(name, "val") for name in filter(None, map(str.strip, eval_datasets.split(",")))]
     check_names([*folders, *weights] if len(weights) > 1 else folders)
     further = [open_source(read_metadata(folder), vocab_size, block_size) for folder in folders]
-    quotas = quotas_of(
-        {one.name: weight or len(one.train) for one, weight in zip(sources, weights.values(), strict=True)}
-    )
-    folder, texts = Path(" and ".join(map(str, weights))), [one.val_text for one in sources]
-    return Dataset(
-        folder,
-        tuple(replace(one, quota=quota) for one, quota in zip(sources, quotas, strict=True)),
-        train=joined(folder, [one.train for one in sources]),
-        val=joined(folder, [one.val for one in sources]),
-        vocab_size=vocab_size,
-        highest=max(one.highest for one in sources),
-        digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
-        vocabulary=vocabulary,
-        val_bytes=sum(one.val_bytes for one in sources) if all(one.val_bytes for one in sources) else 0,
-        val_text=digest_of_parts(texts, quotas) if all(texts) else "",
-        further=tuple(further),
-    )
+    whole = mix(sources, [*weights.values()]) if len(sources) > 1 else sources[0]
+    return replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
 
 
-def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: str = "") -> Source:
+def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: str = "") -> Dataset:
     """
     Open the token files of one folder and check them, see open_dataset.
 
@@ -217,7 +184,7 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
     folder, content = meta.folder, meta.content
     names, limit = (("train", "val"), vocab_size) if data_order else (("val",), MOST_IDS)
     splits = {split: open_split(folder, split, content, vocab_size, block_size) for split in names}
-    return Source(
+    return Dataset(
         folder,
         highest=max(highest_id(tokens, limit) for tokens in splits.values()),
         digest=digest_of(splits),
@@ -229,15 +196,26 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
     )
 
 
-def joined(path: Path, parts: list[Tokens]) -> Tokens:
-    """The tokens of the only source, or those of a mixture's sources one after the other."""
-    return parts[0] if len(parts) == 1 else Tokens(path, [file for part in parts for file in part.files])
+def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
+    """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
+    named = {one.name: weight or len(one.train) for one, weight in zip(sources, weights, strict=True)}
+    quotas, texts = quotas_of(named), [one.val_text for one in sources]
+    folder = Path(" and ".join(str(one.folder) for one in sources))
+    return Dataset(
+        folder,
+        Tokens(folder, [file for one in sources for file in one.val.files]),
+        highest=max(one.highest for one in sources),
+        digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
+        vocabulary=None,
+        val_bytes=sum(one.val_bytes for one in sources) if all(one.val_bytes for one in sources) else 0,
+        val_text=digest_of_parts(texts, quotas) if all(texts) else "",
+        train=Tokens(folder, [file for one in sources for file in one.train.files]),
+        parts=tuple(replace(one, quota=quota) for one, quota in zip(sources, quotas, strict=True)),
+    )
 
 
 def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
-    """The only digest, or the SHA-256 of the digests of a mixture's sources and their quotas."""
-    if len(digests) == 1:
-        return digests[0]
+    """The SHA-256 of the digests of a mixture's parts and their quotas."""
     return hashlib.sha256(json.dumps([digests, quotas]).encode()).hexdigest()
 
 
@@ -259,14 +237,12 @@ def find_sources(name: str) -> dict[Path, Fraction | None]:
 
 def check_names(folders: Sequence[Path]) -> None:
     """Raise ValueError if folders have the same name, by which losses are reported."""
-    found = {}
-    for folder in folders:
-        other = found.setdefault(folder.resolve().name, folder)
-        if other is not folder:
-            raise ValueError(
-                f"{other} and {folder} are called {folder.resolve().name}, but losses are reported by the "
-                "folder's name: name only one, or rename one of the folders"
-            )
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{', '.join(map(str, folders))} have the same name, but losses are reported by the folder's "
+            "name: name each only once, or rename a folder"
+        )
 
 
 def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:

@@ -1,9 +1,9 @@
 """Read this rank's micro-batches of each training step and evaluation from the token files."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
 
 import numpy as np
@@ -63,7 +63,7 @@ class Reader:
     speeds: tuple[float, ...] | None = None
     # how many more sequences the run has read before than the steps say, because its batch size was different
     shift: int = 0
-    problem: DataError | None = None  # why this rank cannot read the rest of the training data
+    problems: list[DataError] = field(default_factory=list)  # why this rank could not read training data
 
     def __post_init__(self) -> None:
         if self.speeds is None:
@@ -110,31 +110,16 @@ class Reader:
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
-        Yield this rank's micro-batches from `step` on. If data cannot be read, padding follows, see
-        `then_padding`.
+        Yield this rank's micro-batches from `step` on, see `read`. Other ranks compute a step with this rank:
+        they hear of `problems` at the end of the step.
 
         Args:
             position: the tokens that the run has read before.
             skipped: steps that are left out.
         """
         self.shift = position // self.block_size - step * self.plan.sequences
-        steps = (number for number in count(step) if number not in skipped)
-        return self.then_padding(self.read(self.data.train, self.starts, steps, self.share))
-
-    def then_padding(self, batches: Batches) -> Batches:
-        """
-        Yield micro-batches of training. If one of them cannot be read, `problem` is set and padding follows,
-        since other ranks compute the step with this rank: they hear of it at the end of the step.
-        """
-        while not self.problem:
-            try:
-                batch = next(batches)
-            except DataError as e:
-                self.problem = e
-            else:  # outside of `try`: at the end of the process, DataError may be gone before this generator
-                yield batch
-        while True:
-            yield self.padding_batch()
+        steps = (self.starts(number) for number in count(step) if number not in skipped)
+        return self.read(self.data.train, steps, self.share, self.problems)
 
     def eval_windows(self, split: str, sequences: int) -> np.ndarray:
         """The windows that an evaluation reads, over all ranks; see `evaluation`."""
@@ -153,9 +138,7 @@ class Reader:
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
-        Yield this rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks
-        that compute a model together need the same number of micro-batches: if data cannot be read, padding
-        follows, and then the error.
+        Yield this rank's micro-batches of an evaluation, which reads the same sequences every time.
 
         Args:
             split: one of Dataset.splits.
@@ -172,29 +155,24 @@ class Reader:
             share = share_of_whole(len(starts), *place)
         else:
             share = share_of(len(starts), *place, speeds=self.speeds)
-        count_read = 0
-        try:
-            for batch in self.read(tokens, lambda _: starts, [0], share):
-                yield batch
-                count_read += 1
-        except DataError:
-            for _ in range(share.micro_steps - count_read):
-                yield self.padding_batch(share.rows)
-            raise
+        problems = []
+        yield from self.read(tokens, [starts], share, problems)
+        if problems:
+            raise problems[0]
 
     def read(
-        self, tokens: Tokens, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
+        self, tokens: Tokens, steps: Iterable[np.ndarray], share: Share, problems: list[DataError]
     ) -> Batches:
         """
-        Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of the given steps in
+        Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of `steps` in
         order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next
         micro-batch is copied to the device while the current one is used.
 
         Args:
-            starts_of: the starts of a step's windows, for the global batch.
-
-        Raises:
-            DataError: the file was truncated or cannot be read, or an id is outside the vocabulary.
+            steps: the starts of each step's windows, for the global batch.
+            problems: if a file was truncated or cannot be read, or an id is outside the vocabulary, it
+                receives the error, and padding takes the place of the micro-batch, since ranks that compute a
+                model together need the same number of them.
         """
         positions = self.mesh.own_positions(self.block_size)
         vocab_size = self.plan.model_args["vocab_size"]
@@ -202,13 +180,17 @@ class Reader:
         is_pinned = self.device.type == "cuda"
 
         def on_cpu() -> Batches:
-            for step in steps:
-                starts = starts_of(step)
+            for starts in steps:
                 for micro_step in range(share.micro_steps):
                     own = share.pick(starts, micro_step)
-                    x, y = read_rows(tokens, own, self.block_size, positions, vocab_size)
-                    # copies to a GPU from memory that is not pinned block the CPU
-                    yield (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
+                    try:
+                        x, y = read_rows(tokens, own, self.block_size, positions, vocab_size)
+                        if is_pinned:  # copies to a GPU from other memory block the CPU
+                            x, y = x.pin_memory(), y.pin_memory()
+                    except DataError as e:
+                        problems.append(e)
+                        x, y = self.padding_batch(len(own))
+                    yield x, y
 
         copied = (
             (x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned))
