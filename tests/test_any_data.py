@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, assert_same_run, column, records
+from runs import TINY, column, records
 from test_exact import same_numbers
 from test_resume import start_until_step
 
@@ -22,20 +22,6 @@ def test_shards_have_the_bits_of_one_file(trained, order):
     file, shards = (trained([*args, f"--dataset={name}"]) for name in ("tiny", "shards"))
     for key in KEYS:
         assert column(file, key) == column(shards, key), key
-
-
-@pytest.mark.slow
-def test_a_mixture_that_was_killed_has_the_same_bits(zygote, session_work, trained, tmp_path):
-    """On the same layout, without exact."""
-    args = [*TINY, *MIXTURE, f"--out_dir={tmp_path}/killed", "--init_from=auto"]
-    for step in (4, 8):
-        kill_after_a_save(zygote, session_work, args, 2, step)
-    zygote.start(args, session_work, 2).wait()
-    straight = trained(MIXTURE, 2)
-    assert_same_run(tmp_path / "killed", straight)
-    assert resumes(tmp_path / "killed") == 2
-    for source in ("val_loss/shards", "val_loss/file"):
-        assert column(tmp_path / "killed", source) == column(straight, source)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Windows that begin with a document: which ones, what they leave out, and documents.bin."""
 
 import json
-import pickle
 import sys
 
 import numpy as np
@@ -12,7 +11,6 @@ from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
-from isogpt.data.windows import shuffled_windows
 from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
@@ -53,20 +51,6 @@ def test_windows_are_those_of_a_loop_over_documents():
             counts[start : start + BLOCK] += 1
         assert windows.left_out == (counts == 0).sum()
         assert windows.repeated == np.maximum(counts - 1, 0).sum()
-
-
-def test_documents_side_by_side_are_read_once():
-    windows = DocumentWindows(np.arange(0, 80, 4), 81, BLOCK)  # two fill a window
-    assert windows.starts(np.arange(len(windows))).tolist() == list(range(0, 80, BLOCK))
-    assert (windows.left_out, windows.repeated) == (1, 0)
-
-
-def test_an_epoch_reads_each_window_once():
-    begins, n_tokens = random_documents(np.random.default_rng(1), 200, 12)
-    windows = DocumentWindows(np.array(begins), n_tokens, BLOCK)
-    starts, n = windows_in_a_loop(begins, n_tokens, BLOCK), len(windows)
-    first, second = shuffled_windows(windows, 1337, np.arange(2 * n)).reshape(2, n).tolist()
-    assert sorted(first) == sorted(second) == starts and first != second != starts != first
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -172,63 +156,41 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
 
     for positions, count in (
         (begins, 59),
-        (begins[:0], 0),
         (np.append(begins, len(ids) + 5), 61),
         (begins[[*range(50), 49, *range(51, 60)]], 60),
-        (np.append(-5, begins[1:]), 60),
     ):
         positions.tofile(folder / "documents.bin")
         changed(folder, train_documents=count)
-        assert f"documents.bin does not belong to the {len(ids)} tokens of train{command}" in refusal(folder)
+        assert f"which is missing or does not fit the {len(ids)} tokens of train{command}" in refusal(folder)
     find_documents.main([str(folder), f"--id={END}"])
-    assert len(open_dataset(str(folder), BLOCK, data_order="documents").sources[0].windows) > 10
     with open(folder / "train.bin", "ab") as f:
         f.write(np.array([5, END], np.uint16).tobytes())
-    assert f"does not belong to the {len(ids) + 2} tokens of train{command}" in refusal(folder)
+    assert f"does not fit the {len(ids) + 2} tokens of train{command}" in refusal(folder)
 
 
 def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
-    folder = write(tmp_path / "data", [END, 1, 2, 3, END, 4, 5])
-    find_documents.main([str(folder), f"--id={END}"])
-    data = open_dataset(str(folder), 6, data_order="documents")
-    assert data.sources[0].windows.starts(np.arange(1)).tolist() == [0]
+    folder = write(tmp_path / "data", [END, 1, 2, 3, END, 4, 5], {"train_documents": 1})
     np.array([4], np.int64).tofile(folder / "documents.bin")
-    changed(folder, train_documents=1)
     assert "is followed by block_size 3 tokens: set a smaller --block_size=" in refusal(folder, 3)
-    assert len(open_dataset(str(folder), 2, data_order="documents").sources[0].windows) == 1
+    assert len(open_dataset(str(folder), 2, data_order="documents").windows) == 1
 
 
-def test_a_text_without_documents_is_refused(tmp_path):
-    for ids, args, problem in (
-        ([1, 2, 3, END], ["--id=9"], "token 9, which should separate documents, separates none in "),
+@pytest.mark.parametrize(
+    ("ids", "args", "problem"),
+    [
         (
-            [1, 2, 3],
+            [1, 2, 3, END],
             ["--id=9"],
-            "separates none in .*train.bin: give the id with --id=, or train on the text ",
+            "token 9, which should separate documents, separates none in .*: give the",
         ),
-        ([1, 2, 3], ["--id=100000"], "separates none"),
-        (
-            [1, END, 3],
-            [],
-            "it is not known which id ends a document: .* do not fit GPT-2; give the id with --id=",
-        ),
-        (
-            [1, 1, 2],
-            ["char"],
-            "the vocabulary contains no <|endoftext|> to end documents".replace("|", r"\|"),
-        ),
-    ):
-        folder = write(tmp_path / f"{len(list(tmp_path.iterdir()))}", ids)
-        if args == ["char"]:
-            args = []
-            changed(folder, tokenizer="char", stoi={"a": 0, "b": 1, "c": 2})
-            (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1, "c": 2}}))
-        before = (folder / "meta.json").read_text()
-        with pytest.raises(ValueError, match=problem):
-            find_documents.main([str(folder), *args])
-        assert (folder / "meta.json").read_text() == before
-        names = {path.name for path in folder.iterdir()} - {"meta.pkl"}
-        assert names == {"train.bin", "val.bin", "meta.json"}
+        ([1, END, 3], [], "it is not known which id ends a document: .* do not fit GPT-2; give the id"),
+    ],
+)
+def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
+    folder = write(tmp_path / "data", ids)
+    with pytest.raises(ValueError, match=problem):
+        find_documents.main([str(folder), *args])
+    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -263,10 +225,9 @@ def test_the_loss_on_documents_is_that_of_each_document_alone(tmp_path):
     of_val = documents_of(open_dataset(str(tmp_path), BLOCK, data_order="documents"))
     assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
     model = GPT(GPTConfig(block_size=BLOCK, vocab_size=10, n_layer=1, n_head=1, n_embd=8), seed=1).eval()
-    total, count = 0.0, 0
+    losses = []
     for text in texts:
         tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]
         _, mean = model(tokens[:, :-1], tokens[:, 1:])
-        total += mean.item() * (tokens.size(1) - 1)
-        count += tokens.size(1) - 1
-    assert loss_of(model, of_val) == pytest.approx(total / count, rel=1e-6)
+        losses += [mean.item()] * (tokens.size(1) - 1)
+    assert loss_of(model, of_val) == pytest.approx(np.mean(losses), rel=1e-6)

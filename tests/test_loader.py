@@ -6,10 +6,7 @@ import itertools
 import json
 import os
 import pickle
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +14,6 @@ import pytest
 import torch
 from runs import default_plan, wait_for
 
-from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import StoredCheckpoint
-from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_VAL, TRAIN
 from isogpt.data import data_folder, token_files
 from isogpt.data.data_folder import read_meta
@@ -54,23 +48,6 @@ def shuffled(n_tokens, block_size, seed, step, n):
 # which sequences
 
 
-def test_windows_depend_on_their_arguments_only():
-    """The global generators are neither read nor advanced, and epochs are not drawn from one another."""
-
-    def drawn(step, seed=1337):
-        return [
-            random_windows(N, BLOCK, seed, TRAIN, step, 6).tolist(),
-            shuffled(N, BLOCK, seed, step, 6).tolist(),
-        ]
-
-    steps = [0, 1, 2, 20, 21, 500]
-    forward = {step: drawn(step) for step in steps}
-    numpys, torchs = np.random.get_state()[1].copy(), torch.get_rng_state()
-    assert forward == {step: drawn(step) for step in reversed(steps)}
-    assert drawn(20, seed=7) != forward[20]
-    assert (np.random.get_state()[1] == numpys).all() and torch.equal(torch.get_rng_state(), torchs)
-
-
 def test_windows_have_not_changed():
     """A change would change every seed's loss curve, and a resumed run would read other data than before."""
     for (seed, stream, step), golden in {
@@ -102,25 +79,6 @@ def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path, n_tokens):
         assert y.max() == (n_tokens - 1 if starts is drawn else windows * BLOCK)
 
 
-def test_random_windows_are_uniform():
-    counts = np.bincount(random_windows(108, BLOCK, 1, TRAIN, 0, 100_000), minlength=100)
-    assert len(counts) == 100
-    chi_squared = ((counts - 1000) ** 2 / 1000).sum()  # 99 on average, standard deviation 14
-    assert 50 < chi_squared < 160
-
-
-@pytest.mark.parametrize("n", [1, 6, 25, 124, 125, 126, 300])  # sequences per step; an epoch has 125 windows
-def test_each_window_appears_once_per_epoch(n):
-    steps = -(-375 // n)
-    stream = np.concatenate([shuffled(N, BLOCK, 1, step, n) for step in range(steps)])
-    assert stream.dtype == np.int64 and len(stream) == steps * n
-    epochs = stream[:375].reshape(3, 125)
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(0, 1000, BLOCK))
-    for a, b in itertools.combinations([*epochs, np.arange(0, 1000, BLOCK)], 2):
-        assert (a == b).sum() < 10  # the order of each epoch is different, and not the order of the text
-
-
 def test_the_order_of_an_epoch_contains_each_window_once():
     for n in [*range(1, 150), 4095, 4096, 4097, 99991]:
         order = permuted(np.arange(n), n, 1337, 0)
@@ -131,40 +89,6 @@ def test_the_order_of_an_epoch_contains_each_window_once():
     places = np.arange(10**15 - 500, 10**15)
     order = permuted(places, 10**15, 1337, 0)
     assert len(np.unique(order)) == 500 and order.min() >= 0 and order.max() < 10**15
-
-
-def test_a_resume_with_a_different_batch_continues_the_epoch():
-    """
-    No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
-    were.
-    """
-    source = SimpleNamespace(windows=EvenWindows(N, BLOCK))
-    data = SimpleNamespace(train=range(N), sources=[source], quotas=[1000], begins=np.zeros(1, np.int64))
-
-    def reader_of_steps(n, progress):
-        reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
-        reader.train(progress.step, progress.position, progress.skipped)
-        return reader
-
-    progress, read = Progress(tokens_per_step=6 * BLOCK), []
-    for n, steps in ((6, 7), (4, 10), (9, 30)):
-        run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": 9.0, "config": {}}
-        run["model_args"] = {}
-        progress, again = Progress(tokens_per_step=n * BLOCK), Progress(tokens_per_step=n * BLOCK)
-        stored = StoredCheckpoint(Path(__file__), progress.step)  # any file
-        for loaded in (progress, again):
-            loaded.load(OpenCheckpoint(stored, run=run, shapes={"optim.": ()}))
-        reader = reader_of_steps(n, progress)
-        for i in range(steps):
-            read += reader.starts(progress.step).tolist()
-            if i == 2:
-                progress.skip()  # a step that was not finite has read its windows
-            else:
-                progress.advance()
-        assert reader_of_steps(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
-    assert progress.position == len(read) * BLOCK == progress.tokens + (6 + 4 + 9) * BLOCK
-    one_by_one = [shuffled(N, BLOCK, 1, step, 1) for step in range(len(read))]
-    assert read == np.concatenate(one_by_one).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -280,15 +204,6 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
     assert len(list(reader_of(66).read(tokens, starts, share, problems))) == 9 and len(problems) == 1
 
 
-def test_threads_read_one_file_at_the_same_time(tmp_path):
-    """A run reads its training data for steps and for evaluations."""
-    tokens = file_of(np.arange(2**16, dtype=np.uint16), tmp_path)
-    starts = [np.random.default_rng(seed).integers(0, 2**16 - 8, 5000) for seed in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        for part, windows in zip(starts, threads.map(lambda part: tokens.read(part, 8), starts), strict=True):
-            assert np.array_equal(windows, part[:, None] + np.arange(8))
-
-
 def test_a_file_that_is_replaced_or_truncated_while_it_is_read(tmp_path):
     """It remains the same file if its name is given to another one."""
     tokens = file_of(np.arange(N, dtype=np.uint16), tmp_path)
@@ -350,14 +265,6 @@ def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     assert data.train.dtype == data.val.dtype == np.uint16
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="no file that cannot be read")
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_file_whose_beginning_cannot_be_read_is_named(folder, split):
-    (folder / f"{split}.bin").unlink()
-    (folder / f"{split}.bin").symlink_to("/proc/self/mem")
-    refused(f"^data/text/{split}.bin cannot be read: Input/output error$")
-
-
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
     refused(r"val\.bin does not exist; take it from the end of train\.bin: python .*split\.py data.text$")
@@ -370,27 +277,17 @@ def test_missing_files_are_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_invalid_token_files_are_refused(folder, split, dtype):
-    path, size = folder / f"{split}.bin", np.dtype(dtype).itemsize
+def test_invalid_token_files_are_refused(folder, split):
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": 20}))
     for file in (folder / "train.bin", folder / "val.bin"):
-        np.arange(20 + (file == path)).astype(dtype).tofile(file)
-    (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": 20}))
+        np.arange(20 + (file.stem == split), dtype=np.uint32).tofile(file)
     refused(rf"{split}\.bin holds token id 20, but the vocabulary size is 20: set --vocab_size=21")
     data = open_dataset("text", BLOCK, vocab_size=21)  # the setting takes precedence over the metadata
-    assert (data.vocab_size, data.highest, data.train.dtype) == (21, 20, dtype)
-    for content, message in (
-        (b"", "contains 0 bytes"),
-        (
-            bytes(size * 20 - 1),
-            rf"contains {size * 20 - 1} bytes, but no header and 19 tokens of {dtype} take",
-        ),
-        (bytes(size * BLOCK), "contains 8 tokens, but block_size 8 needs 9 or more: set --block_size=7"),
-    ):
-        path.write_bytes(content)
-        refused(rf"{split}\.bin {message}", vocab_size=21)
-    path.write_bytes(bytes(size * (BLOCK + 1)))
-    open_dataset("text", BLOCK, vocab_size=21)
+    assert (data.vocab_size, data.highest, data.train.dtype) == (21, 20, np.uint32)
+    (folder / f"{split}.bin").write_bytes(bytes(79))
+    refused(rf"{split}\.bin contains 79 bytes, but no header and 19 tokens of uint32 take 76", vocab_size=21)
+    (folder / f"{split}.bin").write_bytes(bytes(32))
+    refused(rf"{split}\.bin contains 8 tokens, but block_size 8 needs 9 or more: set --block_size=7")
 
 
 def test_the_highest_id_of_a_large_file(tmp_path):
@@ -429,13 +326,10 @@ def test_what_is_read_of_a_meta_pkl(folder):
     path = folder / "meta.pkl"
     path.write_bytes(pickle.dumps({"vocab_size": 95, "stoi": {"a": 0}, "tokenizer": "own", "dtype": "int8"}))
     assert read_meta(folder) == {"vocab_size": 95, "stoi": {"a": 0}}
-    assert open_dataset("text", BLOCK).vocab_size == 95
     (folder / "meta.json").write_text('{"vocab_size": 96}')
     assert open_dataset("text", BLOCK).vocab_size == 96
-    (folder / "meta.json").unlink()
-    for broken in (b"", b"no pickle", pickle.dumps({"a": 1})[:-3], pickle.dumps([90])):
-        path.write_bytes(broken)
-        refused("meta.pkl cannot be read")
+    path.write_bytes(pickle.dumps({"a": 1})[:-3])
+    refused("meta.pkl cannot be read")
 
 
 class Run:
@@ -469,15 +363,14 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     beside = write_data(repository / "data" / "text")
     assert open_dataset("text", BLOCK).folder == open_dataset("data/text", BLOCK).folder == beside
     write_data(working / "data" / "text", highest=77)  # the working folder's takes precedence
-    elsewhere = write_data(tmp_path / "elsewhere" / "mine", highest=66)
     write_data(working / "data" / "mine" / "v2", highest=55)  # as in nanoGPT
-    names = {77: ["text", "data/text", "./data/text/"], 55: ["mine/v2"]}
-    names[66] = [str(elsewhere), "../elsewhere/mine", "~/elsewhere/mine"]
-    for highest, name in ((highest, name) for highest in names for name in names[highest]):
-        assert open_dataset(name, BLOCK).highest == highest
-    monkeypatch.chdir(elsewhere)
-    assert open_dataset(".", BLOCK).highest == 66
-    refused(r"no train\.bin in .*nosuch", name=str(tmp_path / "nosuch"))
+    elsewhere = write_data(tmp_path / "elsewhere", highest=66)
+    for highest, names in (
+        (77, ["text", "data/text"]),
+        (55, ["mine/v2"]),
+        (66, [str(elsewhere), "~/elsewhere"]),
+    ):
+        assert [open_dataset(name, BLOCK).highest for name in names] == [highest] * len(names)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -545,18 +438,12 @@ def with_header(ids, magic, version, tokens=0):
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, np.uint16), (20240801, 7, np.uint32)])
 def test_the_header_of_llm_c_is_skipped(folder, magic, version, dtype):
     ids = WORDS.astype(dtype)
-    for header, message in (
-        (
-            (version, 6001),
-            f"but llm.c's header {magic} and 6001 tokens of .* take .*: it is empty, truncated",
-        ),
-        ((2, 6000), f"begins with llm.c's header {magic} of version 2, which is not read"),
-    ):
-        foreign(folder, *[with_header(ids, magic, *header)] * 2)
-        refused(message)
-    foreign(folder, with_header(ids, magic, version), with_header(ids[-1500:], magic, version))
-    data = open_dataset("text", BLOCK)
-    assert ids_of(data.train) == ids.tolist() and ids_of(data.val) == ids[-1500:].tolist()
+    foreign(folder, *[with_header(ids, magic, version, 6001)] * 2)
+    refused(f"bytes, but llm.c's header {magic} and 6001 tokens of .* take .*: it is empty, truncated")
+    foreign(folder, *[with_header(ids, magic, 2)] * 2)
+    refused(f"begins with llm.c's header {magic} of version 2, which is not read")
+    foreign(folder, *[with_header(ids, magic, version)] * 2)
+    assert ids_of(open_dataset("text", BLOCK).train) == ids.tolist()
 
 
 @pytest.mark.parametrize(

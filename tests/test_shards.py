@@ -16,12 +16,11 @@ import pytest
 import torch
 from runs import REPO, TINY, column, default_plan
 
-from isogpt.data import data_folder, dataset
+from isogpt.data import data_folder
 from isogpt.data.data_folder import find_dataset, prepared_datasets
-from isogpt.data.dataset import digest_of, highest_id, open_dataset, parts_of
+from isogpt.data.dataset import digest_of, open_dataset, parts_of
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.shards import files_of, notes_about_files
-from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import MOST_OPEN, DataError, opened
 from isogpt.parallel.mesh import Mesh
 
@@ -158,21 +157,6 @@ def test_few_shards_are_open_while_threads_read_many(folder):
     assert opened.cache_info().maxsize == MOST_OPEN
 
 
-def test_the_start_reads_samples(folder, monkeypatch):
-    """Ten thousand shards are too many for a test; files of zeros take no room on the disk."""
-    samples = dataset.samples
-    monkeypatch.setattr(dataset, "samples", lambda tokens, n: samples(tokens, n // 20))
-    paths = write(folder, cuts=range(16, 5000, 16))
-    for path in paths:
-        os.truncate(path, 2**19)
-    opened.cache_clear()
-    data = open_dataset("text", BLOCK)
-    assert len(data.train) > 2**26 and opened.cache_info().misses <= 1000 // 20 + 64 // 20 + 2
-    os.truncate(paths[200], 2**19 - 2)
-    with pytest.raises(DataError, match="train_000200.bin has been replaced or changed since the start"):
-        highest_id(Tokens(paths[0], data.train.files[200:201]), 50304)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # which files
 
@@ -204,18 +188,14 @@ def test_which_files_are_read_in_which_order(folder):
 
 
 def test_shards_without_a_validation_set(folder):
-    *_, last = write(folder, form="npy", name="edufineweb_train_{:06d}")
+    write(folder, form="npy", name="edufineweb_train_{:06d}")
     (folder / "val.bin").unlink()
-    message = refused(
-        "does not exist; to take the last shard, type: mv .*_train_000008.npy data/text/val.npy$"
-    )
-    with pytest.raises(ValueError, match="contains 9 files of training tokens: to take the last shard, type"):
+    advice = "to take the last shard, type: mv .*_train_000008.npy data/text/val.npy$"
+    message = refused(f"does not exist; {advice}")
+    with pytest.raises(ValueError, match=f"contains 9 files of training tokens: {advice}"):
         split.split(folder, 0.1)
-    os.truncate(last, last.stat().st_size)
-    last.write_bytes(content(np.resize(IDS, 50).astype(np.uint16), "npy"))
     typed(message.partition("type: ")[2])
-    data = open_dataset("text", BLOCK)
-    assert (len(data.train), len(data.val)) == (4990, 50)
+    assert files_of(folder, "val") == [folder / "val.npy"] and len(files_of(folder, "train")) == 8
 
 
 @pytest.mark.parametrize("form", ["llm.c", "npy"])
@@ -232,16 +212,6 @@ def test_one_file_with_a_header_is_divided(folder, form):
         assert (folder / "all.bin").read_bytes() == before and not path.exists()
 
 
-def test_metadata_holds_for_the_sum(folder):
-    write(folder, dtype=np.uint32)
-    refused('contains ids of 32 or 64 bits, .*: declare {"dtype": "uint32"} in data/text/meta.json')
-    meta = {"dtype": "uint32", "train_tokens": 5000, "tokenizer": "char", "vocab_size": 50257}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert open_dataset("text", BLOCK).train.dtype == np.uint32
-    (folder / "meta.json").write_text(json.dumps(meta | {"train_tokens": 5001}))
-    refused(r"data/text/train_00000\* contains 5000 tokens, but meta.json says 5001")
-
-
 # ------------------------------------------------------------------------------------------------------------
 # files that are refused
 
@@ -254,18 +224,11 @@ def test_shards_that_do_not_belong_together(folder):
         refused("^data/text/train_000000.bin contains uint16 and no header, but data/text/train_000003.bin ")
     for damaged, message in (
         (b"", "contains 0 bytes, but .*: it is empty, truncated or of a different dtype; write it again"),
-        (
-            content(third, "llm.c")[:1024],
-            "contains 1024 bytes, but llm.c's header .* and 7 tokens .* take 1038:",
-        ),
         (content(third, "npy")[:-1], "begins with a .npy header that cannot be read: "),
         (
             content(third, "npy") + b"1",
             "contains 143 bytes, but a .npy header and 7 tokens of uint16 take 142:",
         ),
-        (content(third[:0], "npy"), "contains 128 bytes, but .*: it is empty"),
-        (b"123", "contains 3 bytes, but no header and 1 tokens of uint16 take 2:"),
-        (b"\x93NUMPY\x01\x00\x40", "begins with a .npy header that cannot be read"),
     ):
         paths[3].write_bytes(damaged)
         refused(f"^data/text/train_000003.bin {message}")
@@ -294,14 +257,13 @@ def test_shards_that_change_during_the_run(folder):
 
     original, later = paths[3].read_bytes(), paths[3].stat().st_mtime_ns + 10**9
     message = r"data/text/train_000003\.bin "
-    changes = {
-        "has been replaced or changed since the start of the run": lambda: os.utime(
-            paths[3], ns=(later, later)
+    for reason, change in (
+        (
+            "has been replaced or changed since the start of the run",
+            lambda: os.utime(paths[3], ns=(later, later)),
         ),
-        "has been replaced or changed": lambda: os.truncate(paths[3], 998),
-        "can no longer be read: No such file": paths[3].unlink,
-    }
-    for reason, change in changes.items():
+        ("can no longer be read: No such file", paths[3].unlink),
+    ):
         paths[3].write_bytes(original)
         train = opened_again()
         change()
@@ -325,14 +287,12 @@ def test_an_id_outside_the_vocabulary_names_its_shard(folder):
     (folder.parent / "other").mkdir()
     write(folder.parent / "other", ids=IDS[:900], cuts=[])
     (folder / "meta.json").write_text('{"dtype": "int32"}')
-    for place, value in ((0, 60000), (499, -1), (7, 2**24)):
+    status, all_data = paths[3].stat(), [open_dataset(name, BLOCK) for name in ("text", "text:1,other:1")]
+    for place, value in ((0, 60000), (499, -1)):
         ids = IDS.astype(np.int32)
         ids[1500 + place] = value
-        paths[3].write_bytes(IDS.astype(np.int32)[1500:2000].tobytes())
-        status, all_data = paths[3].stat(), [open_dataset(name, BLOCK) for name in ("text", "text:1,other:1")]
         paths[3].write_bytes(ids[1500:2000].tobytes())
         os.utime(paths[3], ns=(status.st_atime_ns, status.st_mtime_ns))  # as if it had not been noticed
-        opened.cache_clear()
         message = (
             rf"^data/text/train_000003\.bin holds token id {value}, but the vocabulary size is 50304: set"
         )

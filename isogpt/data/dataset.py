@@ -111,8 +111,7 @@ class Dataset:
     @property
     def documents(self) -> dict[str, DocumentWindows]:
         """The windows that begin with a document, by source; {} with another order of the data."""
-        of_sources = {source.name: source.windows for source in self.sources}
-        return {name: one for name, one in of_sources.items() if isinstance(one, DocumentWindows)}
+        return {one.name: one.windows for one in self.sources if isinstance(one.windows, DocumentWindows)}
 
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""

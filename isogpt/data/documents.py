@@ -78,15 +78,13 @@ def windows_of(folder: Path, train: Tokens, meta: dict, data_order: str, block_s
     if data_order != "documents":
         return EvenWindows(n_tokens, block_size)
     path = folder / FILE
-    command = f"type: python {path_of_script('find_documents.py')} {folder}"
-    try:
-        begins = np.fromfile(path, np.int64)
-    except OSError as e:
-        problem = f"data_order 'documents' needs {path}, which says where documents begin"
-        raise ValueError(f"{problem}: {command}, or set --data_order=shuffle") from e
+    begins = np.fromfile(path, np.int64) if path.exists() else np.empty(0, np.int64)
     # train may have become longer or shorter since the file was written
     is_of_train = meta.get("train_documents") == len(begins) > 0
     is_of_train = is_of_train and meta.get("searched_tokens", n_tokens) == n_tokens
     if not is_of_train or begins[0] < 0 or begins[-1] >= n_tokens or (np.diff(begins) <= 0).any():
-        raise ValueError(f"{path} does not belong to the {n_tokens} tokens of train: {command}")
+        raise ValueError(
+            f"data_order 'documents' needs {path}, which is missing or does not fit the {n_tokens} tokens "
+            f"of train: type: python {path_of_script('find_documents.py')} {folder}"
+        )
     return DocumentWindows(begins, n_tokens, block_size)

@@ -24,16 +24,12 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 
 
 def read_rows(
-    tokens: Tokens,
-    starts: np.ndarray,
-    block_size: int,
-    positions: Tensor | None = None,
-    vocab_size: int = MOST_IDS,
+    tokens: Tokens, starts: np.ndarray, block_size: int, vocab_size: int = MOST_IDS
 ) -> tuple[Tensor, Tensor]:
     """
-    Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
-    padding row consists of zeros with targets of -1, and so does the end of a row that reaches beyond the end
-    of the file. Raises DataError, see Tokens.read, and if an id is not below vocab_size.
+    Return inputs and targets, each (rows, block_size) int64 on the CPU. A padding row consists of zeros with
+    targets of -1, and so does the end of a row that reaches beyond the end of the file. Raises DataError, see
+    Tokens.read, and if an id is not below vocab_size.
     """
     padding = starts == PADDING
     begins = np.where(padding, 0, starts)
@@ -45,8 +41,7 @@ def read_rows(
         for values, padded in ((x, 0), (y, -1)):
             values[row] = np.append(values[row, beyond[row] :], [padded] * beyond[row])
     x[padding], y[padding] = 0, -1
-    x, y = torch.from_numpy(x), torch.from_numpy(y)
-    return (x, y) if positions is None else (x[:, positions], y[:, positions])
+    return torch.from_numpy(x), torch.from_numpy(y)
 
 
 @dataclass
@@ -184,7 +179,9 @@ class Reader:
                 for micro_step in range(share.micro_steps):
                     own = share.pick(starts, micro_step)
                     try:
-                        x, y = read_rows(tokens, own, self.block_size, positions, vocab_size)
+                        x, y = read_rows(tokens, own, self.block_size, vocab_size)
+                        if positions is not None:
+                            x, y = x[:, positions], y[:, positions]
                         if is_pinned:  # copies to a GPU from other memory block the CPU
                             x, y = x.pin_memory(), y.pin_memory()
                     except DataError as e:
