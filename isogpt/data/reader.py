@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, pairwise
+from itertools import count
 
 import numpy as np
 import torch
@@ -160,8 +160,7 @@ class Reader:
     ) -> Batches:
         """
         Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of `steps` in
-        order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next
-        micro-batch is copied to the device while the current one is used.
+        order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step.
 
         Args:
             steps: the starts of each step's windows, for the global batch.
@@ -189,12 +188,8 @@ class Reader:
                         x, y = self.padding_batch(len(own))
                     yield x, y
 
-        copied = (
-            (x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned))
-            for x, y in in_thread(on_cpu())
-        )
-        for current, _ in pairwise(chain(copied, [None])):
-            yield current
+        for x, y in in_thread(on_cpu()):
+            yield x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned)
 
     def padding_batch(self, rows: int = 0) -> tuple[Tensor, Tensor]:
         """Padding rows as inputs and targets, see `read_rows`: `rows`, or those of a training micro-batch."""

@@ -110,12 +110,15 @@ def find_file(path: Path, declared: str | None) -> TokenFile:
     try:
         with open(path, "rb", buffering=0, opener=regular_file) as f:
             start, status = f.read(12), os.fstat(f.fileno())
-    except OSError as e:  # its text does not always name the file
-        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
+        is_npy = start.startswith(np.lib.format.MAGIC_PREFIX)
+        array = np.lib.format.open_memmap(path, mode="r") if is_npy else None
+    except Exception as e:  # a damaged .npy header raises nearly anything
+        raise ValueError(f"{path} cannot be read: {e}") from e
     magic, version, tokens = struct.unpack("=3i", start.ljust(12, b"\0"))
-    if start.startswith(np.lib.format.MAGIC_PREFIX):
-        array = open_npy(path)
-        header, dtype, offset, tokens = "a .npy header", array.dtype, array.offset, len(array)
+    if is_npy:
+        header, dtype, offset, tokens = "a .npy header", array.dtype, array.offset, array.size
+        if array.ndim != 1 or dtype not in DTYPES:
+            raise ValueError(f"{path} is not one row of ids: its shape is {array.shape}, its dtype {dtype}")
     elif (magic, version) in HEADERS:
         header, dtype, offset = f"llm.c's header {magic}", np.dtype(HEADERS[magic, version]), HEADER_BYTES
     elif 20_240_000 < magic < 20_270_000:  # a date; ids of GPT-2 form no such number
@@ -130,17 +133,6 @@ def find_file(path: Path, declared: str | None) -> TokenFile:
             f"{expected}: it is empty, truncated or of a different dtype; write it again"
         )
     return TokenFile(path, header, dtype, offset, status.st_size, status.st_mtime_ns)
-
-
-def open_npy(path: Path) -> np.memmap:
-    """Map a .npy file. Raises ValueError if it cannot be read or is not a row of ids."""
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as e:  # a damaged header raises nearly anything
-        raise ValueError(f"{path} begins with a .npy header that cannot be read: {e}") from e
-    if array.ndim != 1 or array.dtype not in DTYPES:
-        raise ValueError(f"{path} is not one row of ids: its shape is {array.shape}, its dtype {array.dtype}")
-    return array
 
 
 def check_width(tokens: TokenFile, vocab_size: int) -> None:
