@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, column, records
+from runs import TINY, records
 from test_exact import same_numbers
 from test_resume import start_until_step
 
@@ -12,16 +12,6 @@ KEYS = ("loss", "grad_norm", "train_loss", "val_loss")
 # sequences, over which the sources are spread
 MIXTURE = ["--dataset=shards:0.7,file:0.3", "--data_order=documents", "--gradient_accumulation_steps=4"]
 MIXTURE += ["--batch_size=30", "--max_iters=10", "--eval_interval=6", "--save_interval=3", "--dropout=0.1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["random", "shuffle", "documents"])
-def test_shards_have_the_bits_of_one_file(trained, order):
-    """And of each source of a mixture, the curve of one process: test_layouts.py."""
-    args = ["--gradient_accumulation_steps=4", "--batch_size=12", "--max_iters=9", f"--data_order={order}"]
-    file, shards = (trained([*args, f"--dataset={name}"]) for name in ("tiny", "shards"))
-    for key in KEYS:
-        assert column(file, key) == column(shards, key), key
 
 
 @pytest.mark.slow

@@ -5,13 +5,11 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from documents import documents_of, loss_of
+from documents import documents_of
 from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
-from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -124,18 +122,6 @@ def changed(folder, **facts):
     (folder / "meta.json").write_text(json.dumps(meta | facts))
 
 
-def test_ranks_compare_documents(tmp_path):
-    digests = []
-    for name in "ab":
-        folder = write(tmp_path / name, ids_of_documents(False), {"train_documents": 3})
-        begins = np.flatnonzero(np.array(ids_of_documents(False)) == END)[: 3 if name == "a" else 4]
-        begins[-1:].tofile(folder / "documents.bin")
-        np.concatenate([[0], begins[-2:]]).tofile(folder / "documents.bin")
-        data = open_dataset(str(folder), BLOCK, data_order="documents")
-        digests.append(data.facts()["the data's documents"][name])
-    assert digests[0] != digests[1]
-
-
 def refusal(folder, block_size=BLOCK):
     """The message with which a data set is refused."""
     with pytest.raises(ValueError) as e:
@@ -215,19 +201,10 @@ def test_a_run_reads_documents(zygote, tmp_path):
     assert "this run continues with windows that begin with other documents of tiny: the loss" in text
 
 
-def test_the_loss_on_documents_is_that_of_each_document_alone(tmp_path):
-    texts = [[1, 2, 3], [4], [*range(1, 9), *range(1, 9)], [5, 6]]  # the third one is longer than a window
-    ids = np.array([END, *(token for text in texts for token in (*text, END))], np.uint16)
-    for split in ("train", "val"):
-        ids.tofile(tmp_path / f"{split}.bin")
-    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 10}))
-    find_documents.main([str(tmp_path), f"--id={END}"])
-    of_val = documents_of(open_dataset(str(tmp_path), BLOCK, data_order="documents"))
+def test_documents_of_the_validation_set(tmp_path):
+    """measure/documents.py evaluates each of them alone."""
+    texts = [[1, 2, 3], [4], [*range(1, 9), *range(1, 9)], [5, 6]]
+    folder = write(tmp_path / "data", [END, *(token for text in texts for token in (*text, END))])
+    find_documents.main([str(folder), f"--id={END}"])
+    of_val = documents_of(open_dataset(str(folder), BLOCK, data_order="documents"))
     assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
-    model = GPT(GPTConfig(block_size=BLOCK, vocab_size=10, n_layer=1, n_head=1, n_embd=8), seed=1).eval()
-    losses = []
-    for text in texts:
-        tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]
-        _, mean = model(tokens[:, :-1], tokens[:, 1:])
-        losses += [mean.item()] * (tokens.size(1) - 1)
-    assert loss_of(model, of_val) == pytest.approx(np.mean(losses), rel=1e-6)
