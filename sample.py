@@ -28,10 +28,9 @@ from configurator import configure, fail
 from isogpt.checkpoint.download import discard_weights, fetch_weights
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import advice_on_folder
+from isogpt.checkpoint.search import advice_on_folder, find_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import load_weights, restore_checkpoint
-from isogpt.checkpoint.verify import find_together
 from isogpt.common import console
 from isogpt.data.tokenizer import cut_at
 from isogpt.data.tokenizer import load as load_tokenizer
@@ -96,7 +95,7 @@ stored = text = None
 if is_url(init_from):
     stored, damaged = fetch_weights(init_from, out_dir, best), []
 elif init_from == "resume":
-    stored, damaged = find_together(out_dir, best)
+    stored, damaged = find_checkpoint(out_dir, best)
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if (stored or init_from == "resume") and ranks.is_main:

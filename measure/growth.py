@@ -44,13 +44,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from isogpt.checkpoint import manifest, sharded_files
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.search import StoredCheckpoint
-from isogpt.checkpoint.verify import find_together
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
 from isogpt.common import random_numbers
 from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
@@ -346,14 +346,14 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
         unfinished = links[rank] / "unfinished"
         pieces = (((rank * numbers,), torch.zeros(numbers)),)
         part = {"weight": LocalPart(torch.Size([numbers * count]), pieces)}
-        _, written = sharded_files.write(unfinished, part, dist.group.WORLD)
+        written = sharded_files.write(unfinished, part, dist.group.WORLD)
         if rank == 0:
             commit_checkpoint(unfinished, run_manifest(step=1), keep_last=0, written=written)
 
     with counting(saved):
         on_ranks(count, save)
     with counting(resumed):
-        found = on_ranks(count, lambda rank: find_together(str(links[rank])))
+        found = on_ranks(count, lambda rank: find_checkpoint(str(links[rank])))
     assert all(isinstance(stored, StoredCheckpoint) and not reports for stored, reports in found)
     return saved, resumed
 
@@ -380,6 +380,14 @@ def counting(hashed: Counter) -> Iterator[None]:
             yield
 
 
+class PlannerOfRank(sharded_files.SavePlanner):
+    """DCP's planner keeps a process's last plan, but here all ranks are threads of one process."""
+
+    def __init__(self, *args: object, **settings: object) -> None:
+        super().__init__(*args, **settings)
+        self._cached_plans_key = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
 def on_ranks(count: int, work: Callable[[int], object]) -> list:
     """What `work(rank)` returns on so many ranks, which are threads, with collectives; by rank."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -400,10 +408,11 @@ def on_ranks(count: int, work: Callable[[int], object]) -> list:
     isolate(True)
     threaded._install_threaded_pg()
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with patch.object(sharded_files, "SavePlanner", PlannerOfRank):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     threaded._uninstall_threaded_pg()
     threaded.ProcessLocalGroup.reset()
     isolate(False)
@@ -660,58 +669,64 @@ def cost_of_failure(size: int, problem: str, lost: range) -> list[Cost]:
     ]
 
 
-# -- sharded_metadata: the metadata of a checkpoint in shards (items, bytes)
-def sharded_metadata(sizes: tuple[int, ...] = (16, 64, 256), tensors: int = 102) -> list[Cost]:
+# -- sharded_metadata: the metadata of a checkpoint in shards (bytes)
+def sharded_metadata(sizes: tuple[int, ...] = (4, 16, 64), tensors: int = 102) -> list[Cost]:
     """
-    What rank 0 gathers of pieces, and what a rank reads to resume on the same layout, with as many tensors as
-    the weights and moments of 34 parameters, a tenth of those of a model of 10B, divided by rows (ZeRO-3).
-    The ranks are simulated and write one after the other into a folder, with one number in a row.
+    What rank 0 gathers of pieces, and what a rank reads to resume, with as many tensors as the weights and
+    moments of 34 parameters, a tenth of those of a model of 10B, divided by rows (ZeRO-3).
     """
     costs = []
     for ranks in sizes:
         with TemporaryDirectory() as folder:
-            first, later, read, total = shards_of(Path(folder), ranks, tensors)
+            first, later, others, read = shards_of(Path(folder), ranks, tensors)
         costs += [
-            Cost(f"{ranks:,} ranks, gathered once", first, "bytes on rank 0"),
-            Cost(f"{ranks:,} ranks, gathered later", later, "bytes on rank 0"),
-            Cost(f"{ranks:,} ranks, same layout", read, "bytes of indices that a rank reads"),
-            Cost(f"{ranks:,} ranks, other layout", total, "bytes of indices that a rank reads at most"),
+            Cost(f"{ranks:,} ranks, the first save", first, "bytes that rank 0 gathers"),
+            Cost(f"{ranks:,} ranks, later saves", later, "bytes that rank 0 gathers"),
+            Cost(f"{ranks:,} ranks, later saves", others, "bytes that other ranks receive"),
+            Cost(f"{ranks:,} ranks, a resume", read, "bytes of metadata that a rank reads"),
         ]
     return costs
 
 
-def shards_of(folder: Path, ranks: int, tensors: int, replicas: int = 1) -> tuple[int, int, int, int]:
+def shards_of(out: Path, ranks: int, tensors: int, replicas: int = 1) -> tuple[int, int, int, int]:
     """
-    Write a checkpoint of simulated ranks: (bytes that rank 0 gathers at the first save, at later ones, bytes
-    of indices and of tensors.json that the last rank reads, bytes of all of these).
+    Save twice and resume on ranks that are threads, in the folders 0 and 1: see `sharded_metadata` for the
+    numbers that are returned.
     """
-    parts = [rows_of(rank // replicas, ranks // replicas, tensors) for rank in range(ranks)]
-    digests = [sharded_files.digests_of(part) for part in parts]
-    writers = sharded_files.choose_writers(digests)
-    with patch("os.fsync"):
-        written = [
-            sharded_files.write_pieces(folder, part, of_rank, rank)
-            for rank, (part, of_rank) in enumerate(zip(parts, writers, strict=True))
-        ]
-        sharded_files.complete(folder, {}, written)
-    opened = []
-    read_json = sharded_files.PlainReader.read_json
+    gathered, received = [], []
+    gather, broadcast = _DistWrapper.gather_object, _DistWrapper.broadcast_object
 
-    def noted(reader: sharded_files.PlainReader, path: Path) -> dict:
-        opened.append(path.stat().st_size)
-        return read_json(reader, path)
+    def noted_gather(wrapper: _DistWrapper, value: object) -> list | None:
+        gathered.append(len(pickle.dumps(value)))
+        return gather(wrapper, value)
 
-    own = ranks - 1  # it comes last in a search through all indices
-    target = rows_of(own // replicas, ranks // replicas, tensors, value=0.0)
+    def noted_broadcast(wrapper: _DistWrapper, value: object) -> object:
+        received.append(len(pickle.dumps(value)))
+        return broadcast(wrapper, value)
+
+    def save(number: int, rank: int) -> None:
+        mine = rows_of(rank // replicas, ranks // replicas, tensors)
+        sharded_files.write(out / str(number), mine, dist.group.WORLD)
+
+    def resume(rank: int) -> None:
+        mine = rows_of(rank // replicas, ranks // replicas, tensors)
+        target = rows_of(rank // replicas, ranks // replicas, tensors, value=0.0)
+        sharded_files.read(out / "1", target)
+        for name, part in mine.items():
+            assert all(a.equal(b) for (_, a), (_, b) in zip(part.pieces, target[name].pieces, strict=True))
+
+    sums = []
     with (
-        patch.object(sharded_files.PlainReader, "read_json", noted),
-        patch.object(sharded_files, "own_rank", return_value=own),
+        patch("os.fsync"),
+        patch.object(_DistWrapper, "gather_object", noted_gather),
+        patch.object(_DistWrapper, "broadcast_object", noted_broadcast),
     ):
-        sharded_files.read(folder, target, {})
-    for name, part in parts[own].items():
-        assert all(a.equal(b) for (_, a), (_, b) in zip(part.pieces, target[name].pieces, strict=True))
-    total = sum(path.stat().st_size for path in folder.glob("*.json"))
-    return sum(map(len, map(pickle.dumps, digests))), len(pickle.dumps(written)), sum(opened), total
+        for number in range(2):
+            gathered.clear(), received.clear()
+            on_ranks(ranks, partial(save, number))
+            sums.append(sum(gathered))
+    on_ranks(ranks, resume)
+    return *sums, sum(received), (out / "1/.metadata").stat().st_size
 
 
 def rows_of(index: int, count: int, tensors: int, value: float | None = None) -> dict:

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import differences
-from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.nn import huggingface
 from isogpt.nn.architecture import ARCHS
 from isogpt.nn.kernels import CPUNormalize, Rotate, relu2, rotate
@@ -108,7 +107,7 @@ def test_settings_that_a_checkpoint_overrides():
 
 def test_settings_that_change_what_a_resume_reads():
     run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8)).describe()}
-    run["isogpt"] = {"shuffle_version": SHUFFLE_VERSION}
+    run["isogpt"] = {}
     settings = {
         "arch": "gpt2",
         "n_layer": 1,
@@ -145,9 +144,6 @@ def test_settings_that_change_what_a_resume_reads():
     source = SimpleNamespace(run=run | {"config": settings | {"beta2": 0.8, "grad_clip": 0.5}}, notes=())
     said = "this run continues with beta2 0.9 (was 0.8), grad_clip 1.0 (was 0.5): the loss curve changes"
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
-    source = SimpleNamespace(run=run | {"config": settings, "isogpt": {}}, notes=())  # of commit e430e46
-    (said,) = differences(settings, run["model_args"], source, is_resume=True)
-    assert re.search("data_order shuffle in a different order .* repeats some windows .* changes$", said)
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
     said = "this run continues with seed 1 (was 2): the loss curve changes"

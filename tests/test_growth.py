@@ -534,20 +534,18 @@ def test_weights_are_compared_by_one_number():
 # -- sharded_metadata
 
 
-def test_a_rank_reads_its_own_index_and_rank_0_gathers_16_bytes_a_piece(tmp_path):
-    few, many = (growth.shards_of(tmp_path / str(ranks), ranks, tensors=30) for ranks in (4, 16))
-    for ranks, (first, later, _, _) in ((4, few), (16, many)):
-        assert first < ranks * (16 * 30 + 300), "a digest and a size for each piece, once a run"
-        assert later < ranks * 500 + 30 * 200, "names of files, and the shape of each tensor"
-    assert many[2] < 1.1 * few[2], "a resume on the same layout reads as much with four times as many ranks"
-    assert many[3] > 3 * few[3]
+def test_the_plan_of_a_save_is_gathered_once(tmp_path):
+    """Later, rank 0 gathers where the pieces are, and other ranks receive nothing about them."""
+    few, many = (growth.shards_of(tmp_path / str(ranks), ranks, tensors=30) for ranks in (4, 8))
+    for first, later, others, read in (few, many):
+        assert later < 0.6 * first and others < 1000 and read < first
+    assert many[1] < 2.2 * few[1]
 
 
 def test_copies_are_written_once_by_all_of_their_holders(tmp_path):
-    """Four ranks hold each row: each writes a quarter, and reads only the indices of these four."""
-    *_, read, total = growth.shards_of(tmp_path, ranks=16, tensors=32, replicas=4)
-    assert len({path.stat().st_size for path in tmp_path.glob("*.distcp")}) == 1
-    assert read < 0.5 * total
+    growth.shards_of(tmp_path, ranks=8, tensors=32, replicas=4)
+    sizes = [path.stat().st_size for path in (tmp_path / "1").glob("*.distcp")]
+    assert len(sizes) == 8 and max(sizes) < 1.2 * min(sizes)
 
 
 # -- buckets

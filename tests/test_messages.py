@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,21 +20,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from growth import on_ranks
 from runs import REPO, default_plan, script_that_fails, settings_of_train, start_changed, train_defaults
 
 import configurator
 import export
-from isogpt.checkpoint import verify
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file
-from isogpt.checkpoint.folder import continue_from
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, share_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint
 from isogpt.checkpoint.source import WPE, check_weights, open_checkpoint
 from isogpt.checkpoint.start import Start
 from isogpt.checkpoint.state import TrainState, restore_checkpoint
-from isogpt.checkpoint.verify import verify_together
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
@@ -193,57 +188,6 @@ def test_message_of_a_function(at, text):
     with pytest.raises((ValueError, SystemExit, pickle.UnpicklingError)) as error:
         RAISED[text](at)
     assert text in str(error.value)
-
-
-@pytest.mark.parametrize("form", ["ckpt.pt", "shards", "bare"])
-def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, form):
-    """
-    Rank 1 verifies what is read by all, and the files of rank 1. If it sees a copy of rank 0's folder, it
-    compares the checksums of what else it reads.
-    """
-    save_in(at.path / "rank0")
-    if form == "bare":
-        state = torch.load("rank0/ckpt.pt", weights_only=True)
-        del state["isogpt"]
-        torch.save(state, "rank0/ckpt.pt")
-    elif form == "shards":
-        export.convert("rank0", "shards")
-    else:
-        continue_from("rank0", newest_checkpoint("rank0")[0])
-    found, known = newest_checkpoint("rank0")[0], {}
-    at.set(verify, "exit_together", nullcontext)
-    shutil.copytree("rank0", "copy", symlinks=True)
-    os.symlink("rank0", "link")
-
-    def resume(folder):
-        """What rank 1 does that sees rank 0's checkpoint in this folder."""
-
-        def seen_by(rank):
-            shared = share_checkpoint(None, folder) if rank else share_checkpoint(found, "rank0")
-            return verify_together(shared, known)
-
-        _, (seen, is_intact) = on_ranks(2, seen_by)
-        assert is_intact and seen.path.is_relative_to(folder) and seen.is_original == (folder == "link")
-        of_rank_0 = ["__0_0.distcp", "__0_index.json"] if form == "shards" and folder == "copy" else []
-        assert sorted(seen.unverified) == of_rank_0
-        restore_checkpoint(open_checkpoint(seen), tiny_model())
-
-    resume("link")
-    resume("copy")
-    path = (
-        next(Path("copy").rglob("*.distcp"))
-        if form == "shards"
-        else Path("copy") / found.path.relative_to("rank0")
-    )
-    content = bytearray(path.read_bytes())
-    weight = tiny_model().transformer.wte.weight.detach().numpy()
-    content[content.index(weight.tobytes())] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match="is damaged.* the checksum of .* does not match.* from rank 0's machine"
-    ):
-        resume("copy")
-    assert not known, "rank 0's is intact: no older checkpoint is looked for"
 
 
 def test_a_faulty_network(at, capsys):

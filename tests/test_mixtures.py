@@ -247,7 +247,7 @@ def test_a_run_on_a_mixture_is_resumed_with_others(zygote, work):
     assert read_file(work / "out/ckpt.pt")["isogpt"]["sources"]["x"]["of_1000"] == 750
     resume = [*args, "--init_from=resume"]
     text = zygote.train([*resume, "--dataset=x:1,y:1", "--max_iters=31"], work).text()
-    assert text.count("dataset x:500,y:500 (was x:750,y:250), in which") == 1 and "have changed" not in text
+    assert text.count("dataset x:500,y:500 (was x:750,y:250): the") == 1 and "have changed" not in text
     text = zygote.train([*resume, "--dataset=x", "--max_iters=32"], work).text()
-    assert text.count("dataset x (was x:500,y:500), in which an epoch") == 1 and "have changed" not in text
+    assert text.count("dataset x (was x:500,y:500): the") == 1 and "have changed" not in text
     assert "sources" not in read_file(work / "out/ckpt.pt")["isogpt"]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from runs import column, same, start_changed, tensors_in
 from test_layouts import args_of
+from torch.distributed.checkpoint import format_utils
 
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.parallel.local_parts import LocalPart, local_part_of
+from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from model import GPT, GPTConfig
 
@@ -42,83 +44,88 @@ def test_no_rank_saves_more_than_its_part(sharded):
     assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
 
 
-def test_convert_and_list(zygote, sharded, tmp_path):
-    """export.py: shards to nanoGPT's single file and back, and the list."""
-    shutil.copytree(sharded, tmp_path / "out", symlinks=True)
-    ours = tensors_in(tmp_path / "out")
-    run = zygote.start(["out", "--list"], tmp_path, script="export.py").wait()
-    assert "shards" in run.text() and "valid" in run.text() and " 10 " in run.text()
-    zygote.start(["out", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
-    theirs = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)
-    assert theirs["iter_num"] == 10 and "lm_head.weight" in theirs["model"]
-    assert len(theirs["optimizer"]["param_groups"]) == 2
-    weights = {name.removeprefix("model."): w for name, w in ours.items() if name.startswith("model.")}
-    assert weights and all(torch.equal(theirs["model"][name], w) for name, w in weights.items())
-    (tmp_path / "bare").mkdir()
-    shutil.copy(tmp_path / "out" / "ckpt.pt", tmp_path / "bare" / "ckpt.pt")
-    again = zygote.start(["bare", "--to=shards"], tmp_path, script="export.py").wait()
-    assert "step_00000010" in again.text()
-    back = tensors_in(tmp_path / "bare")
-    assert back.keys() == ours.keys() and all(torch.equal(back[k], ours[k]) for k in ours)
-    assert not list((tmp_path / "bare").glob("unfinished*"))
-
-
 @pytest.mark.slow
 def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, sharded, session_work, tmp_path):
     """Step 0 and a new optimizer, on any layout; the folder of the other run does not change."""
     before = {path: path.stat().st_mtime_ns for path in sharded.rglob("*")}
-    # the reference: the same weights at step 0 without optimizer state
-    shutil.copytree(sharded, tmp_path / "converted", symlinks=True)
-    zygote.start(["converted", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
-    state = torch.load(tmp_path / "converted" / "ckpt.pt", weights_only=True)
-    state = {k: v for k, v in state.items() if k not in ("optimizer", "isogpt", "best_val_loss")}
-    (tmp_path / "reference").mkdir()
-    torch.save({**state, "iter_num": 0}, tmp_path / "reference" / "ckpt.pt")
-    args = [*ONE, "--max_iters=4", "--block_size=16"]
-    zygote.train([*args, "--init_from=resume", f"--out_dir={tmp_path}/reference"], session_work)
-    reference = column(tmp_path / "reference", "loss")
-    assert set(reference) == set(range(5))
-    ways = (1, "--zero=0", 0.0), (2, "--zero=0", 1e-5), (2, "--zero=1", 1e-5), (2, "--zero=3", 1e-5)
-    for nproc, zero, tolerance in ways:
-        out = tmp_path / f"{nproc}{zero}"
-        zygote.train([*args, zero, f"--init_from={sharded}", f"--out_dir={out}"], session_work, nproc)
-        same(reference, column(out, "loss"), absolute=tolerance)
+    curves = []
+    for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
+        out = tmp_path / f"{nproc}-{zero}"
+        args = [f"--zero={zero}", f"--init_from={sharded}", f"--out_dir={out}"]
+        run = zygote.train([*ONE, "--max_iters=4", "--block_size=16", *args], session_work, nproc)
+        assert f"from {sharded}/step_00000010, step 10" in run.text()
+        curves.append(column(out, "loss"))
+        same(curves[0], curves[-1], absolute=1e-5)
     assert {path: path.stat().st_mtime_ns for path in sharded.rglob("*")} == before
 
 
-def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, sharded, session_work, tmp_path):
-    """
-    For each file: a byte flipped, truncated, missing. The damage is reported, and the previous checkpoint is
-    used.
-    """
+@pytest.mark.parametrize("form", ["ckpt.pt", "shards"])
+def test_damage_to_any_file_is_noticed(trained, sharded, tmp_path, form):
+    """A flipped byte, at many places; a truncated file; a missing one. The previous checkpoint is found."""
     out, step = tmp_path / "out", tmp_path / "out" / "step_00000010"
-    shutil.copytree(sharded, out, symlinks=True)
+    shutil.copytree(sharded if form == "shards" else trained(ONE), out, symlinks=True)
+    rng = random.Random(0)
     for path in sorted(step.iterdir()):
         good = path.read_bytes()
-        for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], b"", None):
+        damaged = [None, *(good[:size] for size in (0, 1, len(good) // 2, len(good) - 1))]
+        for place in (0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(20))):
+            damaged.append(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
+        for bad in damaged:
             path.unlink() if bad is None else path.write_bytes(bad)
             found, reports = newest_checkpoint(str(out))
             assert found.step == 5 and len(reports) == 1 and "step_00000010" in reports[0], path
         path.write_bytes(good)
     assert newest_checkpoint(str(out))[0].step == 10
-    content = bytearray((step / "__1_0.distcp").read_bytes())  # which rank 1 verifies
+
+
+def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, session_work, tmp_path):
+    out, file = tmp_path / "out", tmp_path / "out/step_00000010/__1_0.distcp"
+    shutil.copytree(sharded, out, symlinks=True)
+    content = bytearray(file.read_bytes())  # which rank 1 verifies
     content[len(content) // 2] ^= 1
-    (step / "__1_0.distcp").write_bytes(content)
+    file.write_bytes(content)
     run = zygote.train([*ZERO3, "--init_from=resume", "--max_iters=10", f"--out_dir={out}"], session_work, 2)
-    said = f"warning: {step} is damaged: the checksum of __1_0.distcp does not match\n"
+    said = f"warning: {file.parent} is damaged: the checksum of __1_0.distcp does not match\n"
     assert run.text().count(said) == 1 and set(column(out, "loss")) == set(range(11))
     assert newest_checkpoint(str(out))[0].step == 11
 
 
-def test_shards_that_dcp_describes_are_read(tmp_path):
-    """Checkpoints before tensors.json have DCP's own .metadata, which describes all pieces."""
-    w, step = torch.randn(5, 3), torch.tensor(7.0)
-    dcp.save({"w": w, "step": step}, checkpoint_id=tmp_path, no_dist=True)
-    assert sharded_files.shapes(tmp_path, {}) == {"w": w.shape, "step": step.shape}
-    rows, number = torch.zeros(2, 3), torch.tensor(0.0)
-    parts = {"w": LocalPart(w.shape, (((2, 0), rows),)), "step": local_part_of(number)}
-    sharded_files.read(tmp_path, parts, {})
-    assert torch.equal(rows, w[2:4]) and number == 7.0
+@pytest.mark.parametrize("way", ["zero3", "tp2", "pp2"])
+def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
+    """Its converter and its loader, which know nothing of isogpt: the tensors that export.py writes."""
+    (tmp_path / "out").mkdir()
+    run = trained(args_of("gpt2", way), 2)
+    step = shutil.copytree(run / "step_00000010", tmp_path / "out/step_00000010")
+    zygote.start([tmp_path / "out", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
+    (tmp_path / "bare").mkdir()
+    shutil.move(tmp_path / "out/ckpt.pt", tmp_path / "bare/ckpt.pt")
+    expected = tensors_in(tmp_path / "bare")
+    assert expected.pop("model.lm_head.weight").equal(expected["model.transformer.wte.weight"])
+
+    command = ["dcp_to_torch", step, tmp_path / "converted.pt"]
+    zygote.start(command, tmp_path, script=format_utils.__file__).wait()
+    loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(step), no_dist=True)
+    for found in (torch.load(tmp_path / "converted.pt"), loaded):
+        assert found.keys() == expected.keys() and len(found) > 30
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_shards_are_hashed_and_on_the_disk_when_they_are_written(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    entries = sharded_files.write(tmp_path / "new", {"w": local_part_of(torch.zeros(1000))}, group=None)
+    assert entries.keys() == {".metadata", "__0_0.distcp"} and entries == hash_files(tmp_path / "new")
+    assert {path.stat().st_ino for path in (tmp_path / "new").iterdir()} <= {*synced}
+
+
+def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
+    """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
+    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
+    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
+    monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
+    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
+        sharded_files.write(tmp_path, {}, group=object())
 
 
 def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
@@ -131,7 +138,6 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
     for target, run in ((".metadata", sharded), ("ckpt.pt", trained(ONE))):
         out = tmp_path / target.strip(".") / "step_00000010"
         shutil.copytree(run / out.name, out)
-        (out / "tensors.json").unlink(missing_ok=True)  # as before there were indices
         (out / target).write_bytes(pickle.dumps(Evil()))
         manifest = read_manifest(out)
         manifest["files"] = hash_files(out)
@@ -145,11 +151,11 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
         assert not (tmp_path / "ran").exists()
 
 
-def test_metadata_that_is_left_over_is_not_read(sharded, tmp_path):
-    shutil.copytree(sharded / "step_00000010", tmp_path / "step_00000010")
-    (tmp_path / "step_00000010/.metadata").write_bytes(b"of a different checkpoint")
-    source = open_checkpoint(newest_checkpoint(str(tmp_path))[0])
-    restore_checkpoint(source, empty_model(source))
+def test_the_index_of_an_earlier_version_is_not_read(sharded, tmp_path):
+    step = shutil.copytree(sharded / "step_00000010", tmp_path / "step_00000010")
+    (step / ".metadata").rename(step / "tensors.json")
+    with pytest.raises(ValueError, match="an earlier version's sharded checkpoint, which this one does"):
+        sharded_files.shapes(step)
 
 
 def test_smaller_block_size_on_a_sharded_resume(zygote, sharded, session_work, tmp_path):

@@ -1,7 +1,6 @@
 """Complete a checkpoint on disk, and delete the checkpoints that are not kept (rank 0)."""
 
 import os
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_f
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
-from isogpt.common.files import reason_of, remove, sync_folder, temporary_name, write_whole
+from isogpt.common.files import free_name, reason_of, remove, sync_folder, temporary_name, write_whole
 
 
 def commit_checkpoint(
@@ -39,36 +38,14 @@ def commit_checkpoint(
     folder = step_folder(out, manifest["step"])
     write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished, written)}))
     check_owner(out, owner)
-    if folder.is_symlink():  # this run must not replace the files that it points to
-        folder.unlink()
-    if folder.exists():  # a ckpt.pt is converted, or nanoGPT has also saved this step
-        replace_files(unfinished, folder)
-    else:
-        os.rename(unfinished, folder)
+    if os.path.lexists(folder):  # put there by somebody else: this run writes a step once
+        os.rename(folder, free_name(out, f"abandoned_{folder.name}"))
+    os.rename(unfinished, folder)
     sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
-    prune_checkpoints(out, folder, best, keep_last, manifest["block_size"], held)
+    prune_checkpoints(folder, manifest, best, keep_last, held)
     return folder
-
-
-def replace_files(unfinished: Path, folder: Path) -> None:
-    """
-    Replace the files of a step folder. The manifest, which says which files count, is replaced after the
-    other files are there and before the old ones are deleted, so that a kill loses nothing if new files have
-    other names than old ones, or the same content.
-    """
-    for path in unfinished.iterdir():
-        if path.name != "manifest.json":
-            os.replace(path, folder / path.name)
-    sync_folder(folder)
-    os.replace(unfinished / "manifest.json", folder / "manifest.json")
-    sync_folder(folder)
-    kept = {"manifest.json", *read_manifest(folder)["files"]}
-    for path in folder.iterdir():
-        if path.name not in kept:
-            path.unlink()
-    shutil.rmtree(unfinished)  # not empty if nanoGPT has written through our link: the same file
 
 
 @contextmanager
@@ -97,38 +74,39 @@ def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
 
 def point_link(path: Path, target: Path) -> None:
     """
-    Make `path` a relative symbolic link to `target`, or a copy if the file system lacks links; atomically.
+    Make `path` a relative symbolic link to `target`, atomically, where the file system knows links. A file
+    that this run did not write, such as nanoGPT's, is kept under a different name.
     """
     other = temporary_name(path)
     try:
-        try:
-            os.symlink(target.relative_to(path.parent), other)
-        except OSError:
-            shutil.copyfile(target, other)
+        os.symlink(target.relative_to(path.parent), other)
+    except OSError:  # such as Google Drive's
+        return
+    try:
+        if path.is_file() and not path.is_symlink():
+            original = free_name(path.parent, f"original_{path.name}")
+            os.rename(path, original)
+            console.print_line(f"{path}, which this run did not write, is kept as {original}")
         os.replace(other, path)
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a folder in the place of the link
 
 
 def prune_checkpoints(
-    out: Path,
-    newest_folder: Path,
-    best: Path | None,
-    keep_last: int,
-    block_size: int,
-    held: Collection[Path] = (),
+    newest: Path, manifest: dict, best: Path | None, keep_last: int, held: Collection[Path] = ()
 ) -> None:
     """
     Delete all checkpoints but the last `keep_last` (0: keep all), the best and those `held`. Checkpoints of a
-    different block_size stay: they are from before the context was shortened.
+    different block_size than `manifest`, the newest one's, stay: they are from before the context was
+    shortened.
     """
-    folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
+    out, block_size = newest.parent, manifest["block_size"]
+    folders = [folder for folder in step_folders(out) if step_of(folder) <= manifest["step"]]
     for folder in folders[keep_last:] if keep_last else []:
-        if folder == best or folder in held:
-            continue
-        if read_manifest(folder).get("block_size", block_size) == block_size:
+        is_kept = folder == best or folder in held
+        if not is_kept and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            with only_warned(newest_folder):
+            with only_warned(newest):
                 remove(doomed)
                 os.rename(folder, doomed)
                 remove(doomed)

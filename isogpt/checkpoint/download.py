@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import (
-    STEP,
-    damaged_file,
-    sealed,
-    size_of,
-    step_folder,
-    unfinished_folder,
-    wrong_size,
-)
+from isogpt.checkpoint.manifest import STEP, damaged_file, sealed, size_of, step_folder, unfinished_folder
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.remote import (
     MANIFEST,
@@ -36,11 +28,11 @@ from isogpt.checkpoint.remote import (
     repeated,
     within,
 )
-from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, open_folder, place_of
+from isogpt.checkpoint.search import StoredCheckpoint, look, open_folder
 from isogpt.common import console
 from isogpt.common.files import free_name, remove, sync_folder, write_whole
 from isogpt.launch.launchers import Launch
-from isogpt.launch.network import attempts
+from isogpt.launch.network import attempts, this_machine
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main, own_rank
 from isogpt.options.values import without_credentials
 
@@ -156,7 +148,7 @@ def fetch_file(folder: RemoteFolder, step: RemoteStep, unfinished: Path, name: s
         folder.files.get_file(folder.path(step.step, name), str(path))
     except FileNotFoundError as e:
         raise DamagedFile(f"{name} is missing") from e
-    if problem := wrong_size(path, entries[name]) or damaged_file(path, entries):
+    if problem := damaged_file(path, entries):
         raise DamagedFile(problem)
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
@@ -176,7 +168,8 @@ def fetch_together(step: RemoteStep, target: Path) -> str:
         console.print_to_stderr(text)
     if problem := broadcast(do_together(download, is_main(), step, target)):
         return problem
-    seen = gather_objects((place_of(target.parent), do_together(lacks, target)))
+    place = (this_machine()[1], str(target.parent.resolve()))
+    seen = gather_objects((place, do_together(lacks, target)))
     is_first_of_lacking = seen[own_rank()][1] and seen.index(seen[own_rank()]) == own_rank()
     problem = do_together(download, is_first_of_lacking, step, target)
     with exit_together():
@@ -240,14 +233,15 @@ def look_at_mirror(
         return None, []  # mirror.py refuses to replace another run's checkpoints
     asked = -1 if is_restart else config["resume_step"]
     check_url(url)
-    local, local_reports = newest_checkpoint(out_dir, asked, known)
+    local, damaged_here = look(Path(out_dir), False, asked, {})
+    local_reports = [*damaged_here.values()]
     try:
         with reaching(url):
             beyond = local.step if local else -1
             newest, best, problems = within(ANSWER_S, choose_step, url, asked, beyond, damaged)
     except ConnectionError as e:
         if local:
-            return None, [f"mirror {e}: the run continues with {local.path}"]
+            return None, [f"mirror {e}: the run continues with {out_dir}/{local.path}"]
         raise ValueError(f"mirror {e}, and {out_dir} contains no checkpoint to resume from: {ADVICE}") from e
     reports = reports_of(url, problems)
     is_damaged = local_reports or any(problem != MISSING for problem in problems.values())

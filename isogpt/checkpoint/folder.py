@@ -10,7 +10,6 @@ A checkpoint is written in a folder with a different name, which is renamed when
 and on the disk. So a folder called step_* is complete. The checksums detect damage that happens later.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -21,44 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
+from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
     is_run,
-    make_manifest,
     read_manifest,
-    step_folder,
     step_folders,
     step_of,
-    steps_in,
     unfinished_folder,
 )
-from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
-from isogpt.checkpoint.search import (
-    StoredCheckpoint,
-    about_folder,
-    advice_on_folder,
-    best_checkpoint,
-    best_folder,
-    newest_checkpoint,
-    open_bare,
-)
+from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
 from isogpt.common import console
 from isogpt.common.files import TEMPORARY, free_name, iterate_records, remove, write_whole
 from isogpt.launch.launchers import Launch
-from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import (
-    broadcast,
-    do_together,
-    exit_together,
-    gather_objects,
-    is_main,
-    restarts,
-    restarts_left,
-)
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main
 from isogpt.nn.huggingface import GPT2
+from isogpt.options.values import is_url
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
@@ -72,64 +51,37 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 
 
 def look_for_start(
-    init_from: str, out_dir: str, resume_step: int, launch: Launch, known: dict[Path, str] | None = None
+    init_from: str, out_dir: str, resume_step: int, launch: Launch
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
-    Find what `init_from` means for a training run; only rank 0 looks. A restart of the launch that entered
-    the folder continues with what this launch has written, not with what the command says, because the first
+    Find what `init_from` means for a training run (all ranks). A restart of the launch that entered the
+    folder continues with what this launch has written, not with what the command says, because the first
     start of the launch has already followed the command.
-
-    Args:
-        known: see `newest_checkpoint`.
 
     Returns:
         (the checkpoint to load or None, whether to resume from it or only to load its weights, warnings)
 
     Raises:
-        ValueError: there is nothing to resume from.
+        ValueError: there is nothing to resume from (on all ranks). Exits as `find_checkpoint` does.
     """
-    if not is_main():
-        return None, False, []
     weights_from = init_from.removeprefix("auto:")
-    is_restart = was_entered_by(Path(out_dir), launch)
+    is_restart = broadcast(is_main() and was_entered_by(Path(out_dir), launch))
     if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
-        newest, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step, known)
+        newest, reports = find_checkpoint(out_dir, step=-1 if is_restart else resume_step)
         if newest:
             return newest, True, reports
         if reports:
             raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
         if init_from == "resume":
-            raise ValueError(about_missing(out_dir, resume_step))
-    warnings = []
-    if restarts() and not is_restart:
-        text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
-        warnings.append(
-            text + "if a config computes out_dir, for example from the time, set --out_dir= after it"
-        )
+            which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
+            raise ValueError(f"no {which} to resume from in {out_dir}: {advice_on_folder(out_dir)}")
     # these are not paths, even if a folder here has such a name
-    is_path = weights_from not in ("scratch", "resume", "auto", *GPT2)
-    file = Path(weights_from)
-    if is_path and file.is_file():  # a ckpt.pt
-        return open_bare(file, read_file(file, verify=True)), False, warnings
-    if is_path and is_run(weights_from):
-        best, reports = best_checkpoint(weights_from, known)
-        if not best:
-            raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
-        return best, False, warnings + reports
-    if is_path and file.is_dir() and not is_of_transformers(file) and (text := about_folder(file)):
-        raise ValueError(text)
-    return None, False, warnings
-
-
-def about_missing(out_dir: str, resume_step: int) -> str:
-    """Say that there is no checkpoint to resume from, and what to type."""
-    if resume_step == -1:
-        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder(out_dir)}"
-    steps = ", ".join(map(str, steps_in(out_dir))) or "no checkpoints"
-    return (
-        f"no step {resume_step} to resume from in {out_dir}, which contains {steps}: set --resume_step= to "
-        "a step that it contains, or --out_dir= to the run's folder"
-    )
+    if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
+        return None, False, []
+    best, reports = find_checkpoint(weights_from, best=True)
+    if reports and not best:
+        raise ValueError("; ".join(reports))
+    return best, False, reports
 
 
 def prepare_rollback(folder: "RunFolder", newest: StoredCheckpoint | None) -> None:
@@ -155,32 +107,25 @@ def make_writable(out_dir: str) -> None:
     """
     # the next start removes folders of this name after a kill
     tried, renamed = (unfinished_folder(Path(out_dir), uuid.uuid4().hex, 0) for _ in range(2))
-    need = "be written to"
+    doing = "write"
     try:
         tried.mkdir(parents=True)
-        (tried / "file").write_bytes(b"\0")
-        need = "replace files"
         write_whole(tried / "file", b"\0")
-        need = "append to files"
+        doing = "replace files"
+        write_whole(tried / "file", b"\0")
+        doing = "append to files"
         with open(tried / "file", "ab") as file:
             file.write(b"\0")
-        need = "rename folders"
+        doing = "rename folders"
         os.rename(tried, renamed)
-        if (renamed / "file").read_bytes() != b"\0\0":
-            raise OSError(errno.EIO, "a file has a different content afterwards")
-        need = "delete files"
-        (renamed / "file").unlink()
     except OSError as e:
-        host, advice = socket.gethostname(), "set a different --out_dir="
-        if need == "be written to":
-            problem = f"cannot be written to on {host}"
-        else:
-            problem = f"is on a file system that cannot {need} on {host}"
-            advice += ", such as a folder on a local disk or on NFS"
-        raise ValueError(f"out_dir {out_dir} {problem} ({e.strerror}): {advice}") from e
+        raise ValueError(
+            f"out_dir {out_dir}: {socket.gethostname()} cannot {doing} there ({e.strerror}): set a different "
+            "--out_dir=, such as a folder on a local disk or on NFS"
+        ) from e
     finally:
-        for folder in (tried, renamed):
-            shutil.rmtree(folder, ignore_errors=True)
+        remove(tried)
+        remove(renamed)
 
 
 def about_space(out: Path, plan: Plan) -> str:
@@ -190,17 +135,15 @@ def about_space(out: Path, plan: Plan) -> str:
     """
     size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
     needed = size * (1 if step_folders(out) else 2)
-    try:
+    with suppress(OSError):
         disk = shutil.disk_usage(out)
-    except OSError:
-        return ""
-    if disk.free >= needed or disk.total == 0:  # some network file systems do not tell
-        return ""
-    return (
-        f"a checkpoint takes at least {size / 1e9:.3g} GB, and is kept until the next one is complete, but "
-        f"{out.absolute()} has {disk.free / 1e9:.3g} GB of free space: make room, or set --out_dir= to a "
-        "folder on a larger disk"
-    )
+        if disk.free < needed and disk.total > 0:  # some network file systems do not tell
+            return (
+                f"a checkpoint takes at least {size / 1e9:.3g} GB, and is kept until the next one is "
+                f"complete, but {out.absolute()} has {disk.free / 1e9:.3g} GB of free space: make room, or "
+                "set --out_dir= to a folder on a larger disk"
+            )
+    return ""
 
 
 def clean_up(out: Path) -> None:
@@ -216,9 +159,11 @@ def clean_up(out: Path) -> None:
 def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
     """
     Prepare the folder for this run, which resumes from `resumed` or starts from scratch, and make the run the
-    owner. Returns the owner's identifier. If an earlier run is still alive, checkpoints that it writes after
-    this do not count.
+    owner (rank 0). Returns the owner's identifier, on other ranks ''. If an earlier run is still alive,
+    checkpoints that it writes after this do not count.
     """
+    if not is_main():
+        return ""
     make_writable(out_dir)
     out, owner = Path(out_dir), uuid.uuid4().hex
     is_restart = was_entered_by(out, launch)
@@ -234,11 +179,6 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
         (out / name).unlink(missing_ok=True)
     write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
-
-
-def claim(config: dict, resumed: StoredCheckpoint | None, launch: Launch) -> str:
-    """What `enter_folder` returns on rank 0, which enters; '' on other ranks."""
-    return enter_folder(config["out_dir"], resumed, launch) if is_main() else ""
 
 
 @dataclass(frozen=True)
@@ -261,12 +201,13 @@ def claim_folder(
     Args:
         resumed: the checkpoint whose run continues; None for a new run.
     """
-    owner = ""
-    if not config["eval_only"]:  # removing and copying what earlier runs left may take a while
-        owner = broadcast(do_together(claim, config, resumed and resumed.stored, ranks.launch))
-    folder = RunFolder(Path(config["out_dir"]), owner, ranks.launch)
-    if folder.owner and config["save_checkpoint"]:
-        check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
+    if config["eval_only"]:
+        return RunFolder(Path(config["out_dir"]))
+    # removing and copying what earlier runs left may take a while
+    owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
+    folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
+    if config["save_checkpoint"]:
+        check_folder(folder, is_sharded(plan, mesh))
         if ranks.is_main and (problem := about_space(folder.path, plan)):
             console.print_line(f"warning: {problem}")
     return folder
@@ -278,27 +219,26 @@ def is_sharded(plan: Plan, mesh: Mesh) -> bool:
     return plan.zero > 0 or mesh.splits_model or mesh.islands > 1 or has_errors
 
 
-def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: float) -> None:
+def check_folder(folder: RunFolder, is_sharded: bool) -> None:
     """
     Check that every rank's out_dir is the folder that this run has claimed, and that every rank that writes
     checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
 
     If rank 0 writes everything, it may use a folder that other ranks do not see until a checkpoint is read.
     """
-    out, names = folder.path.absolute(), rank_names(ranks.hosts)
-    seen = gather_objects((is_owned(out, folder.owner, patience_s), str(out)))
-    blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
+    out = folder.path.absolute()
+    seen = gather_objects((do_together(is_owned, out, folder.owner), str(out)))
+    blind = [f"{path} of rank {rank}" for rank, (is_seen, path) in enumerate(seen) if not is_seen]
     text = (
-        f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
-        f"{console.shortened(blind)}. All ranks write checkpoints that are in shards, and read any "
-        "checkpoint on a resume, a rollback or a restart: set --out_dir= to one folder on a file system that "
-        "all machines share, after any config that computes it"
+        f"out_dir {console.shortened(blind)} is not {seen[0][1]}, in which rank 0 keeps this run. All ranks "
+        "write shards, and read any checkpoint: set --out_dir= to one folder on a file system that all "
+        "machines share, after any config that computes it"
     )
     with exit_together():
-        if blind and (is_sharded or restarts_left()):
+        if blind and is_sharded:
             raise ValueError(f"{text}, or --save_checkpoint=False")
         if is_sharded:
-            make_writable(str(out))
+            make_writable(str(folder.path))
     if blind and is_main():
         console.print_line(f"warning: {text}, or copy them before a resume")
 
@@ -321,51 +261,16 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
-    chosen, are renamed, since they must not count as kept. They are not read: there may be terabytes. A bare
-    ckpt.pt is turned into a step folder, and kept under a different name, since this run deletes step
-    folders.
+    chosen, are renamed, since they must not count as kept. They are not read: there may be terabytes.
     """
-    out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
-    abandon_bare(out / "ckpt_best.pt")
-    if resumed.is_bare:
-        unfinished = out / f"unfinished_step_{resumed.step:08d}"
-        remove(unfinished)
-        unfinished.mkdir()
-        original = free_name(out, "original_ckpt.pt")
-        for path in (original, unfinished / "ckpt.pt"):
-            try:  # a second name for the file: no copy, and no moment without a name
-                os.link(resumed.path.resolve(), path)
-            except OSError:
-                shutil.copyfile(resumed.path, path)
-        console.print_line(f"{resumed.path}, which this run did not write, is kept as {original}")
-        manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
-        written = {"ckpt.pt": resumed.manifest["files"][resumed.path.name]}
-        commit_checkpoint(unfinished, manifest, keep_last=0, written=written)
-    else:
-        abandon_bare(bare, resumed.step)
+    out = Path(out_dir)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
             is_damaged = folder.name in resumed.damaged or not read_manifest(folder)
             kind = "damaged" if is_damaged else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
-    folder = step_folder(out, resumed.step)
-    link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
-
-
-def abandon_bare(bare: Path, step: int | None = None) -> None:
-    """
-    Rename a ckpt.pt or ckpt_best.pt that is neither a link nor written by isoGPT, since a link would replace
-    it, or the next start might prefer it to the step that this run resumes from. On a file system without
-    links, it may be a copy of a checkpoint, as export.py also writes one; such a copy stays, unless `step` is
-    given and it is of a different step.
-    """
-    if not bare.exists() or bare.is_symlink():
-        return
-    with suppress(ValueError):
-        state = read_file(bare)
-        if "isogpt" in state and step in (None, state["iter_num"]):
-            return
-    os.rename(bare, free_name(bare.parent, f"abandoned_{bare.name}"))
+    if not resumed.is_bare:
+        link_checkpoints(out, resumed.folder, best_folder(out, resumed.manifest))
 
 
 def set_aside(out_dir: str) -> Path | None:

@@ -4,8 +4,6 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -101,30 +99,24 @@ def read_manifest(folder: Path) -> dict:
 
 
 def parse_manifest(text: str) -> dict:
-    """The content of a manifest.json; empty if it is damaged, or not one that a run writes."""
+    """
+    The content of a manifest.json; empty if it is damaged, or not one that a run writes. No file that it
+    names is outside of the folder: a checksum says nothing about who has written the manifest.
+    """
     try:
-        manifest = {k: v for k, v in parse_json(text).items() if k != "manifest_sha256"}
-        is_valid = is_manifest(manifest) and text == sealed(manifest)
-    except (ValueError, AttributeError):
+        manifest = parse_json(text)
+        del manifest["manifest_sha256"]
+        files = manifest["files"]
+        is_valid = (
+            text == sealed(manifest)
+            and all(isinstance(manifest[name], kind) for name, kind in FIELDS.items())
+            and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
+            and all(isinstance(entry["bytes"], int) for entry in files.values())
+            and ("ckpt.pt" in files or isinstance(manifest["run"], dict))  # of shards
+        )
+    except (ValueError, AttributeError, KeyError, TypeError):
         return {}
     return manifest if is_valid else {}
-
-
-def is_manifest(content: dict) -> bool:
-    """
-    Whether each field of make_manifest has its type, and no file is outside the folder: a checksum says
-    nothing about who has written the manifest.
-    """
-    files = content.get("files")
-    return (
-        all(name in content and isinstance(content[name], kind) for name, kind in FIELDS.items())
-        and all(-1 <= content[name] < LARGEST_STEP for name in ("step", "best_step"))
-        and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
-        and all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in files.values())
-        and all(isinstance(entry.get("bytes", 0), int) for entry in files.values())
-        and all(0 <= entry.get("bytes", 0) < LARGEST_STEP for entry in files.values())
-        and ("ckpt.pt" in files or isinstance(content.get("run"), dict))  # of shards
-    )
 
 
 def entry_of(path: Path) -> dict:
@@ -148,44 +140,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-@contextmanager
-def may_be_intact(path: Path) -> Iterator[None]:
-    """Raise ValueError if the block cannot read a file of a checkpoint that may still be intact."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in MAY_PASS:
-            raise
-        raise ValueError(
-            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, for example with "
-            f"chmod or chown, and start again, or rename {path.parent} if an older checkpoint will do"
-        ) from e
-
-
-def visible_damage(folder: Path) -> str:
-    """
-    What is wrong with a step folder, as far as the manifest and the sizes of the files show it; '' if they
-    show nothing. Raises ValueError as `damage` does.
-    """
-    manifest = read_manifest(folder)
-    if not manifest:
-        with suppress(OSError):  # missing; raises ValueError if it may be intact
-            checked_sha256(folder / "manifest.json")
+def damaged_manifest(folder: Path) -> str:
+    """What is wrong with the manifest of a step folder; '' if nothing is. Raises ValueError as `damage`."""
+    path = folder / "manifest.json"
+    if not (manifest := read_manifest(folder)):
+        damaged_file(path, {path.name: {"sha256": ""}})  # raises ValueError
         return "manifest.json is missing or damaged"
     if step_of(folder) != manifest["step"]:
         return f"it was renamed: its checkpoint is that of step {manifest['step']}"
-    problems = (wrong_size(folder / name, manifest["files"][name]) for name in manifest["files"])
-    return next(filter(None, problems), "")
-
-
-def wrong_size(path: Path, entry: dict) -> str:
-    """What is wrong with the size of a file that has this entry in the manifest; '' if it is right."""
-    try:
-        with may_be_intact(path):
-            size = path.stat().st_size
-    except OSError as e:
-        return f"{path.name} cannot be read ({e.strerror or e})"
-    return "" if entry.get("bytes", size) == size else f"the size of {path.name} does not match"
+    return ""
 
 
 def damage(folder: Path) -> str:
@@ -195,36 +158,30 @@ def damage(folder: Path) -> str:
     Raises:
         ValueError: a file cannot be read, but may be intact.
     """
-    if problem := visible_damage(folder):
+    if problem := damaged_manifest(folder):
         return problem
     files = read_manifest(folder)["files"]
     return next(filter(None, (damaged_file(folder / name, files) for name in files)), "")
 
 
-def checked_sha256(path: Path) -> str:
-    """
-    The SHA-256 of a file of a checkpoint.
-
-    Raises:
-        OSError: the file is missing, for instance.
-        ValueError: the file cannot be read, but may be intact.
-    """
-    with may_be_intact(path):
-        return sha256_of(path)
-
-
 def damaged_file(path: Path, files: dict) -> str:
     """
-    What is wrong with a file: '' if its checksum matches its entry in `files`, see `hash_files`. Raises
-    ValueError if it cannot be read, but may be intact.
+    What is wrong with a file: '' if its size and checksum match its entry in `files`, see `hash_files`.
+    Raises ValueError if it cannot be read, but may be intact.
     """
     try:
-        actual = checked_sha256(path)
+        size = path.stat().st_size
+        if size != files[path.name].get("bytes", size):
+            return f"the size of {path.name} does not match"
+        digest = sha256_of(path)
     except OSError as e:
-        return f"{path.name} cannot be read ({e.strerror or e})"
-    if actual != files[path.name]["sha256"]:
-        return f"the checksum of {path.name} does not match"
-    return ""
+        if e.errno not in MAY_PASS:
+            return f"{path.name} cannot be read ({e.strerror or e})"
+        raise ValueError(
+            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, for example with "
+            f"chmod or chown, and start again, or rename {path.parent} if an older checkpoint will do"
+        ) from e
+    return "" if digest == files[path.name]["sha256"] else f"the checksum of {path.name} does not match"
 
 
 def val_loss_of(manifest: dict) -> float | None:

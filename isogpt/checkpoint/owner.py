@@ -1,4 +1,4 @@
-"""The owner of a folder: a run claims its folder with a file that all ranks must see."""
+"""The owner of a folder: a run claims its folder with a file, which it compares before it writes there."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.launch.launchers import Launch
+
+VIEW_S = 5.0  # how late a network file system may show a new file
 
 
 def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
@@ -34,19 +36,16 @@ def was_entered_by(out: Path, launch: Launch) -> bool:
     return False
 
 
-def is_owned(out: Path, owner: str, patience_s: float) -> bool:
-    """
-    Whether `out` is the folder that `owner` has just claimed; waits, since network file systems can be late.
-    """
-    end = time.monotonic() + patience_s
-    while True:
-        with suppress(OSError):
-            os.listdir(out)  # NFS then looks for new files
-        if read_owner(out).get("owner") == owner:
-            return True
+def is_owned(out: Path, owner: str) -> bool:
+    """Whether `out` is the folder that `owner` has just claimed."""
+    end = time.monotonic() + VIEW_S
+    while read_owner(out).get("owner") != owner:
         if time.monotonic() >= end:
             return False
         time.sleep(0.1)
+        with suppress(OSError):
+            os.listdir(out)  # NFS then looks for new files
+    return True
 
 
 def check_owner(out: Path, owner: str) -> None:

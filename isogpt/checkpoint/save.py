@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -25,10 +25,9 @@ from isogpt.checkpoint.manifest import (
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_folder
+from isogpt.checkpoint.search import best_folder, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
-from isogpt.checkpoint.verify import find_together
 from isogpt.common import console
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
@@ -37,9 +36,6 @@ from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-
-if TYPE_CHECKING:
-    from isogpt.checkpoint.sharded_files import Division
 
 
 class Log(Protocol):
@@ -74,15 +70,12 @@ class Saver:
     step: int = 0
     mirror: Mirror | None = None  # copies to a URL what was written; None: nothing does
     pending: Future | None = None  # the checkpoint that is being written
-    began: float = 0.0  # when its copy was started
     # about the last checkpoint that was written:
     stall: float = 0.0  # seconds by which it delayed a step
     seconds: float = 0.0  # seconds that it took
     problem: str = ""  # why it failed
-    failures: int = 0  # how many have failed in succession
     is_sharded: bool = field(init=False)  # whether ranks hold different parts of the state
     group: dist.ProcessGroup | None = field(init=False, default=None)  # of the ranks that write shards
-    division: "Division | None" = field(init=False, default=None)  # which rank writes which shards
 
     def __post_init__(self) -> None:
         self.is_sharded = is_sharded(self.plan, self.mesh)
@@ -129,32 +122,36 @@ class Saver:
             do_together(self.record_loss, state.progress, on_error=self.log.failed)
             return
         self.wait()
-        self.began = time.perf_counter()
-        run = self.describe(state)
+        began, run = time.perf_counter(), self.describe(state)
         if self.is_sharded:
             copied = state.copy_parts()
         else:
             copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
-        lost = do_together(self.prepare, state, on_error=self.log.failed)
-        self.step, self.problem = state.step, ""
-        if lost:
+        if lost := do_together(self.prepare, state, on_error=self.log.failed):
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
-        self.stall = time.perf_counter() - self.began
+            self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
+        self.stall = time.perf_counter() - began
 
     def prepare(self, state: TrainState) -> str:
         """
-        Prepare to write a checkpoint of `state`, before any rank writes; returns what `claim_folder` returns.
-        Raises ValueError if weights are not finite, or if a different run has claimed the folder.
+        Prepare to write a checkpoint of `state`, before any rank writes. Returns a sentence if the run's
+        folder is gone, which is then claimed again (rank 0), else ''. Raises ValueError if weights are not
+        finite, or if a different run has claimed the folder.
         """
-        self.check_weights(state)  # also waits until a GPU has copied
-        lost = self.claim_folder()
+        if bad := names_of_not_finite(state.model):  # also waits until a GPU has copied
+            raise ValueError(
+                f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
+            )
         # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        self.discard(self.step)
-        self.discard(state.step)  # what somebody has put there
-        return lost
+        self.discard()
+        self.step, self.problem = state.step, ""
+        self.discard()  # what somebody has put there
+        if not is_main():
+            return ""
+        check_owner(self.run_folder.path, self.run_folder.owner)
+        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def record_loss(self, progress: Progress) -> None:
         """
@@ -174,40 +171,42 @@ class Saver:
             if self.mirror:
                 self.mirror.request(folder)
 
-    def unfinished(self, step: int) -> Path:
-        """The folder in which a step's checkpoint is written until it is complete."""
-        return unfinished_folder(self.run_folder.path, self.run_folder.owner, step)
+    def unfinished(self) -> Path:
+        """The folder in which the checkpoint under way is written until it is complete."""
+        return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
 
-    def discard(self, step: int) -> None:
-        """Remove the folder of an unfinished step, as far as possible."""
+    def discard(self) -> None:
+        """Remove what is left of a checkpoint that could not be completed, as far as possible."""
         with suppress(OSError):
-            remove(self.unfinished(step))
+            remove(self.unfinished())
 
-    def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
+    def write(self, run: dict, copied: dict, val_loss: float | None, began: float) -> None:
         """Write a checkpoint in a separate folder; rank 0 then makes it count (in the background)."""
-        folder = self.unfinished(run["iter_num"])
+        folder = self.unfinished()
         manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         try:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                division, written = sharded_files.write(folder, copied, self.group, self.division)
-                self.division = division
+                written = sharded_files.write(folder, copied, self.group)
                 manifest["run"] = run
             else:
                 written = write_file(folder / "ckpt.pt", copied)
             if is_main():
-                keep_last, held = self.config["keep_last"], self.mirror.held() if self.mirror else ()
-                committed = commit_checkpoint(
-                    folder, manifest, keep_last, self.run_folder.owner, written, held
-                )
-                self.seconds = time.perf_counter() - self.began
-                if self.mirror:
-                    self.mirror.request(committed)
+                self.commit(folder, manifest, written)
+                self.seconds = time.perf_counter() - began
         except BaseException:
             if is_main():
-                self.discard(run["iter_num"])  # makes room on a full disk
+                self.discard()  # makes room on a full disk
             raise
+
+    def commit(self, folder: Path, manifest: dict, written: dict) -> None:
+        """Make a checkpoint count that all ranks have written (rank 0)."""
+        held = self.mirror.held() if self.mirror else ()
+        keep_last, owner = self.config["keep_last"], self.run_folder.owner
+        committed = commit_checkpoint(folder, manifest, keep_last, owner, written, held)
+        if self.mirror:
+            self.mirror.request(committed)
 
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
@@ -219,23 +218,6 @@ class Saver:
             "config": self.config,
             "isogpt": {"dtype": self.plan.dtype, "vocabulary": vocabulary} | state.describe(),
         }
-
-    def check_weights(self, state: TrainState) -> None:
-        """Raise ValueError if weights are not finite."""
-        if bad := names_of_not_finite(state.model):
-            raise ValueError(
-                f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
-            )
-
-    def claim_folder(self) -> str:
-        """
-        Check that the folder is still this run's, and claim it again if it was lost (rank 0). Returns a
-        sentence if the folder was lost, else ''. Raises ValueError if a different run has claimed it.
-        """
-        if not is_main():
-            return ""
-        check_owner(self.run_folder.path, self.run_folder.owner)
-        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
         """Save the state when the run must end because data cannot be read, and record why (all ranks)."""
@@ -293,7 +275,6 @@ class Saver:
             return
         pending, self.pending = self.pending, None
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
-        self.failures = self.failures + 1 if error else 0
         if error:
             self.problem = open_files.explained(reason_of(error)[:300])
             self.log.event("save_failed", self.about_failure(), reason=self.problem)
@@ -303,16 +284,11 @@ class Saver:
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
 
     def about_failure(self) -> str:
-        """A warning that a checkpoint has failed, which cannot be missed if the run has saved nothing."""
-        out = self.run_folder.path
-        failure = f"warning: {out}: a checkpoint failed ({self.problem})"
-        if step_folders(out):
-            return f"{failure}; older checkpoints are kept"
-        text = f"{failure}; there is no older one: if the run ends now, all its steps are lost"
-        if self.failures < 2:
-            return text
-        frame = "!" * 100
-        return f"{frame}\n{text}\n{self.failures} checkpoints in succession have failed. Make room\n{frame}"
+        """A warning that a checkpoint has failed."""
+        kept = "older checkpoints are kept"
+        if not step_folders(self.run_folder.path):
+            kept = "there is no older one: if the run ends now, all its steps are lost"
+        return f"warning: {self.run_folder.path}: a checkpoint failed ({self.problem}); {kept}"
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
@@ -324,7 +300,7 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = find_together(str(self.run_folder.path), on_error=self.log.failed)
+        stored, reports = find_checkpoint(str(self.run_folder.path), on_error=self.log.failed)
         do_together(prepare_rollback, self.run_folder, stored, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, without_wrappers
 from isogpt.checkpoint.manifest import LARGEST_STEP
-from isogpt.checkpoint.search import StoredCheckpoint, check_same
+from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.common.console import shortened, visible
 from isogpt.launch.device import synchronize
 from isogpt.nn.architecture import GPTConfig
@@ -113,7 +113,7 @@ class OpenCheckpoint:
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
-            sharded_files.read(path, targets, self.stored.unverified)
+            sharded_files.read(path, targets)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
@@ -204,14 +204,12 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0
-            found.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
     """
-    check_same(stored)
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        shapes = sharded_files.shapes(stored.path, stored.unverified)
+        shapes = sharded_files.shapes(stored.path)
         return OpenCheckpoint(stored, stored.manifest["run"], shapes)
     path, state = stored.path, read_file(stored.path)
     saved = state["model"]

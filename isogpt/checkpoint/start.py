@@ -8,28 +8,25 @@ from torch import nn
 
 from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import is_run, steps_in
+from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
-from isogpt.checkpoint.verify import verify_together
 from isogpt.common import console
 from isogpt.common.console import visible
 from isogpt.data.dataset import Dataset
 from isogpt.data.shards import notes_about_files
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.data.windows import SHUFFLE_VERSION
-from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.together import do_together, exit_together
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
 DRAWN = "has drawn its initial weights"
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
-# optimizer cannot continue it, see state.read_checkpoint
+# optimizer cannot continue it, see state.restore_checkpoint
 OF_UPDATES = (
     *("learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
     *("muon_momentum", "grad_clip", "dropout", "residual_dtype"),
@@ -118,67 +115,33 @@ class Start:
 
 def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]) -> Start:
     """
-    Find and open what `init_from` asks for (all ranks; rank 0 looks for a checkpoint). Exits with a message
-    if a checkpoint is needed and there is none, or if weights cannot be loaded.
+    Find and open what `init_from` asks for, after downloading what only the mirror contains (all ranks).
+    Exits with a message if a checkpoint is needed and there is none, or if weights cannot be loaded.
 
     Args:
         from_pretrained: loads a model with weights of transformers, by name.
     """
-    out_dir, name = config["out_dir"], config["init_from"].removeprefix("auto:")
-    stored, is_resume, reports = find_stored(config, ranks)
+    init_from, out_dir, launch = config["init_from"], config["out_dir"], ranks.launch
+    name = init_from.removeprefix("auto:")
+    if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
+        # Slurm has requeued the job, perhaps on a machine with an empty disk
+        init_from = "auto" if init_from == "auto" else f"auto:{name}"
+    reports = fetch_newer(config | {"init_from": init_from}, launch, {})
+    with exit_together():  # what look_for_start raises, it raises on all ranks
+        stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
     if not stored and is_url(name):
         stored, name = fetch_weights(name, out_dir), without_credentials(name)
-    for report in reports:
-        console.print_line(f"warning: {console.visible(report)}")
-    if is_resume and ranks.is_main and was_entered_by(Path(out_dir), ranks.launch):
-        text = f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
-        console.print_line(text)
+    if ranks.is_main:
+        for report in reports + more:
+            console.print_line(f"warning: {console.visible(report)}")
+        if is_resume and was_entered_by(Path(out_dir), launch):
+            text = f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
+            console.print_line(text)
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
         return Start(name)
     return Start(name, pretrained=do_together(from_pretrained, name))
-
-
-def find_stored(config: dict, ranks: Ranks) -> tuple[StoredCheckpoint | None, bool, list[str]]:
-    """
-    Find and verify the checkpoint on the disk, after downloading what only the mirror contains (all ranks).
-
-    Returns:
-        (the checkpoint or None, whether to resume from it, on rank 0 sentences for the user)
-    """
-    init_from, out_dir = config["init_from"], config["out_dir"]
-    if config["mirror"] and ranks.launch.requeued and not is_run(out_dir) and init_from != "resume":
-        # Slurm has requeued the job, perhaps on a machine with an empty disk
-        init_from = "auto" if init_from == "auto" else f"auto:{init_from.removeprefix('auto:')}"
-    looked_for = config | {"init_from": init_from}
-    known, is_intact = {}, False  # what is wrong with checkpoints, on rank 0
-    while not is_intact:
-        of_mirror = fetch_newer(looked_for, ranks.launch, known)
-        if config["init_from"].split(":")[0] in ("resume", "auto"):
-            newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
-            with exit_together():
-                check_views(out_dir, newest_steps, rank_names(ranks.hosts))
-        look = (init_from, out_dir, config["resume_step"], ranks.launch, known)
-        stored, is_resume, reports = do_together(look_for_start, *look)
-        is_resume = broadcast(is_resume)
-        folder = out_dir if is_resume else init_from.removeprefix("auto:")
-        stored, is_intact = verify_together(share_checkpoint(stored, folder), known)
-    return stored, is_resume, of_mirror + reports
-
-
-def check_views(out_dir: str, newest_steps: list[int], names: list[str]) -> None:
-    """
-    Raise ValueError if a rank sees a newer checkpoint in its out_dir than rank 0, which chooses one: then
-    out_dir is not one folder.
-    """
-    newest = max(newest_steps)
-    if newest > newest_steps[0]:
-        raise ValueError(
-            f"{names[newest_steps.index(newest)]} sees step {newest} in out_dir {out_dir}, which {names[0]} "
-            "does not see: the ranks' out_dir is not the same folder. Set --out_dir= to a folder on a file "
-            f"system that all machines share, or copy the checkpoint to the machine of {names[0]}"
-        )
 
 
 def differences(
@@ -199,9 +162,9 @@ def differences(
     model, sentences = settings_of_model(model_args, config), []
     names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
     chosen = [name for name in names if name == "bias" or config[name] not in (0, "auto")]
+    if model.get("n_expert"):
+        chosen.append("n_expert_active")
     ignored = [name for name in chosen if config[name] != model.get(name, config[name])]
-    if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
-        ignored.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
@@ -218,49 +181,26 @@ def changes_of_curve(config: dict, run: dict, data: dict[str, dict]) -> list[str
     Describe in one sentence how a resumed run differs from the earlier run, whose checkpoint contains `run`,
     in what it reads or in how it updates the weights. For `data`, see `differences`.
     """
-    before, recorded = run["config"], run.get("isogpt", {})
+    before, recorded, pairs = run["config"], run.get("isogpt", {}), []
+    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
+    if was != now:
+        pairs.append(f"sequences per step {now} (was {was})")
     sources, sources_before = data.get("sources", {}), recorded.get("sources", {})
-    is_mixture = bool(sources or sources_before)
-    names = [*["dataset"] * (not is_mixture), "seed", "data_order", *OF_UPDATES]
+    names = ["seed", "data_order", *OF_UPDATES]
+    if sources != sources_before:
+        now, was = spelled(sources, config), spelled(sources_before, before)
+        pairs.append(f"other tokens in dataset {now}" if now == was else f"dataset {now} (was {was})")
+    elif not sources:
+        names.insert(0, "dataset")
     if {config["data_order"], before.get("data_order")} & {"shuffle", "documents"}:  # windows are cut anew
         names.append("block_size")
     changed = [name for name in names if name in before and before[name] != config[name]]
-    pairs = [f"{name} {config[name]} (was {before[name]})" for name in changed]
-    if sources != sources_before:
-        pairs.insert(0, change_of_sources(config, before, sources, sources_before))
-    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
-    if was != now:
-        pairs.insert(0, f"sequences per step {now} (was {was})")
-    is_shuffled = config["data_order"] == before.get("data_order") == "shuffle"
-    if is_shuffled and recorded.get("shuffle_version", 1) != SHUFFLE_VERSION:
-        pairs.append(
-            "data_order shuffle in a different order (of a different version of isoGPT), in which this epoch "
-            "repeats some windows and leaves out others"
-        )
-    if "block_size" not in changed and (other := other_documents(data, recorded)):
+    pairs += [f"{name} {config[name]} (was {before[name]})" for name in changed]
+    documents, documents_before = data.get("documents", {}), recorded.get("documents", {})
+    other = [name for name in documents if documents[name] != documents_before.get(name, documents[name])]
+    if other and "block_size" not in changed:
         pairs.append(f"windows that begin with other documents of {', '.join(map(visible, other))}")
     return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []
-
-
-def other_documents(data: dict[str, dict], recorded: dict) -> list[str]:
-    """The names of sources whose windows of documents are not those that a checkpoint has recorded."""
-    now, before = data.get("documents", {}), recorded.get("documents", {})
-    return [name for name in now if now[name] != before.get(name, now[name])]
-
-
-def change_of_sources(config: dict, before: dict, sources: dict, sources_before: dict) -> str:
-    """
-    Describe what differs between two mixtures, or between a mixture and a single data set, whose settings are
-    now `config` and were `before`.
-    """
-    now, was = spelled(sources, config), spelled(sources_before, before)
-    text = f"dataset {now} (was {was})"
-    if now == was:
-        changed = [name for name in sources if sources[name] != sources_before[name]]
-        text = f"other tokens in {', '.join(changed)} of dataset {now}"
-    if config["data_order"] != "random":
-        text += f", in which an epoch of data_order {config['data_order']} may repeat or leave out windows"
-    return text
 
 
 def spelled(sources: dict[str, dict], config: dict) -> str:

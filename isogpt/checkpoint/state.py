@@ -55,8 +55,7 @@ class TrainState:
         Raises:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
         """
-        island = self.slow_network.island
-        read_checkpoint(checkpoint, self.model, self.optimizers, island)
+        restore_checkpoint(checkpoint, self.model, self.optimizers, island=self.slow_network.island)
         self.progress.rewind(checkpoint)
         ours = checkpoint.run["isogpt"]
         if ours.get("scaler"):
@@ -109,7 +108,8 @@ class TrainState:
 
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
-        moments = state_parts(self.model, self.optimizers, self.slow_network.island)
+        moments = optimizer_state.state_by_name(self.model, self.optimizers)
+        moments = parts_of_state(self.model, moments, self.slow_network.island)
         return flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
 
     def describe(self) -> dict:
@@ -131,29 +131,15 @@ def restore_checkpoint(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     seed: int = 0,
-) -> None:
-    """
-    Copy a checkpoint into a model, and into its optimizers if given, on any layout. `seed` determines the
-    routers' weights if MLPs are copied to experts. For errors see `TrainState.load`.
-    """
-    read_checkpoint(checkpoint, model, optimizers, seed=seed)
-
-
-def read_checkpoint(
-    checkpoint: OpenCheckpoint,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
     island: tuple[int, int] = (0, 1),
-    seed: int = 0,
 ) -> None:
     """
-    Read the parts of the model's and the optimizers' tensors that this rank holds.
+    Copy a checkpoint into a model, and into its optimizers if given, on any layout. For errors see
+    `TrainState.load`.
 
     Args:
+        seed: determines the routers' weights if MLPs are copied to experts.
         island: (this rank's island, number of islands); islands have separate optimizer state.
-
-    Raises:
-        ValueError: the checkpoint was saved with a different optimizer.
     """
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
     if optimizers and not optimizer_state.is_same_kind(saved_by, optimizer_state.kind_of(optimizers)):
@@ -170,20 +156,13 @@ def read_checkpoint(
     optimizer_state.take_numbers(model, optimizers, state)
 
 
-def state_parts(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], island: tuple[int, int] = (0, 1)
-) -> dict[str, dict[str, LocalPart]]:
-    """
-    The parts of the optimizers' tensors that this rank holds: see optimizer_state.state_by_name. With several
-    islands, the parts are rows of a stack.
-    """
-    return parts_of_state(model, optimizer_state.state_by_name(model, optimizers), island)
-
-
 def parts_of_state(
     model: nn.Module, state: dict[str, dict[str, Tensor]], island: tuple[int, int]
 ) -> dict[str, dict[str, LocalPart]]:
-    """The same for what `state_by_name` or `create_state` has returned."""
+    """
+    The parts of the optimizers' tensors that this rank holds, of what optimizer_state's `state_by_name` or
+    `create_state` has returned. With several islands, the parts are rows of a stack.
+    """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
         name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}

@@ -54,7 +54,7 @@ def start_facts(config: dict) -> dict:
     urls = {name: without_credentials(config.get(name, "")) for name in ("init_from", "mirror")}
     facts = config | urls | {"torch": torch.__version__, "the code's digest": code}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
-    if (weights / "config.json").is_file():  # not a run: search.check_same compares runs
+    if (weights / "config.json").is_file():  # not a run: search.verify compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
         facts |= {
             "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())

@@ -106,6 +106,24 @@ class LocalPart:
         """The whole tensor's shape; torch.distributed.checkpoint compares it with the saved tensor's."""
         return self.shape
 
+    def __create_chunk_list__(self) -> list:
+        """What torch.distributed.checkpoint asks of a tensor: where each piece is in the whole."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # slow to import
+
+        return [ChunkStorageMetadata(torch.Size(offsets), piece.shape) for offsets, piece in self.pieces]
+
+    def __create_write_items__(self, name: str, _: object) -> list:
+        """What it asks before it writes: an item for each piece."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        items = []
+        for chunk, (_, piece) in zip(self.__create_chunk_list__(), self.pieces, strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), self.shape)
+            index = MetadataIndex(name, chunk.offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
+
     def piece(self, offsets: Offsets) -> Tensor:
         """The piece at these offsets."""
         return dict(self.pieces)[tuple(offsets)]
