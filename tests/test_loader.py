@@ -77,7 +77,7 @@ def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path, n_tokens):
         assert y.max() == (n_tokens - 1 if starts is drawn else windows * BLOCK)
 
 
-def test_the_order_of_an_epoch_contains_each_window_once():
+def test_each_window_appears_once_per_epoch():
     for n in [*range(1, 150), 4095, 4096, 4097, 99991]:
         order = permuted(np.arange(n), n, 1337, 0)
         assert np.array_equal(np.sort(order), np.arange(n)), n
