@@ -10,9 +10,11 @@ from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
+from isogpt.data.vocabulary import of_characters
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
+import write_files
 
 END, BLOCK = 9, 8  # the end-of-text id
 
@@ -80,12 +82,12 @@ def write(folder, train, meta=None):
 def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_before, monkeypatch, capsys):
     ids = ids_of_documents(is_before)
     folder = write(tmp_path / "data", ids)
-    parts = find_documents.parts_of
+    parts = write_files.parts_of
 
     def small_parts(tokens):  # of 10 ids, as parts of a file
         return (part[:, i : i + 10] for part in parts(tokens) for i in range(0, part.shape[1], 10))
 
-    monkeypatch.setattr(find_documents, "parts_of", small_parts)
+    monkeypatch.setattr(write_files, "parts_of", small_parts)
     find_documents.main([str(folder), f"--id={END}"])
     assert (
         "documents.bin: 60 documents of 17 tokens on average, separated by token 9" in capsys.readouterr().out
@@ -112,7 +114,7 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
 def test_the_vocabulary_says_what_ends_a_document(tmp_path):
     gpt2 = find_documents.gpt2_or_unknown(50304, "")
     assert find_documents.end_of_text(gpt2) == 50256
-    table = find_documents.Vocabulary("table", {"a": 0, "<|endoftext|>": 1})
+    table = of_characters({"a": 0, "<|endoftext|>": 1})
     assert find_documents.end_of_text(table) == 1
 
 

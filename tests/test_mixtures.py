@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from runs import TINY, default_plan, records, script_that_fails
 from test_validation import evaluated, write
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_dataset, vocabulary_of_training_data
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data.dataset import open_dataset
 from isogpt.data.mixture import PER, quotas_of
 from isogpt.data.reader import Reader
@@ -183,11 +184,12 @@ def test_sources_whose_ids_mean_different_things(three):
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)
         assert "\n" not in str(e.value)
-    assert vocabulary_of_dataset("abc,abcd", 5).size == 4
-    run = {"model_args": {"vocab_size": 4}, "config": {"dataset": "abc:1,abcd:2"}}
-    assert vocabulary_of_training_data(run).size == 4
+    run = {"model_args": {"vocab_size": 4}, "config": {"dataset": "abc:1,abcd:2"}, "isogpt": {}}
+    assert (
+        vocabulary_of_run(run, Path("out"), "abc,abcd").size == vocabulary_of_run(run, Path("out")).size == 4
+    )
     run["config"]["dataset"] = "abc:1,gone:2"
-    assert "whose data set abc:1,gone:2 is not here" in vocabulary_of_training_data(run).content
+    assert "whose data set abc:1,gone:2 is not here" in vocabulary_of_run(run, Path("out")).content
 
 
 def test_other_users_of_the_setting(three):

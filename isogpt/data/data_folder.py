@@ -148,6 +148,8 @@ def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens
 def how_to_split(folder: Path) -> str:
     """What gives a folder a validation set."""
     train = files_of(folder, "train")
+    if not train:
+        return "give the folder that contains the token files"
     if len(train) > 1:
         return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
     return f"take it from the end of train.bin: python {path_of_script('split.py')} {folder}"
