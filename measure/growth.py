@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from isogpt.checkpoint import manifest, sharded_files
+from isogpt.checkpoint import manifest, search, sharded_files
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
@@ -349,10 +349,15 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
 
     with counting(saved):
         on_ranks(count, save)
-    with counting(resumed):
+    with counting(resumed), patch.object(search, "do_together", run_here):
         found = on_ranks(count, lambda rank: find_checkpoint(str(links[rank])))
     assert all(isinstance(stored, StoredCheckpoint) and not reports for stored, reports in found)
     return saved, resumed
+
+
+def run_here(work: Callable[..., Result], *arguments: object, **_: object) -> Result:
+    """Takes the place of do_together, in whose threads there is no group of `on_ranks`."""
+    return work(*arguments)
 
 
 @contextmanager
@@ -780,17 +785,24 @@ def memory_of_saves(n_embd: int = 384, file_size: str = "8MB") -> list[Cost]:
 def memory_of_conversions(n_embd: int) -> list[Cost]:
     """See memory_of_saves, of a GPT-2 of four layers."""
     import export
+    from configurator import settings_of
     from isogpt.checkpoint.ckpt_file import copied_state, write_file
+    from isogpt.checkpoint.source import flat
+    from isogpt.checkpoint.state import state_parts
     from isogpt.nn import huggingface
+    from isogpt.parallel.local_parts import local_parts_by_name
+    from isogpt.training import optim
 
     model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
     count = sum(p.numel() for p in model.parameters())
-    optimizers = export.optimizers_of(model, {})
+    config = {name: setting.default for name, setting in settings_of(ROOT / "train.py").items()}
+    optimizers = optim.make_optimizers(model, config)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for optimizer in optimizers:
         optimizer.step()
-    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0, "config": {}, "isogpt": {}}
+    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0}
+    run |= {"config": config, "isogpt": {}}
     amounts = {}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "unfinished" / "ckpt.pt"
@@ -799,8 +811,10 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
             write_file(file, copied_state(run, model, optimizers))
 
         amounts["a save"] = peak_of(save)
-        commit_checkpoint(file.parent, make_manifest(run, 1, 0, None), keep_last=0)
-        amounts["--to=shards"] = peak_of(partial(export.convert, folder, "shards"))
+        file.unlink()
+        parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
+        sharded_files.write(file.parent, parts, None)
+        commit_checkpoint(file.parent, make_manifest(run, 1, 3, None) | {"run": run}, keep_last=0)
         amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
         amounts["--to=hf, the model apart"] = peak_of(
             partial(huggingface.save, Path(folder) / "hf", model, {})
@@ -848,7 +862,7 @@ def loop_memory(steps: int = 3000, evaluations: int = 150, warm_up: int = 1000) 
         command = [sys.executable, str(ROOT / "train.py"), *TINY, "--compile=False", *settings]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=one_thread)
-        records = read_records(Path(folder) / "out/metrics.jsonl")
+        records = list(read_records(Path(folder) / "out/metrics.jsonl"))
     memory = {r["iter"]: r["memory_gb"] * 1e9 for r in records if "step_ms" in r}
     # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
     rises = [memory[step + 100] - memory[step] for step in range(warm_up, steps, 100)]

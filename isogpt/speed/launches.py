@@ -125,7 +125,7 @@ def figures(out: Path, steps: int) -> dict:
     Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
     mean and maximum.
     """
-    records = read_records(out / "metrics.jsonl")
+    records = list(read_records(out / "metrics.jsonl"))
     start = next(record for record in records if record.get("event") == "start")
     timed = [record for record in records if "step_ms" in record][-steps:]
     config, step_ms = start["config"], median(record["step_ms"] for record in timed)
