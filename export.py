@@ -3,7 +3,6 @@ List a run's checkpoints, or convert the newest checkpoint. Neither needs the de
 
     python export.py OUT_DIR --list          step, form, losses, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
-    python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
     python export.py OUT_DIR --to=hf         the best one, for transformers, with a tokenizer: OUT_DIR/hf
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
@@ -13,240 +12,131 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
-from configurator import settings_of
-from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
-from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.manifest import (
-    damage,
-    is_run,
-    make_manifest,
-    read_manifest,
-    step_folders,
-    step_of,
-    val_loss_of,
-)
-from isogpt.checkpoint.measures import WHOLE, bits_per_byte, measures_of
+from isogpt.checkpoint import manifest, search
+from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
+from isogpt.checkpoint.measures import WHOLE, measures_of
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
-from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint
+from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
 from isogpt.common.files import free_name
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.nn import huggingface
-from isogpt.options.values import is_url
 from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
-from isogpt.training import optim, optimizer_state
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
-CARD_IS_OURS = "<!-- export.py writes this page again: remove this line if you edit it -->"
-CARD_HEAD = f"""---
+# a folder to write in, whose name is not one of a run's: no run that is live or starts touches it
+UNFINISHED = "unfinished_export_"
+CARD_HEAD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
-{CARD_IS_OURS}
 # A GPT trained with isoGPT
 """
 
 
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
-    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best checkpoint as 'hf', since
-    sample.py also uses the best. Returns what was written.
+    Write the newest valid checkpoint of a run as 'ckpt.pt', or the best checkpoint as 'hf', since sample.py
+    also uses the best. Returns what was written.
 
     Args:
         dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
             records.
 
     Raises:
-        ValueError: there is no checkpoint, the checkpoint already exists in this form, ids cannot be decoded,
-            or, for 'hf', weights are not finite or transformers computes something else.
+        ValueError: there is no checkpoint, ids cannot be decoded, or, for 'hf', weights are not finite or
+            transformers computes something else.
     """
-    stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
+    stored, damaged = search.best_checkpoint(out_dir) if form == "hf" else search.newest_checkpoint(out_dir)
     if not stored:
-        others = filter(None, [about_folder(Path(out_dir))])
-        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *(damaged or others)]))
+        problems = damaged or [search.advice_on_folder(out_dir)]
+        raise ValueError(f"no valid checkpoint in {out_dir}: {'; '.join(problems)}")
     for report in damaged:
         console.print_to_stderr(f"warning: {console.visible(report)}")
-    if form == "shards" and stored.path.is_dir():
-        raise ValueError(f"{stored.path} is in shards already")
     source = open_checkpoint(stored)
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
-    if form == "shards":
-        return write_shards(out_dir, source, model)
     materialize(model, torch.device("cpu"))
     if form == "hf":
         restore_checkpoint(source, model)
         check_finite(model, stored.path)
         vocabulary = vocabulary_of_run(source.run, Path(out_dir), dataset)
         return write_hf(out_dir, model, vocabulary, model_card(source, model))
-    of_a_file = is_of_a_file(source)
-    optimizers = [] if of_a_file else optimizers_of(model, source.run["config"])
-    restore_checkpoint(source, model, optimizers)
-    state = nanogpt_state(source.run, model, optimizers)
-    state["optimizer"]["state"] |= read_state(source) if of_a_file else {}
-    with unfinished_folder(out_dir) as unfinished:
-        write_file(unfinished / "ckpt.pt", state)
-        return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
+    with TemporaryDirectory(prefix=UNFINISHED, dir=out_dir) as unfinished:
+        new = Path(unfinished) / "ckpt.pt"
+        if source.is_sharded:
+            write_file(new, state_of_shards(source, model))
+        else:
+            shutil.copyfile(stored.path, new)
+        return new.replace(Path(out_dir) / "ckpt.pt")
 
 
-def write_shards(out_dir: str, source: OpenCheckpoint, model: GPT) -> Path:
-    """
-    Write the step folder of a ckpt.pt again, in shards. Returns the folder.
-
-    Args:
-        model: on the meta device.
-    """
-    from isogpt.checkpoint import sharded_files
-
-    parts = {name: local_part_of(tensor) for name, tensor in tensors_of(source, model).items()}
-    with unfinished_folder(out_dir) as unfinished:
-        sharded_files.write(unfinished, parts, group=None)
-        manifest = make_manifest(source.run, 1, 3, source.stored.val_loss) | {"run": source.run}
-        return commit_checkpoint(unfinished, manifest, keep_last=0)
-
-
-def tensors_of(source: OpenCheckpoint, model: GPT) -> dict[str, Tensor]:
-    """
-    The tensors of a ckpt.pt that a run would resume with, by their names in shards. They are memory-mapped:
-    nothing is allocated.
-
-    Args:
-        model: on the meta device.
-
-    Raises:
-        ValueError: a tensor is missing or has a different shape.
-    """
-    optimizers = [] if is_of_a_file(source) else optimizers_of(model, source.run["config"])
-    state = optimizer_state.state_on_meta(model, optimizers, source.names_with_state)
-    wanted = flat({name: p.detach() for name, p in model.named_parameters()}, state)
-    source.read({name: local_part_of(tensor) for name, tensor in wanted.items()})  # to meta: only checks
-    dtypes = {name: tensor.dtype for name, tensor in wanted.items()}
-    if is_of_a_file(source):
-        dtypes |= {n: dtype_of_state(shape) for n, shape in source.shapes.items() if n.startswith("optim.")}
-    return {name: source.tensors[name].to(dtype) for name, dtype in dtypes.items()}
-
-
-def is_of_a_file(source: OpenCheckpoint) -> bool:
-    """Whether the optimizer is a user's class."""
-    return ":" in source.run["config"].get("optimizer", "adamw")
-
-
-def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
-    """
-    Read what the optimizer of a user's class has saved, by parameter name and as it is: the class is not
-    needed, and no file that a checkpoint names is run.
-    """
-    saved = {n: shape for n, shape in source.shapes.items() if n.startswith("optim.")}
-    tensors = {n: torch.empty(shape, dtype=dtype_of_state(shape)) for n, shape in saved.items()}
-    source.read({name: local_part_of(tensor) for name, tensor in tensors.items()})
-    state = defaultdict(dict)
-    for name, tensor in tensors.items():
-        parameter, _, key = name.removeprefix("optim.").rpartition(".")
-        state[parameter][key] = tensor
-    return dict(state)
-
-
-def dtype_of_state(shape: torch.Size) -> torch.dtype:
-    """In which dtype a tensor of an optimizer of a user's class is written."""
-    return torch.float32 if shape else torch.float64
-
-
-def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
-    """
-    Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. Settings that nanoGPT's config lacks, or that are something else in a fork's, take train.py's
-    defaults, but the optimizer is AdamW. The state of Muon is stored without such settings, since nanoGPT
-    cannot resume it.
-    """
-    train = settings_of(Path(__file__).with_name("train.py"))
-    values = {name: setting.default for name, setting in train.items()} | {"optimizer": "adamw"}
-    for name in train.keys() & config.keys():
-        with suppress(ValueError):
-            values[name] = train[name].convert(config[name])
-    return optim.make_optimizers(model, values)
-
-
-@contextmanager
-def unfinished_folder(out_dir: str) -> Iterator[Path]:
-    """
-    Create a folder to write in, which is deleted at the end. The name is different from a run's names:
-    neither a run that writes the same step nor a run that starts in the meantime may touch the folder. Raises
-    ValueError if a different conversion uses a folder here.
-    """
-    unfinished = Path(out_dir) / "unfinished_export"
-    try:
-        unfinished.mkdir()
-    except FileExistsError as e:
-        raise ValueError(f"{unfinished} exists: delete it, unless a different conversion is running") from e
-    try:
-        yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def state_of_shards(source: OpenCheckpoint, model: GPT) -> dict:
+    """Read a checkpoint in shards into the model; returns the state in nanoGPT's form."""
+    config = source.run["config"]
+    if ":" not in config["optimizer"]:
+        optimizers = optim.make_optimizers(model, config)
+        restore_checkpoint(source, model, optimizers)
+        return nanogpt_state(source.run, model, optimizers)
+    # what a user's class has saved is read as it is: no file that a checkpoint names is run
+    restore_checkpoint(source, model)
+    kept, parts = defaultdict(dict), {}
+    for name, shape in source.shapes.items():
+        if name.startswith("optim."):
+            parameter, _, key = name.removeprefix("optim.").rpartition(".")
+            kept[parameter][key] = torch.empty(shape, dtype=torch.float32 if shape else torch.float64)
+            parts[name] = local_part_of(kept[parameter][key])
+    source.read(parts)
+    return nanogpt_state(source.run, model, []) | {"optimizer": {"state": dict(kept)}}
 
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration, tokenizer and model card. An older folder is replaced, or
-    renamed to hf_1, hf_2, ... if it contains other files too, such as a model card without CARD_IS_OURS.
-    Returns the folder. Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
+    Write OUT_DIR/hf: weights, configuration, tokenizer and model card. An older folder is renamed to hf_1,
+    hf_2, ..., since it may contain other files too. Returns the folder. For errors see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
-    if is_run(str(target)):
-        raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
-    with unfinished_folder(out_dir) as unfinished:
-        token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
-        huggingface.save(unfinished / "hf", model, token_ids)
-        (unfinished / "hf" / "README.md").write_text(card, encoding="utf-8")
+    with TemporaryDirectory(prefix=UNFINISHED, dir=out_dir) as unfinished:
+        new = Path(unfinished) / "hf"
+        token_ids = tokenizer.save_tokenizer(new, vocabulary, c.vocab_size, c.block_size)
+        huggingface.save(new, model, token_ids)
+        (new / "README.md").write_text(card, encoding="utf-8")
         if target.exists():
-            names = {path.name for path in (unfinished / "hf").iterdir()}
-            older_card = target / "README.md"
-            if older_card.is_file() and CARD_IS_OURS not in older_card.read_text(errors="replace"):
-                names.remove("README.md")
-            if others := sorted(path.name for path in target.iterdir() if path.name not in names):
-                kept = target.rename(free_name(Path(out_dir), "hf", first=1))
-                console.print_to_stderr(
-                    f"note: {target} also contained {console.shortened(others)}: it is now {kept}"
-                )
-            else:
-                target.rename(unfinished / "old")
-        return (unfinished / "hf").rename(target)
+            kept = target.rename(free_name(Path(out_dir), "hf", first=1))
+            console.print_to_stderr(f"note: the older {target} is now {kept}")
+        return new.rename(target)
 
 
 def model_card(source: OpenCheckpoint, model: GPT) -> str:
     """
     The README.md of an exported model: what it is, its validation loss, and what the loss was measured on.
     """
-    stored, tokens = source.stored, source.run["isogpt"].get("tokens")
-    loss, bits = stored.val_loss, stored.bits_per_byte
+    stored, ours = source.stored, source.run["isogpt"]
+    loss, bits, tokens = stored.val_loss, stored.bits_per_byte, ours.get("tokens")
     measures = stored.manifest.get("measures") or measures_of(source.run)
     dataset, digest = Path(str(measures.get("dataset") or "")).name, measures.get("digest")
-    if sources := source.run["isogpt"].get("sources"):
+    if sources := ours.get("sources"):
         dataset = ",".join(f"{name}:{one['of_1000']}" for name, one in sources.items())
     sequences = measures.get("sequences")
-    measured_on = (
-        "all of val.bin"
-        if sequences == WHOLE
-        else sequences and f"{console.count_text(sequences, 'sequence')} of val.bin"
-    )
+    measured_on = sequences and f"{console.count_text(sequences, 'sequence')} of val.bin"
     facts = {
         "parameters": f"{model.get_num_params():,}",
         "training steps": f"{stored.step:,}" + (f", {tokens:,} tokens" if tokens else ""),
         "validation loss": "" if loss is None else f"{loss:.4f} nats per token",
         "bits per byte": "" if bits is None else f"{bits:.4f}",
         "data set": f"{dataset}, digest {digest}" if digest else dataset,
-        "measured on": measured_on,
+        "measured on": "all of val.bin" if sequences == WHOLE else measured_on,
         "context": f"{model.config.block_size:,} tokens",
     }
     rows = [f"| {name} | {console.visible(str(value))} |" for name, value in facts.items() if value]
@@ -260,56 +150,48 @@ def convert_hf(folder: str) -> Path:
     Raises:
         ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
     """
-    if is_run(folder):
-        raise ValueError(
-            f"{folder} contains checkpoints, which would be hidden by the new one: use a different folder"
-        )
+    if manifest.is_run(folder):
+        raise ValueError(f"{folder} contains checkpoints, which a new one would hide: use a different folder")
     model = GPT.from_pretrained(folder)
     vocabulary = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": vocabulary.describe()}
-    state = nanogpt_state(run, model, optimizers_of(model, {}))
-    with unfinished_folder(folder) as unfinished:
-        write_file(unfinished / "ckpt.pt", state)
-        return (unfinished / "ckpt.pt").replace(Path(folder) / "ckpt.pt")
+    with TemporaryDirectory(prefix=UNFINISHED, dir=folder) as unfinished:
+        new = Path(unfinished) / "ckpt.pt"
+        write_file(new, nanogpt_state(run, model, []))
+        return new.replace(Path(folder) / "ckpt.pt")
 
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
     out = Path(out_dir)
     lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'bits/byte':>9}  {'GB':>7}  state"]
-    manifests = {folder: read_manifest(folder) for folder in step_folders(out)}
-    newest = next(filter(None, manifests.values()), None)  # the newest manifest names the best step
-    best = best_folder(out, newest) if newest else None
-    for folder, manifest in manifests.items():
+    folders = manifest.step_folders(out)
+    newest = next(filter(None, map(manifest.read_manifest, folders)), None)  # it names the best step
+    best = search.best_folder(out, newest) if newest else None
+    for folder in folders:
+        content = manifest.read_manifest(folder)
         try:
-            state = damage(folder) or "valid"
+            state = manifest.damage(folder) or "valid"
         except ValueError as e:  # it may be intact
             state = str(e)
-        state += " (best)" if folder == best else ""
+        val_loss = manifest.val_loss_of(content) if content else None
+        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, val_loss)
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
-        with suppress(FileNotFoundError):  # a live run has just deleted the file
-            val_loss = val_loss_of(manifest) if manifest else None
-            losses = (val_loss, bits_per_byte(val_loss, manifest.get("measures", {})))
-            lines.append(row(step_of(folder), form, losses, folder.iterdir(), state))
-    bare = out / "ckpt.pt"
-    if bare.exists() and not bare.is_symlink():
-        try:
-            stored = open_bare(bare, read_file(bare, verify=True))
-            losses = (stored.val_loss, stored.bits_per_byte)
-            lines.append(row(stored.step, "bare", losses, [bare], f"valid: {bare}"))
-        except ValueError as e:
-            lines.append(row("?", "bare", (None, None), [bare], str(e)))
-    return "\n".join(lines if len(lines) > 1 else [*lines, about_folder(out)]).rstrip()
+        lines.append(row(stored, form, f"{state} (best)" if folder == best else state))
+    if not folders:
+        stored, problems = search.newest_checkpoint(out_dir)
+        of_bare = [row(stored, "bare", f"valid: {stored.path}")] if stored else problems
+        lines += of_bare or [search.advice_on_folder(out_dir)]
+    return "\n".join(lines)
 
 
-def row(
-    step: int | str, form: str, losses: tuple[float | None, float | None], files: Iterable[Path], state: str
-) -> str:
-    """A line of the table; `losses` are in nats per token and in bits per byte."""
-    loss, bits = ("-" if value is None else f"{value:.4f}" for value in losses)
-    size = sum(p.stat().st_size for p in files) / 1e9
-    return f"{step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
+def row(stored: StoredCheckpoint, form: str, state: str) -> str:
+    """A line of the table."""
+    values = (stored.val_loss, stored.bits_per_byte)
+    loss, bits = ("-" if value is None else f"{value:.4f}" for value in values)
+    size = manifest.size_of({"files": {}} | stored.manifest) / 1e9
+    return f"{stored.step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
 
 
 def main() -> None:
@@ -320,20 +202,12 @@ def main() -> None:
     )
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
-    parser.add_argument(
-        "--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest checkpoint; hf: the best"
-    )
+    parser.add_argument("--to", choices=["ckpt.pt", "hf"], help="convert the newest checkpoint; hf: the best")
     parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
-    parser.add_argument(
-        "--dataset",
-        default="",
-        type=os.path.expanduser,
-        help="with --to=hf: the data set whose vocabulary is written",
-    )
+    help_text = "with --to=hf: the data set whose vocabulary is written"
+    parser.add_argument("--dataset", default="", type=os.path.expanduser, help=help_text)
     options = parser.parse_args()
     try:
-        if is_url(options.out_dir):
-            raise ValueError(f"{options.out_dir} is a URL: download it to a folder, and give the folder")
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder: give the run's folder")
         if options.to:
@@ -342,10 +216,8 @@ def main() -> None:
             console.print_result(f"wrote {convert_hf(options.out_dir)}")
         if options.list or not (options.to or options.source):
             console.print_result(list_checkpoints(options.out_dir))
-    except ValueError as e:
+    except (OSError, ValueError) as e:
         sys.exit(f"error: {console.visible(str(e))}")
-    except OSError as e:
-        sys.exit(f"error: {console.visible(str(e))}; no checkpoint in {options.out_dir} was lost")
 
 
 if __name__ == "__main__":

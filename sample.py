@@ -113,7 +113,7 @@ with exit_together():
         for note in notes_about_text(start, stop):
             console.print_to_stderr(f"note: {note}")
         text = read_prompt(start)
-text = broadcast(text)
+text, notes = broadcast(text), []
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
 precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 
@@ -135,12 +135,7 @@ with exit_together():
         vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
     tokenizer = load_tokenizer(vocabulary, special_tokens)
     check_size(tokenizer.n_ids, model_args["vocab_size"])
-    if tokenizer.note and ranks.is_main:
-        console.print_to_stderr(f"note: {tokenizer.note}")
-    try:
-        prompt = tokenizer.begin(text)
-    except ValueError as e:
-        raise ValueError(f"--start: {e}") from e
+    prompt = tokenizer.begin(text)
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
     plan = replace(plan, model_args={"n_kv_head": 0} | model_args)
@@ -173,24 +168,21 @@ context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch
 if mesh.splits_model:
     model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
 if compile:
-    note = compile_generation(model, ranks.device, mesh.splits_model)
-    if note and ranks.is_main:
-        console.print_to_stderr(f"note: {note}")
+    notes.append(compile_generation(model, ranks.device, mesh.splits_model))
 # an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
 problem = generation.problem_of_cache(
     model, torch.tensor([prompt], device=ranks.device), max_new_tokens, splits_layers=pp > 1
 )
 problem = next(filter(None, gather_objects(problem)), "")
-if problem and ranks.is_main:
-    console.print_to_stderr(f"note: {problem}")
+notes.append(problem)
 if not mesh.splits_model:  # an edited model may not survive this either
     small = layout_check.small_model(GPT, plan, ranks.device)
-    note = generation.problem_of_prepare(small.eval(), plan.torch_dtype)
-    if note and ranks.is_main:
-        console.print_to_stderr(f"note: {note}")
-    if not note:  # the weights are in the dtype to compute in
+    notes.append(generation.problem_of_prepare(small.eval(), plan.torch_dtype))
+    if not notes[-1]:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)
         context = nullcontext()
+for note in filter(None, notes if ranks.is_main else []):
+    console.print_to_stderr(f"note: {note}")
 
 # this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
@@ -198,21 +190,14 @@ texts, began = [], time.perf_counter()
 if first < end:
     idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
+    choice = generation.Choice(temperature, top_k, top_p, tokenizer.n_ids)
+    options = {"use_cache": not problem, "seed": seed, "first_sample": first}
     with context:
-        samples = generation.generate(
-            model,
-            idx,
-            max_new_tokens,
-            generation.Choice(temperature, top_k, top_p, tokenizer.n_ids),
-            use_cache=not problem,
-            seed=seed,
-            first_sample=first,
-        )
-    texts = [
-        cut_at(tokenizer.decode(sample), stop, len(tokenizer.decode(prompt))) for sample in samples.tolist()
-    ]
-is_first = mesh.same_tokens.index == 0  # the first of the ranks that generate the same samples
-gathered = gather_objects(texts if is_first else [])
+        samples = generation.generate(model, idx, max_new_tokens, choice, **options).tolist()
+    prompt_length = len(tokenizer.decode(prompt))
+    texts = [cut_at(tokenizer.decode(sample), stop, prompt_length) for sample in samples]
+# from the first of the ranks that generate the same samples
+gathered = gather_objects(texts if mesh.same_tokens.index == 0 else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):

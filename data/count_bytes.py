@@ -8,16 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
 from isogpt.data.data_folder import open_tokens, read_dict, read_meta
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
-from isogpt.data.tokenizer import bytes_by_id
-from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
+from isogpt.data.tokenizer import load_encoding
+from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, vocabulary_of_data
 
 
 def count_bytes(folder: Path) -> None:
@@ -40,9 +38,22 @@ def count_bytes(folder: Path) -> None:
             pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
-        text.add(b"".join(pieces), documents=int((part == end).sum()))
+        text.add(b"".join(pieces))
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
     print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+
+
+def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
+    """The bytes that each id stands for, see count_bytes; those of a special token are its text."""
+    if vocabulary.characters:
+        return {i: token.encode() for i, token in vocabulary.tokens.items()}
+    if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
+        reason = vocabulary.content if vocabulary.kind == "unknown" else "they belong to a tokenizer.json"
+        advice = 'prepare the data set again, or write "val_bytes": N with the bytes of the text to meta.json'
+        raise ValueError(f"the ids cannot be converted to bytes: {reason}; {advice}")
+    bpe = load_encoding(vocabulary)
+    special = {i: token.encode() for token, i in bpe._special_tokens.items()}
+    return {i: token for token, i in bpe._mergeable_ranks.items()} | special
 
 
 def record(folder: Path, facts: dict) -> None:

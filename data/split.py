@@ -5,20 +5,15 @@ such command: its last file can be renamed.
 """
 
 import argparse
-import json
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import add_val_fraction, cut_for, run
-from count_bytes import count_bytes
-from write_files import atomic_files, remove_leftovers
+from count_bytes import count_bytes, record
+from write_files import atomic_folder
 
-from isogpt.common.files import write_whole
-from isogpt.data.data_folder import how_to_split, read_dict, read_meta
+from isogpt.data.data_folder import how_to_split, read_meta
 from isogpt.data.dataset import parts_of
 from isogpt.data.shards import files_of, open_files
 from isogpt.data.token_files import declared_dtype
@@ -28,7 +23,7 @@ from isogpt.data.vocabulary import vocabulary_of_data
 def split(folder: Path, val_fraction: float) -> None:
     """
     Write val.bin and train.bin in `folder` from all.bin, or from the only file of train, which becomes
-    all.bin. train.bin is written last: after a kill, train.bin is missing, and the command can be repeated.
+    all.bin. After a kill, train.bin is missing, and the command can be repeated.
 
     Raises:
         ValueError: there is nothing to divide, there is a val.bin of different origin, a split would be
@@ -36,13 +31,11 @@ def split(folder: Path, val_fraction: float) -> None:
     """
     whole = folder / "all.bin"
     files = [whole] if whole.exists() else files_of(folder, "train")
-    if not files:
-        raise ValueError(f"no train.bin in {folder}: give the folder that contains it")
+    if len(files) != 1:
+        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
     source = files[0]
     if source != whole and (val := files_of(folder, "val")):
         raise ValueError(f"{val[0]} exists already: delete it if it is to come from the end of {source.name}")
-    if len(files) > 1:
-        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
     meta = read_meta(folder)
     if "train_tokens" in meta:
         raise ValueError(
@@ -51,19 +44,12 @@ def split(folder: Path, val_fraction: float) -> None:
     tokens = open_files(files, declared_dtype(meta, folder), meta.get("vocab_size", 0))
     cut = cut_for(len(tokens), val_fraction, "tokens")
     if tokens.offset:  # the new files have no header that says the dtype
-        path = folder / "meta.json"
-        recorded = (read_dict(path) if path.exists() else {}) | {"dtype": tokens.dtype.name}
-        write_whole(path, json.dumps(recorded, indent=2) + "\n")
-    if source.name == "train.bin":
-        with suppress(OSError):  # a second name: train.bin stays until the new files are complete
-            os.link(source, whole)
-    if not whole.exists():  # a different name, or the file system lacks links
-        os.replace(source, whole)
-    parts = {"val.bin": parts_of(tokens, cut), "train.bin": parts_of(tokens, 0, cut)}
-    with atomic_files(folder, *parts) as files:
-        for name, part in parts.items():
-            files[name].writelines(part)
-    remove_leftovers(folder)
+        record(folder, {"dtype": tokens.dtype.name})
+    os.replace(source, whole)
+    with atomic_folder(folder) as temporary:
+        for name, part in (("val.bin", parts_of(tokens, cut)), ("train.bin", parts_of(tokens, 0, cut))):
+            with open(temporary / name, "wb") as file:
+                file.writelines(part)
     if vocabulary_of_data(meta, folder) or "val_bytes" in meta:  # otherwise they need not be GPT-2's
         try:
             count_bytes(folder)

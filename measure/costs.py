@@ -188,10 +188,10 @@ def serve(work):
     from test_serving import BATCHING, CHARACTERS, PROMPTS, Server, serving
 
     from isogpt.data import tokenizer
-    from isogpt.data.vocabulary import Vocabulary
+    from isogpt.data.vocabulary import of_characters
 
     folder, seconds = work / "hf", {}
-    ids = tokenizer.save_tokenizer(folder, Vocabulary("table", CHARACTERS), 50304, 1024)
+    ids = tokenizer.save_tokenizer(folder, of_characters(CHARACTERS), 50304, 1024)
     config = transformers.GPT2Config(vocab_size=50304, **ids)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     for name, options in 3 * [("one by one", []), ("continuous batching", BATCHING)]:

@@ -394,7 +394,7 @@ def test_a_model_that_transformers_does_not_compute_is_not_exported(tmp_path, na
     kind = huggingface.kind_of(gpt.describe())
     with pytest.raises(ValueError, match=EDITS[edit].format(huggingface.CLASSES[kind])) as error:
         huggingface.save(tmp_path, gpt, NO_IDS)
-    assert str(error.value).count("set --to=ckpt.pt or --to=shards") == 1 and "\n" not in str(error.value)
+    assert str(error.value).count("set --to=ckpt.pt") == 1 and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -494,9 +494,8 @@ def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):
     out = tmp_path / "exported"
     for folder in (out, out / "hf"):
         shutil.copytree(trained(args_of("nanochat")), folder, symlinks=True)
-    run = zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait(ok=False)
-    assert run.codes == [1] and "hf contains checkpoints, which would be deleted: rename it" in run.text()
-    assert newest_checkpoint(str(out / "hf"))[0].step == 10
+    zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait()
+    assert newest_checkpoint(str(out / "hf_1"))[0].step == 10
 
 
 MISTAKES = {

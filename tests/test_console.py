@@ -17,7 +17,7 @@ import torch
 from runs import TINY, column, default_plan, records, start_changed
 from test_monitor import numbers_of
 
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.records import waiting_percent, waiting_text
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
@@ -178,7 +178,7 @@ def test_samples_change_no_bit_of_training(zygote, work, nproc, layout):
 @pytest.mark.parametrize("arch", ["llama", "nanochat"])
 def test_a_sample_is_what_the_model_writes(arch, work):
     """The text of the trained model itself, which is not changed."""
-    letters = Vocabulary("table", {chr(97 + i): i for i in range(20)})
+    letters = of_characters({chr(97 + i): i for i in range(20)})
     args = dict(arch=arch, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=24)
     model = GPT(GPTConfig(**args, dropout=0.5, tied=True), seed=1).train()
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_a_sample_is_what_the_model_writes(arch, work):
 @pytest.mark.parametrize("layout, named", [({"zero": 2, "tp": 2}, "zero 2, tp 2"), ({"pp": 2}, "pp 2")])
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
-    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), default_plan(**layout), ALONE) is None
+    assert open_sampler(SAMPLED, of_characters({"a": 0}), default_plan(**layout), ALONE) is None
     assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
 
 

@@ -1,14 +1,11 @@
-"""Data sets of documents: shards, several processes, what a kill leaves, and folders as input."""
+"""Data sets of documents: shards, several processes, what a kill leaves, folders as input."""
 
 import gzip
 import itertools
 import json
 import multiprocessing
 import os
-import re
-import resource
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +17,7 @@ from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F40
 
 sys.path.insert(0, str(REPO / "data"))
 import tokenize_documents
-from unfinished import FOLDER
+import write_files
 
 END = "<|endoftext|>"
 WORDS = [END, "?", *(f"word{i}" for i in range(300))]
@@ -148,90 +145,6 @@ def test_where_documents_begin(source, tmp_path):
         assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
 
 
-@pytest.mark.parametrize("shard_tokens", [0, 700])
-def test_a_kill_at_any_moment_loses_nothing(source, tmp_path, monkeypatch, shard_tokens):
-    """
-    The earlier data set, which had more shards, is whole, or it is refused, and the same command then gives
-    the files of an undisturbed run.
-    """
-    import unfinished
-
-    monkeypatch.setattr(unfinished, "EVERY", 600)
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    args = [f"--shard_tokens={shard_tokens}"]
-    prepare(source, whole, *args)
-    new = contents(whole)
-    prepare(source, folder, "--shard_tokens=200", "--seed=3")
-    earlier = contents(folder)
-    assert len(earlier) > len(new)
-    for moment in itertools.count(1, step=9):
-        code = forked(killed_at, moment, prepare, source, folder, *args)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        now = contents(folder)
-        assert now in (earlier, new) or is_refused(folder)
-        prepare(source, folder, *args)
-        assert contents(folder) == new and not (folder / FOLDER).exists()
-        for name in new:  # back to the earlier ones
-            (folder / name).unlink()
-        for name, content in earlier.items():
-            (folder / name).write_bytes(content)
-    assert moment > 40 and contents(folder) == new
-
-
-def test_a_restart_tokenizes_only_what_is_left(source, tmp_path, monkeypatch, capsys):
-    """With the same arguments and the same documents."""
-    import unfinished
-
-    tokenized, folder = [], tmp_path / "out"
-    monkeypatch.setattr(unfinished, "EVERY", 600)
-    ids_of = tokenize_documents.ids_of
-
-    def fails(batch, tokenizer):
-        tokenized.append(batch.documents)
-        if sum(tokenized) > 60 and len(tokenized) < 100:
-            raise OSError(28, "No space left on device")
-        return ids_of(batch, tokenizer)
-
-    def interrupted():
-        tokenized.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenize_documents, "ids_of", fails)
-            with pytest.raises(OSError, match="No space left"):
-                prepare(source, folder)
-        assert f"kept in {folder / FOLDER}: the same command continues" in capsys.readouterr().out
-        tokenized.clear()
-
-    def count(batch, tokenizer):
-        tokenized.append(batch.documents)
-        return ids_of(batch, tokenizer)
-
-    monkeypatch.setattr(tokenize_documents, "ids_of", count)
-    prepare(source, tmp_path / "whole")
-    capsys.readouterr()
-    interrupted()
-    prepare(source, folder)
-    printed = capsys.readouterr().out
-    begin = int(printed.partition("continuing at document ")[2].partition(":")[0])
-    assert 1 < begin == len(DOCUMENTS) + 1 - sum(tokenized)
-    assert contents(folder) == contents(tmp_path / "whole")
-
-    interrupted()
-    prepare(source, folder, "--seed=4")
-    assert "was begun with a different seed: beginning anew" in capsys.readouterr().out
-    assert sum(tokenized) == len(DOCUMENTS)
-
-    interrupted()
-    changed = [*DOCUMENTS[:3], "word1", *DOCUMENTS[4:]]
-    write_jsonl(source / "a.jsonl", changed)
-    prepare(source, folder)
-    assert "the documents, or the files in" in capsys.readouterr().out
-    assert sum(tokenized) == len(changed)
-    prepare(source, tmp_path / "whole")
-    assert contents(folder) == contents(tmp_path / "whole")
-
-
 def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     """Also one of one text, and in the other direction; files of other names are not touched."""
     folder = tmp_path / "out"
@@ -245,21 +158,8 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
-    (folder / "train_other.bin").touch()
-    with pytest.raises(ValueError, match=r"train_other.bin would be read as a shard: move it away"):
-        prepare(source, folder, "--shard_tokens=100")
     prepare(source, folder)
     assert "train_000000.bin" not in contents(folder)
-
-
-def test_a_folder_is_locked_while_it_is_written(source, tmp_path):
-    from unfinished import only_writer
-
-    (tmp_path / "out").mkdir()
-    with only_writer(tmp_path / "out"):
-        with pytest.raises(ValueError, match="a different prepare.py is writing to .*/out: wait for it"):
-            prepare(source, tmp_path / "out")
-    prepare(source, tmp_path / "out")
 
 
 def test_folders_and_compressed_files(source, tmp_path):
@@ -269,101 +169,51 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "b" / "e.txt").write_text("in e")
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
-    place = bins.Place()
-    assert list(bins.read_documents(str(source), place=place)) == [*DOCUMENTS, "in d", "in e"]
-    assert place.bytes_read() == place.total > len(DOCUMENTS)
+    assert list(bins.read_documents(str(source))) == [*DOCUMENTS, "in d", "in e"]
 
 
-def test_a_process_that_ends_is_reported(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shard_tokens", [0, 700])
+def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_tokens):
+    """
+    The earlier data set, which had more shards, is whole, or there is none that train.py reads, and the same
+    command then gives the files of an undisturbed run.
+    """
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    args = [f"--shard_tokens={shard_tokens}"]
+    prepare(source, whole, *args)
+    new = contents(whole)
+    prepare(source, folder, "--shard_tokens=200", "--seed=3")
+    earlier = contents(folder)
+    assert len(earlier) > len(new)
+    for moment in itertools.count(1, step=5):
+        code = forked(killed_at, moment, prepare, source, folder, *args)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL and list(folder.glob("*.tmp"))
+        now = contents(folder)
+        assert now in (earlier, new) or is_refused(folder)
+        prepare(source, folder, *args)
+        assert contents(folder) == new and not list(folder.glob("*.tmp"))
+        for name in new:  # back to the earlier ones
+            (folder / name).unlink()
+        for name, content in earlier.items():
+            (folder / name).write_bytes(content)
+    assert moment > 20 and contents(folder) == new
+
+
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch):
     """As for want of memory: in one line, not by waiting for its answer."""
-    monkeypatch.setattr(tokenize_documents, "wait", killing(tokenize_documents.wait))
+    write = write_files.SplitWriter.write
+
+    def killing(*args):
+        for process in multiprocessing.active_children():
+            process.kill()
+        write(*args)
+
+    monkeypatch.setattr(write_files.SplitWriter, "write", killing)
     with pytest.raises(ValueError, match="a tokenizing process has ended, .*: set a smaller --num_proc"):
         prepare(source, tmp_path / "out", "--num_proc=2")
-
-
-def test_a_process_that_ends_while_it_answers_is_reported():
-    pipe, other_end = multiprocessing.Pipe()
-    os.write(other_end.fileno(), struct.pack("!i", 100) + b"the beginning of 100 bytes")
-    other_end.close()
-    with pytest.raises(ValueError, match="a tokenizing process has ended"):
-        tokenize_documents.collect({pipe: None}, [])
-
-
-def killing(wait):
-    """Kill the processes before the first answer is read."""
-    from multiprocessing import active_children
-
-    def waiting(pipes):
-        for process in active_children():
-            process.kill()
-            process.join()
-        return wait(pipes)
-
-    return waiting
-
-
-def test_no_more_processes_than_batches_and_all_ignore_ctrl_c(source, tmp_path, monkeypatch):
-    """From their first moment on, since imports that Ctrl-C interrupts print a traceback each."""
-    from multiprocessing import active_children
-
-    wait, numbers = tokenize_documents.wait, []
-
-    def counting(pipes):
-        numbers.append(len(active_children()))
-        for process in active_children():
-            status = Path(f"/proc/{process.pid}/status")
-            if status.exists():
-                ignored = re.search(r"SigIgn:\s*(\w+)", status.read_text())[1]
-                assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
-        return wait(pipes)
-
-    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 10_000)
-    monkeypatch.setattr(tokenize_documents, "wait", counting)
-    prepare(source, tmp_path / "out", "--num_proc=16")
-    assert numbers and set(numbers) == {2}
-
-
-def test_a_full_disk_leaves_nothing_behind(source, tmp_path):
-    """What is buffered does not fit either when the files are closed; the message names the folder."""
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        with pytest.raises(OSError, match=f"too large: '{tmp_path / 'out'}"):
-            prepare(source, tmp_path / "out")
-
-    assert forked(limited) == 0
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_start_that_only_completes_says_so(source, tmp_path, monkeypatch, capsys):
-    """Since the documents may have changed after what was interrupted."""
-    import unfinished
-
-    def fails(*args):
-        raise OSError("interrupted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(unfinished, "move_in", fails)
-        with pytest.raises(OSError, match="interrupted"):
-            prepare(source, tmp_path / "out")
-    monkeypatch.setattr(tokenize_documents, "ids_of", fails)
-    prepare(source, tmp_path / "out")
-    assert "is complete: an earlier start, interrupted at its end, had" in capsys.readouterr().out
-
-
-def test_a_killed_prepare_of_a_text_is_cleaned_up(tmp_path):
-    """By the next one, since nothing of it is continued."""
-    text = [f"--out={tmp_path}"], lambda _: ("some text " * 20, {})
-    assert forked(killed_at, 2, bins.prepare_text, __file__, "", *text) == -signal.SIGKILL
-    assert list(tmp_path.glob("*.tmp"))
-    bins.prepare_text(__file__, "", *text)
-    assert set(contents(tmp_path)) == {"train.bin", "val.bin", "meta.json", "meta.pkl"}
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_characters_are_for_one_text(source, tmp_path):
-    with pytest.raises(ValueError, match="data/shakespeare_char, or for documents --train_tokenizer=257"):
-        bins.prepare_documents(__file__, "", [f"--data_files={source}", "--tokenizer=char"], "", {})
 
 
 def test_a_row_group_of_parquet_is_streamed(tmp_path):
@@ -380,27 +230,17 @@ def test_a_row_group_of_parquet_is_streamed(tmp_path):
     assert list(documents) == rows[1:]
 
 
-def test_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
-    import show_progress
-
-    monkeypatch.setattr(show_progress, "LINE_EVERY", 0)
-    prepare(source, tmp_path / "out")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
-    assert len(lines) > 5 and lines[-1].startswith("120 documents, ")
-    assert lines[-1].endswith(" tokens/s, 0 h 0 min left")
-
-
 @needs_gpt2
 @pytest.mark.slow
 def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
-    """Of 100 MB, a few remain in memory; a killed run leaves no tokenizing process behind, and continues."""
+    """Of 100 MB, a few remain in memory; a killed run leaves no tokenizing process behind."""
     line = json.dumps({"text": "What is it to be? " * 600})
     with open(tmp_path / "a.jsonl", "w") as file:
         file.writelines(f"{line}\n" for _ in range(100_000_000 // len(line)))
     command = [sys.executable, str(REPO / "data/openwebtext/prepare.py"), f"--data_files={tmp_path}/a.jsonl"]
     command += [f"--out={tmp_path}/out", "--num_proc=2", "--shard_tokens=1_000_000"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
-        wait_for((tmp_path / "out" / FOLDER / "journal.json").exists)
+        wait_for(lambda: list(tmp_path.glob("out/*/train_000001.bin")))
         of_run = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         run.kill()
     assert len(of_run) >= 2
@@ -410,6 +250,5 @@ def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
     measuring += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     measured = [sys.executable, "-c", measuring, *command]
     run = subprocess.run(measured, capture_output=True, text=True, check=True)
-    assert "continuing at document " in run.stdout
     assert len(list((tmp_path / "out").glob("train_*.bin"))) > 20
     assert int(run.stdout.split()[-1]) < 400_000  # KB, of the largest process

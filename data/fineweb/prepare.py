@@ -3,20 +3,16 @@ FineWeb-Edu's 10-billion-token sample in GPT-2 tokens, streamed from the Hugging
 take disk space. With --data_files=, the script tokenizes your documents instead, without a network.
 """
 
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(
-        __file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True
-    )
+    prepare_documents(__file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"})
 
 
 if __name__ == "__main__":

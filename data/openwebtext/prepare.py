@@ -3,12 +3,10 @@ OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, eac
 token. With --data_files=, the script tokenizes your documents instead, without a network.
 """
 
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
 # The hub's conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.
@@ -17,9 +15,7 @@ REVISION = "refs/convert/parquet"
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(
-        __file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769
-    )
+    prepare_documents(__file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION})
 
 
 if __name__ == "__main__":

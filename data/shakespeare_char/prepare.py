@@ -3,12 +3,10 @@ Tiny Shakespeare at character level: 1.1 million characters, 65 of which are dif
 input.txt in its folder, or downloads this file if it does not exist.
 """
 
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_text, run
 from read_files import read_shakespeare
 

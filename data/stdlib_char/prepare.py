@@ -3,14 +3,12 @@ The source code of Python's standard library at character level: a data set that
 is that of the interpreter that runs this script; the same interpreter always produces the same files.
 """
 
-import os
 import platform
 import sys
 import sysconfig
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_text, run
 
 # Tests and bundled packages; config-* folders, skipped below, differ between builds of the same version.

@@ -5,12 +5,10 @@ local files without a network, such as the hub's TinyStoriesV2-GPT4-train.txt: i
 --document_separator is <|endoftext|> here.
 """
 
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
 IDS = 4096  # few words: a larger vocabulary would cost a small model time
@@ -19,7 +17,7 @@ IDS = 4096  # few words: a larger vocabulary would cost a small model time
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
     argv = ["--document_separator=<|endoftext|>", *argv]
-    prepare_documents(__file__, __doc__, argv, "roneneldan/TinyStories", {}, tokenizer=IDS, streaming=True)
+    prepare_documents(__file__, __doc__, argv, "roneneldan/TinyStories", {}, tokenizer=IDS)
 
 
 if __name__ == "__main__":

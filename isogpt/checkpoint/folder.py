@@ -124,8 +124,8 @@ def make_writable(out_dir: str) -> None:
             "--out_dir=, such as a folder on a local disk or on NFS"
         ) from e
     finally:
-        remove(tried)
-        remove(renamed)
+        for folder in (tried, renamed):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def about_space(out: Path, plan: Plan) -> str:

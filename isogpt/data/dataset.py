@@ -368,11 +368,12 @@ def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
 def how_to_mix(one: Metadata, other: Metadata) -> str:
     """What to do about two data sets whose tokenizers differ."""
     options = {"tiktoken": one.vocabulary.name, "tokenizer.json": str(one.folder)}
-    if option := options.get(one.vocabulary.kind):
+    option = options.get(one.vocabulary.kind)
+    if option and one.vocabulary.name != "char":
         return (
             f"Run the prepare.py of {other.folder} with the tokenizer of {one.folder}: --tokenizer={option}"
         )
-    if other.vocabulary.kind in options:
+    if other.vocabulary.name not in ("char", "unknown"):
         return how_to_mix(other, one)
     return "Run the prepare.py of both with the same tokenizer, such as --tokenizer=gpt2"
 

@@ -1,25 +1,17 @@
 """Encode and decode text with a vocabulary, and convert a vocabulary to Hugging Face's format."""
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from isogpt.common.packages import needed_by
-from isogpt.data.vocabulary import END_OF_TEXT, UNTRAINED, Vocabulary, check_size
-
-if TYPE_CHECKING:
-    import tiktoken
-    import tokenizers
+from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, of_characters, parse_tokenizer
 
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SAMPLE = (
-    f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n"
-    f"{END_OF_TEXT} \n"
-)
+SAMPLE = "It's 1234567 naïve Ünits² 東京 🙂\u00a0\r\n\t\tf(x):\n    return {x}  DON'T\n\n  \n<|endoftext|> \n"
 NO_TOKEN = "\ufffd"  # an id without a token is decoded as this character
 
 
@@ -33,7 +25,6 @@ class Tokenizer:
             configured to add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
-        note: what a user should know about the way in which text is encoded; usually empty.
     """
 
     encode: Callable[[str], list[int]]
@@ -41,7 +32,6 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     n_ids: int
     end_of_text: int | None = None
-    note: str = ""
 
 
 def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
@@ -57,79 +47,19 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
         ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for
             a text that it cannot encode.
     """
-    if vocabulary.kind == "table":
-        return load_table(vocabulary)
+    if vocabulary.characters:
+        return load_characters(vocabulary)
     if vocabulary.kind == "tokenizer.json":
         return load_json(vocabulary, special_tokens)
-    if vocabulary.kind == "tiktoken":
-        bpe = load_encoding(vocabulary.content)
-        special = "all" if special_tokens else set()
-        encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
-        return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
-    raise ValueError(
-        f"the ids cannot be decoded: {vocabulary.content}; set --dataset= to a data set with these ids"
-    )
+    bpe = load_encoding(vocabulary)
+    special = "all" if special_tokens else set()
+    encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
+    return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(vocabulary.end_of_text))
 
 
-def load_encoding(name: str) -> "tiktoken.Encoding":
-    """tiktoken's encoding of this name. Raises ValueError if the name is unknown or loading fails."""
-    with needed_by(f"the tokenizer {name!r}", "tiktoken"):
-        import tiktoken
-
-    if name not in (possible := sorted(tiktoken.list_encoding_names())):
-        raise ValueError(f"{name!r} is not an encoding of tiktoken; choose from {', '.join(possible)}")
-    try:
-        return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as e:
-        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains the files"
-        raise ValueError(f"tiktoken cannot load the encoding {name!r} ({str(e)[:80]}): {advice}") from e
-
-
-def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
-    """`load` for a tokenizer.json."""
-    tokenizer = parse_tokenizer(vocabulary.content)
-    tokenizer.encode_special_tokens = not special_tokens
-
-    def encoding_of(text: str) -> "tokenizers.Encoding":
-        try:
-            return tokenizer.encode(text)
-        except Exception as e:  # tokenizers raises this class
-            raise ValueError(f"the tokenizer cannot encode the text: {e}") from e
-
-    def encode(text: str) -> list[int]:
-        return encoding_of(text).ids
-
-    def begin(text: str) -> list[int]:
-        encoding = encoding_of(text)
-        of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        last = max(of_text, default=0)  # the ids of an empty text: a token at the start
-        return encoding.ids[: last + 1]
-
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
-    n_ids = max(tokenizer.get_vocab().values()) + 1
-    return Tokenizer(encode, begin, decode, n_ids, tokenizer.token_to_id(vocabulary.end_of_text))
-
-
-def parse_tokenizer(text: str) -> "tokenizers.Tokenizer":
-    """
-    Parse the text of a tokenizer.json, without the file's padding and truncation, which transformers also
-    ignores. Raises ValueError if the text is damaged.
-    """
-    with needed_by("a tokenizer.json", "tokenizers"):
-        from tokenizers import Tokenizer as JsonTokenizer
-
-    try:
-        tokenizer = JsonTokenizer.from_str(text)
-    except Exception as e:  # tokenizers raises this class
-        raise ValueError(f"cannot load the tokenizer: {(str(e).splitlines() or [e])[0][:200]}") from e
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def load_table(vocabulary: Vocabulary) -> Tokenizer:
-    """`load` for a table: each character is encoded, and tokens are joined, as in nanoGPT."""
-    ids, tokens = vocabulary.content, vocabulary.tokens
+def load_characters(vocabulary: Vocabulary) -> Tokenizer:
+    """`load` for a table of characters, as in nanoGPT: a dict is faster than the library, and needs none."""
+    ids, tokens = vocabulary.characters, vocabulary.tokens
 
     def encode(text: str) -> list[int]:
         if unknown := set(text) - ids.keys():
@@ -140,32 +70,41 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     def decode(sample: list[int]) -> str:
         return "".join(tokens.get(i, NO_TOKEN) for i in sample)
 
-    note = ""
-    if any(len(token) > 1 for token in ids):
-        note = (
-            "some tokens of the vocabulary are longer than a character, and text is never encoded to them: "
-            "if it should be, put a tokenizer.json with these ids in the data set's folder"
-        )
-    return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
+    return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(vocabulary.end_of_text))
 
 
-def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
-    """
-    The bytes in UTF-8 that each id stands for; those of a special token are its text.
+def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
+    """`load` for a tokenizer.json."""
+    tokenizer = parse_tokenizer(vocabulary.content)
+    tokenizer.encode_special_tokens = not special_tokens
 
-    Raises:
-        ValueError: this is not known for the vocabulary, as for a tokenizer.json, whose decoder may depend on
-            the preceding ids.
-    """
-    if vocabulary.kind == "table":
-        return {i: token.encode() for i, token in vocabulary.tokens.items()}
-    if vocabulary.kind == "tiktoken":
-        bpe = load_encoding(vocabulary.content)
-        special = {i: token.encode() for token, i in bpe._special_tokens.items()}
-        return {i: token for token, i in bpe._mergeable_ranks.items()} | special
-    reason = vocabulary.content if vocabulary.kind == "unknown" else "they belong to a tokenizer.json"
-    advice = 'prepare the data set again, or write "val_bytes": N with the bytes of the text to its meta.json'
-    raise ValueError(f"the ids cannot be converted to bytes: {reason}; {advice}")
+    def encode(text: str, is_prompt: bool = False) -> list[int]:
+        encoding = tokenizer.encode(text)
+        of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        last = max(of_text, default=0)  # the ids of an empty text: a token at the start
+        return encoding.ids[: last + 1] if is_prompt else encoding.ids
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    end_of_text = tokenizer.token_to_id(vocabulary.end_of_text)
+    n_ids = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(encode, partial(encode, is_prompt=True), decode, n_ids, end_of_text)
+
+
+def load_encoding(vocabulary: Vocabulary) -> Any:
+    """The tiktoken.Encoding that a vocabulary names. Raises ValueError if it cannot be loaded."""
+    if vocabulary.kind != "tiktoken":
+        advice = "set --dataset= to a data set with these ids"
+        raise ValueError(f"the ids cannot be decoded: {vocabulary.content}; {advice}")
+    with needed_by(f"the tokenizer {vocabulary.content!r}", "tiktoken"):
+        import tiktoken
+
+    try:
+        return tiktoken.get_encoding(vocabulary.content)
+    except (OSError, ValueError) as e:
+        problem = f"tiktoken cannot load the encoding {vocabulary.content!r} ({str(e).splitlines()[0][:80]})"
+        names = ", ".join(sorted(tiktoken.list_encoding_names()))
+        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains the files"
+        raise ValueError(f"{problem}: choose from {names}, and {advice}") from e
 
 
 def cut_at(text: str, stop: str, start: int) -> str:
@@ -176,25 +115,18 @@ def cut_at(text: str, stop: str, start: int) -> str:
     return text if end < 0 else text[:end]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# comparing
-
-
 def difference(before: Vocabulary, now: Vocabulary) -> str:
     """
     Describe the first id that differs in meaning between two vocabularies; '' if no id is known to differ.
+    Raises ValueError if two that may be forms of the same tokenizer cannot be loaded.
     """
     if "unknown" in (before.kind, now.kind) or before == now:
         return ""
     if "tiktoken" in (before.kind, now.kind):
         changed = f"the tokenizer was {before.name} and is {now.name}"
-        if "table" in (before.kind, now.kind):
+        if "char" in (before.name, now.name):
             return changed
-        try:  # the vocabularies may be two forms of the same tokenizer
-            is_same = load(before).encode(SAMPLE) == load(now).encode(SAMPLE)
-        except ValueError as e:
-            return f"{changed}, and whether they are the same is not known: {e}"
-        return "" if is_same else changed
+        return "" if load(before).encode(SAMPLE) == load(now).encode(SAMPLE) else changed
     old, new = before.tokens, now.tokens
     changed = sorted(i for i in old.keys() & new.keys() if old[i] != new[i])
     return f"id {changed[0]} was {old[changed[0]]!r} and is {new[changed[0]]!r}" if changed else ""
@@ -229,108 +161,71 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
     """
     with needed_by("an export to transformers", "transformers"):
-        import tokenizers  # noqa: F401  (which `converted` imports)
+        import tokenizers  # noqa: F401  (which the rest imports)
         from transformers import PreTrainedTokenizerFast
 
-    tokenizer, is_table = converted(vocabulary), vocabulary.kind == "table"
-    n_ids = max(tokenizer.get_vocab().values()) + 1
+    characters, end = vocabulary.characters, vocabulary.end_of_text
+    if len(vocabulary.tokens) < len(characters):
+        raise ValueError("transformers contains no tokenizer for characters that share an id")
+    if characters:
+        vocabulary = of_characters(characters | {UNTRAINED: vocabulary.size})
+    is_json = vocabulary.kind == "tokenizer.json"
+    tokenizer = parse_tokenizer(vocabulary.content) if is_json else of_encoding(load_encoding(vocabulary))
+    ids = tokenizer.get_vocab()
+    n_ids = max(ids.values()) + 1 - bool(characters)  # without UNTRAINED
     check_size(n_ids, vocab_size)
-    end = vocabulary.end_of_text if vocabulary.end_of_text in tokenizer.get_vocab() else None
-    pad = end
-    if is_table:
-        tokenizer = of_table(replace(vocabulary, content=vocabulary.content | {UNTRAINED: n_ids}))
-        pad = UNTRAINED
-    elif end is None and tokenizer.get_vocab_size() == n_ids:
+    end = end if end in ids else None
+    pad = UNTRAINED if characters or not end and len(ids) == n_ids else end
+    if pad == UNTRAINED:
         tokenizer.add_special_tokens([UNTRAINED])
-        pad = UNTRAINED
     end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=end,
         pad_token=pad,
-        unk_token=pad if is_table else None,
+        unk_token=pad if characters else None,
         chat_template=CHAT_TEMPLATE,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
-    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
-    ids = {name: token and tokenizer.token_to_id(token) for name, token in ids.items()}
     n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
-    return ids | {"suppress_tokens": list(range(n_ids, n_generated)) or None}
+    return {
+        "bos_token_id": None,
+        "eos_token_id": end and tokenizer.token_to_id(end),
+        "pad_token_id": pad and tokenizer.token_to_id(pad),
+        "suppress_tokens": list(range(n_ids, n_generated)) or None,
+    }
 
 
-def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
-    """The vocabulary as a tokenizer of Hugging Face. Raises ValueError if that is not possible."""
-    if vocabulary.kind == "table":
-        return of_table(vocabulary)
-    if vocabulary.kind == "tokenizer.json":
-        return parse_tokenizer(vocabulary.content)
-    if vocabulary.kind == "tiktoken":
-        return of_encoding(load_encoding(vocabulary.content))
-    raise ValueError(f"the ids cannot be decoded: {vocabulary.content}")
-
-
-def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
+def of_encoding(encoding: Any) -> Any:
     """
-    Make a tokenizer with the tokens of a table, to which each character is encoded. A character that is not a
-    token becomes UNTRAINED if the table contains that, and otherwise raises an exception.
-
-    Raises:
-        ValueError: characters share their id with a longer token.
-    """
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as JsonTokenizer
-
-    # no text in UTF-8 contains a lone surrogate
-    ids = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
-    firsts = {i: token for token, i in reversed(ids.items())}
-    vocab = {token: i for i, token in firsts.items()}
-    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token=UNTRAINED))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()  # the default joins tokens with spaces
-    # WordLevel keeps one token for each id: the others become this one before they are encoded
-    others = {token: firsts[i] for token, i in ids.items() if token not in vocab and len(token) == 1}
-    if long := [first for first in others.values() if len(first) != 1]:
-        problem = f"characters share their id with {long[0]!r}"
-        raise ValueError(f"transformers contains no tokenizer for this vocabulary: {problem}")
-    if others:
-        replacements = [normalizers.Replace(token, first) for token, first in others.items()]
-        tokenizer.normalizer = normalizers.Sequence(replacements)
-    return tokenizer
-
-
-def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
-    """
-    Make a byte-level BPE with the ids of a tiktoken encoding.
+    Make a byte-level BPE, a tokenizers.Tokenizer, with the ids of a tiktoken.Encoding.
 
     Raises:
         ValueError: a sample text gets different ids, since the two libraries support different regular
             expressions.
     """
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as JsonTokenizer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    letters = bytes_to_unicode()
-    ranks = {
-        "".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()
-    }
-    # as in tiktoken, two tokens whose concatenation is a token are merged. With ignore_merges, a word that is
-    # a token stays whole, even if no merges lead to it
-    merges = generate_merges(ranks, None)
-    tokenizer = JsonTokenizer(models.BPE(ranks | encoding._special_tokens, merges, ignore_merges=True))
-    tokenizer.add_special_tokens(sorted(encoding._special_tokens))
-    tokenizer.decoder = decoders.ByteLevel()
+    class Converter(TikTokenConverter):
+        """Takes the ranks from the encoding instead of a file, and keeps the ids of special tokens."""
+
+        @staticmethod
+        def load_tiktoken_bpe(encoding: Any) -> dict[bytes, int]:
+            return encoding._mergeable_ranks
+
+        def extract_vocab_merges_from_model(self, encoding: Any) -> tuple[dict, list]:
+            ids, merges = super().extract_vocab_merges_from_model(encoding)
+            return ids | encoding._special_tokens, merges
+
     # {1,3}+ is possessive in tiktoken, but repeats the repetition in tokenizers, where (?s) is spelled (?m)
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}").replace("(?s)", "(?m)")
+    special = sorted(encoding._special_tokens)
     try:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception as e:  # tokenizers raises this class
-        raise ValueError(f"the tokenizers library cannot read the pattern of {encoding.name}: {e}") from e
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    if tokenizer.encode(SAMPLE).ids != encoding.encode(SAMPLE, allowed_special="all"):
-        raise ValueError(
-            f"the tokenizers library splits text differently from tiktoken's encoding {encoding.name}"
-        )
+        tokenizer = Converter(encoding, pattern, extra_special_tokens=special).converted()
+        is_same = tokenizer.encode(SAMPLE).ids == encoding.encode(SAMPLE, allowed_special="all")
+    except Exception:  # tokenizers raises this class
+        is_same = False
+    if not is_same:
+        raise ValueError(f"the tokenizers library splits text differently from tiktoken's {encoding.name}")
     return tokenizer

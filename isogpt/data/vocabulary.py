@@ -4,19 +4,20 @@ makes encoders and decoders from these values.
 """
 
 import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from isogpt.common.files import about_pointer, parse_json, read_utf8
+from isogpt.common.packages import needed_by
 
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
-# a token that only exported tokenizers contain, see tokenizer.save_tokenizer: no model is trained on it
+# stands for characters that a table does not contain: no model is trained on it, and only exported tokenizers
+# contain it, see tokenizer.save_tokenizer
 UNTRAINED = "<|untrained|>"
-# files of tokenizers that are not read: next to them, ids are not taken for GPT-2's
-UNREAD = ("vocab.*", "merges.txt", "*.model")
 
 
 @dataclass(frozen=True)
@@ -25,41 +26,87 @@ class Vocabulary:
     What token ids mean.
 
     Args:
-        kind: how to read `content`. 'table': {token: id}. If several tokens share an id, the id is decoded as
-            the first of them. 'tiktoken': the name of an encoding of tiktoken. 'tokenizer.json': the text of
-            such a file, in the format of Hugging Face's tokenizers. 'unknown': why the ids cannot be decoded.
+        kind: how to read `content`. 'tokenizer.json': the text of such a file, in the format of Hugging
+            Face's tokenizers. 'tiktoken': the name of an encoding of tiktoken. 'unknown': why the ids cannot
+            be decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
     """
 
     kind: str
-    content: str | dict[str, int]
+    content: str
     end_of_text: str = END_OF_TEXT
+
+    @cached_property
+    def characters(self) -> dict[str, int]:
+        """The table from which `of_characters` has made the vocabulary; {} for others."""
+        model = parse_json(self.content).get("model", {}) if self.kind == "tokenizer.json" else {}
+        return model["vocab"] if model.get("unk_token") == UNTRAINED else {}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The ids of the tokens; {} if they are not known without tiktoken."""
+        if self.characters or self.kind != "tokenizer.json":
+            return self.characters
+        return parse_tokenizer(self.content).get_vocab()
 
     @property
     def name(self) -> str:
         """The tokenizer, as a meta.json names it."""
-        return {"table": "char", "tiktoken": self.content}.get(self.kind, self.kind)
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """The ids of the tokens; {} if they are not known without loading the tokenizer."""
-        if self.kind == "tokenizer.json":
-            return ids_in_json(self.content)
-        return self.content if self.kind == "table" else {}
+        if self.kind == "tiktoken":
+            return self.content
+        return "char" if self.characters else self.kind
 
     @property
     def tokens(self) -> dict[int, str]:
-        """The tokens by id; {} if they are not known without loading the tokenizer."""
+        """The tokens by id; {} if they are not known without tiktoken."""
         return {i: token for token, i in reversed(self.ids.items())}
 
     @property
     def size(self) -> int | None:
-        """The highest id + 1; None if it is not known without loading the tokenizer."""
+        """The highest id + 1; None if it is not known without tiktoken."""
         return max(self.ids.values(), default=-1) + 1 or None
 
     def describe(self) -> dict:
         """The plain values that a checkpoint records, see `recorded`."""
         return asdict(self)
+
+
+def of_characters(ids: dict[str, int]) -> Vocabulary:
+    """
+    The vocabulary of a table {token: id}, as in nanoGPT: each character is encoded, and the texts of ids are
+    joined. If several tokens share an id, the id is decoded as the first of them.
+
+    Raises:
+        ValueError: the table does not contain text with an id each.
+    """
+    if not (ids and all(isinstance(t, str) and isinstance(i, int) and i >= 0 for t, i in ids.items())):
+        raise ValueError("there is no text with an id each")
+    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": split,
+        "decoder": {"type": "Fuse"},  # the default joins tokens with spaces
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": UNTRAINED},
+    }
+    return Vocabulary("tokenizer.json", json.dumps(content))
+
+
+def parse_tokenizer(text: str) -> Any:
+    """
+    Make a tokenizers.Tokenizer of the text of a tokenizer.json, without the file's padding and truncation,
+    which transformers also ignores. Raises ValueError if the text is damaged.
+    """
+    with needed_by("a tokenizer.json", "tokenizers"):
+        import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # tokenizers raises this class
+        raise ValueError(f"it is not in the format of Hugging Face's tokenizers ({str(e)[:200]})") from e
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def recorded(run: dict) -> Vocabulary | None:
@@ -68,13 +115,11 @@ def recorded(run: dict) -> Vocabulary | None:
     if not values:
         return None
     try:
-        vocabulary = Vocabulary(values["kind"], values["content"], values["end_of_text"])
-        are_ids = all(isinstance(t, str) and isinstance(i, int) and i >= 0 for t, i in vocabulary.ids.items())
-        if not (are_ids and isinstance(values["end_of_text"], str)):
-            raise TypeError("it does not consist of text with an id each")
+        # a table is what was recorded until November 2026
+        is_table = values["kind"] == "table"
+        return of_characters(values["content"]) if is_table else Vocabulary(**values)
     except Exception as e:  # a checkpoint that somebody else has written may contain anything
         raise ValueError(f"the vocabulary that the checkpoint records cannot be read: {e!r:.100}") from e
-    return vocabulary
 
 
 def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
@@ -102,104 +147,48 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 
 def vocabulary_of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
-    Find the vocabulary of the data set in `folder` with this metadata, in order of precedence. None if
-    nothing says what the ids mean.
-
-    Raises:
-        ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
-    """
-    return (
-        declared_vocabulary(meta, folder)
-        or tokenizer_in(folder)
-        or table_in(meta)
-        or unread_tokenizer(folder)
-    )
-
-
-def declared_vocabulary(meta: dict, folder: Path) -> Vocabulary | None:
-    """
-    The vocabulary that `tokenizer` in the meta.json names: char, tokenizer.json, or an encoding of tiktoken.
+    Find the vocabulary of the data set in `folder` with this metadata: what meta.json names, a
+    tokenizer.json, the tables of meta.pkl. None if nothing says what the ids mean. Raises ValueError if a
+    file cannot be read.
     """
     name = meta.get("tokenizer")
-    if name is None:
-        return None
-    if name == "tokenizer.json":
-        missing = Vocabulary("unknown", f"they belong to a tokenizer.json, but {folder} contains none")
-        return tokenizer_in(folder) or missing
-    if name != "char":
+    if name not in (None, "char", "tokenizer.json"):
         return Vocabulary("tiktoken", name)
-    table = table_in(meta)
-    if not table:
-        return Vocabulary("unknown", "they are characters, but there is no meta.pkl with a table of them")
-    recorded_size = meta.get("tokenizer_size", table.size)
-    if table.size not in (None, recorded_size):
-        problem = f"{folder / 'meta.pkl'} contains {table.size} tokens, but meta.json says {recorded_size}"
-        raise ValueError(f"{problem}: they come from different prepare.py runs; run it again")
-    return table
+    found = table_in(meta) if name == "char" else tokenizer_in(folder) or table_in(meta)
+    if name and not found:
+        missing = "meta.pkl with a table of characters" if name == "char" else name
+        return Vocabulary("unknown", f"{folder} lacks the {missing} that its meta.json names")
+    return found
 
 
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     """
     Read the tokenizer.json in a folder, and which token ends a document; None without this file. UNTRAINED is
-    left out. A table that export.py has written becomes a table again, since its next export needs UNTRAINED
-    again.
+    left out: the next export adds it again.
 
     Raises:
         ValueError: the file cannot be read.
     """
-    folder = Path(folder)
-    path = folder / "tokenizer.json"
+    path = Path(folder) / "tokenizer.json"
     if not path.exists():
         return None
     try:
-        original = read_utf8(path)
-        text = without_untrained(original)
-        tokens = ids_in_json(text)
-        is_table = UNTRAINED in ids_in_json(original) and is_of_table(text)
+        text = read_utf8(path)
+        if UNTRAINED in text:
+            content = parse_json(text)
+            added = content["added_tokens"]
+            content["added_tokens"] = [token for token in added if token["content"] != UNTRAINED]
+            if content["model"].get("unk_token") == UNTRAINED:
+                content["model"]["vocab"].pop(UNTRAINED, None)
+            text = json.dumps(content)
+        vocabulary = Vocabulary("tokenizer.json", text)
+        config = path.with_name("tokenizer_config.json")
+        end_of_text = parse_json(read_utf8(config)).get("eos_token") if config.exists() else None
+        if isinstance(end_of_text, dict):
+            end_of_text = end_of_text.get("content")
+        return replace(vocabulary, end_of_text=end_of_text) if end_of_text in vocabulary.ids else vocabulary
     except Exception as e:  # a file of any other form raises nearly anything
-        reason = " ".join(str(e).split())[:200]
-        raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or reason}") from e
-    end_of_text = end_of_text_in(folder, tokens)
-    return Vocabulary(*(("table", tokens) if is_table else ("tokenizer.json", text)), end_of_text)
-
-
-def without_untrained(text: str) -> str:
-    """The text of a tokenizer.json without the token UNTRAINED. Raises an exception of any type."""
-    if UNTRAINED not in text:
-        return text
-    content = parse_json(text)
-    added = content.get("added_tokens") or []
-    content["added_tokens"] = [token for token in added if token["content"] != UNTRAINED]
-    if isinstance(vocab := content["model"]["vocab"], dict):
-        vocab.pop(UNTRAINED, None)
-    return json.dumps(content, ensure_ascii=False)
-
-
-def is_of_table(text: str) -> bool:
-    """Whether tokenizer.of_table has written the text of a tokenizer.json, with one token for each id."""
-    content = parse_json(text)
-    return content["model"].get("unk_token") == UNTRAINED and not content.get("normalizer")
-
-
-def ids_in_json(text: str) -> dict[str, int]:
-    """{token: id} of a tokenizer.json. Raises an exception of any type if the text is something else."""
-    content = parse_json(text)
-    if not isinstance(content, dict) or "vocab" not in (content.get("model") or {}):
-        raise ValueError("it is not in the format of Hugging Face's tokenizers")
-    vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: a token and a score for each id
-        vocab = {token: i for i, (token, _) in enumerate(vocab)}
-    return vocab | {added["content"]: added["id"] for added in content.get("added_tokens") or []}
-
-
-def end_of_text_in(folder: Path, tokens: dict[str, int]) -> str:
-    """The token that ends a document according to a folder's tokenizer_config.json, or <|endoftext|>."""
-    with suppress(OSError, ValueError, AttributeError):
-        token = parse_json(read_utf8(folder / "tokenizer_config.json")).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in tokens:
-            return token
-    return END_OF_TEXT
+        raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or e}") from e
 
 
 def table_in(meta: dict) -> Vocabulary | None:
@@ -207,51 +196,12 @@ def table_in(meta: dict) -> Vocabulary | None:
     The vocabulary in nanoGPT's tables: text is encoded by stoi, ids are decoded by itos, a dict or a list.
     One of them suffices; None if there is neither.
     """
-    if "stoi" not in meta and "itos" not in meta:
+    stoi, itos = meta.get("stoi"), meta.get("itos")
+    if stoi is None and itos is None:
         return None
-    stoi, itos = meta.get("stoi", {}), meta.get("itos", {})
-    texts = dict(enumerate(itos)) if isinstance(itos, list | tuple) else itos
-    if not isinstance(stoi, dict) or not isinstance(texts, dict):
-        return Vocabulary("unknown", "stoi and itos in the metadata are not tables")
-    pairs = [(token, i) for i, token in texts.items()] + list(stoi.items())
-    if not pairs or not all(isinstance(token, str) and isinstance(i, int) and i >= 0 for token, i in pairs):
-        return Vocabulary("unknown", "stoi and itos in the metadata do not contain text with an id each")
-    table = Vocabulary("table", dict(pairs))
-    if any(table.tokens.get(i) != token for i, token in texts.items()):
-        return Vocabulary("unknown", "stoi and itos in the metadata contradict each other")
+    try:
+        texts = dict(enumerate(itos)) if isinstance(itos, list | tuple) else dict(itos or {})
+        table = of_characters({token: i for i, token in texts.items()} | dict(stoi or {}))
+    except (TypeError, ValueError) as e:
+        return Vocabulary("unknown", f"stoi and itos in the metadata are not tables: {e}")
     return table
-
-
-def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
-    """
-    An unknown vocabulary if a folder contains a tokenizer in a form that is not read: then the ids are
-    probably not GPT-2's. None without such a file.
-    """
-    names = sorted(path.name for pattern in UNREAD for path in Path(folder).glob(pattern))
-    if not names:
-        return None
-    return Vocabulary(
-        "unknown",
-        f"{folder} contains {names[0]}, but only a tokenizer.json is read: "
-        f"{how_to_write_json(Path(folder))}. If the ids of a data set are GPT-2's all the same, write "
-        '{"tokenizer": "gpt2"} to its meta.json',
-    )
-
-
-def how_to_write_json(folder: Path) -> str:
-    """
-    How to make a tokenizer.json from a tokenizer of another form in a folder. Without a configuration,
-    transformers' choice of a class may give other ids.
-    """
-    name = ""
-    if any((folder / config).exists() for config in ("tokenizer_config.json", "config.json")):
-        name = "AutoTokenizer"
-    elif all((folder / file).exists() for file in ("vocab.json", "merges.txt")):
-        name = "GPT2Tokenizer"
-    if name:
-        place = repr(str(folder))
-        return f"write it with transformers' {name}.from_pretrained({place}).save_pretrained({place})"
-    return (
-        "copy the tokenizer_config.json of its model to this folder and write it with transformers' "
-        "AutoTokenizer, or write the ids with the package sentencepiece, as data/README.md shows"
-    )

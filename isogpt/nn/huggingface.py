@@ -93,7 +93,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # otherwise transformers asks at the terminal whether to run a folder's Python files
 RUN_NO_CODE = {"trust_remote_code": False}
-OTHER_FORMS = "set --to=ckpt.pt or --to=shards"  # advice if a model cannot be exported
+OTHER_FORMS = "set --to=ckpt.pt"  # advice if a model cannot be exported
 # the rows of these weights are tokens
 ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
 FILE_SIZE = "5GB"  # largest file of weights: transformers transposes all weights of a file before it writes

@@ -87,7 +87,7 @@ class Launches:
         """Run train.py with these arguments. Returns its exit status and what it wrote to stderr."""
         env = dict(os.environ)
         if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
-            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ISOGPT_LAUNCH": str(next(self.numbers))}
         command = [sys.executable, str(self.train_py), *arguments]
         stdout = None if show else subprocess.DEVNULL
         run = subprocess.run(
