@@ -33,8 +33,7 @@ from isogpt.common import console
 from isogpt.common.files import write_whole
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.launch.network import own_cores
-from isogpt.launch.process_group import connect_store
+from isogpt.launch.network import connect_store, own_cores
 from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives

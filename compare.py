@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-from configurator import configure, fail, separate, settings_of
+from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.common import console
 from isogpt.lab import pictures, table
 from isogpt.lab.comparison import compare, sweep_commands
@@ -31,8 +31,9 @@ json = False  # print everything as JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 # 1. the settings, and the runs
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this script without a traceback
-folders, options = separate(sys.argv[1:], settings_of(__file__))
-configure(globals(), options, words="FOLDER ...")
+arguments = with_equals_signs(sys.argv[1:], settings_of(__file__))
+folders = [argument for argument in arguments if not argument.startswith("-")]
+configure(globals(), [option for option in arguments if option not in folders], words="FOLDER ...")
 train_settings = settings_of(Path(__file__).with_name("train.py"))
 defaults = {name: setting.default for name, setting in train_settings.items()}
 try:

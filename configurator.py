@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import sys
-import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -28,50 +27,32 @@ from isogpt.options.suggestions import nearest
 from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
 
 SECTION = re.compile(r"# -- (.+?) -+")
-CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
-NOT_PYTHON = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
+SETTING = re.compile(r"([A-Za-z]\w*) = (.+?)(?:\s+#\s*(.*))?")
 CONFIGS = "[config/FILE.py ...]"  # in --help: what a command line contains besides settings
 # modules that nanoGPT's scripts have imported when they run a config
 VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
-    """
-    Return the settings of the script at `path`, in order. They are parsed from the source; the script is not
-    run.
-    """
-    source = Path(path).read_text(encoding="utf-8")
-    assignments = {node.lineno: node for node in ast.parse(source).body if isinstance(node, ast.Assign)}
-    lines = source.split("\n")
+    """Return the settings of the script at `path`, in order. They are read from the source, line by line."""
     settings, section, is_rare = {}, "", False
-    for row, line in enumerate(lines, 1):
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
         if heading := SECTION.fullmatch(line):
             section = heading[1]
-        elif line.startswith("# =="):
-            is_rare = True
         elif section and line.startswith("# ----"):
             break
-        elif section and row in assignments:
-            node = assignments[row]
-            if not all(isinstance(part, CONSTANT) for part in ast.walk(node.value)):
-                continue  # computed from other values, or a list
-            name = ast.unparse(node.targets[0])
-            value = eval(ast.unparse(node.value))
-            comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-            if type(value) in WANTED and not name.startswith("_"):
-                meaning, values = ranges.split_comment(comment.lstrip("# "))
-                settings[name] = Setting(name, value, meaning, section, is_rare, values)
+        elif line.startswith("# =="):
+            is_rare = True
+        elif section and (match := SETTING.fullmatch(line)):
+            name, text, comment = match.groups("")
+            try:
+                value = eval(text, {"__builtins__": {}})  # perhaps 5 * 8
+            except Exception:  # computed from other values
+                continue
+            if type(value) in WANTED:
+                meaning, allowed = ranges.split_comment(comment)
+                settings[name] = Setting(name, value, meaning, section, is_rare, allowed)
     return settings
-
-
-def separate(argv: list[str], settings: dict[str, Setting]) -> tuple[list[str], list[str]]:
-    """
-    Divide a command line into its words and its options, as --key=value, for a script whose words are not
-    configs: `configure` gets the options.
-    """
-    arguments = with_equals_signs(argv, settings)
-    options = [argument for argument in arguments if argument.startswith("--") or argument == "-h"]
-    return [argument for argument in arguments if argument not in options], options
 
 
 def configure(
@@ -106,7 +87,7 @@ def configure(
     arguments = with_equals_signs(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
-    values = {name: script_globals.get(name, setting.default) for name, setting in settings.items()}
+    values = {name: setting.default for name, setting in settings.items()}
     final, problems = apply_arguments(arguments, values, script_globals, known)
     if problems:
         fail("\n".join(problems))
@@ -125,18 +106,16 @@ def apply_arguments(
         known: all settings, to which arguments assign.
     """
     script, final, problems = script_globals["__file__"], dict(values), []
+    defaults = {name: setting.default for name, setting in known.items()}
     for argument in arguments:
         try:
-            if argument.startswith("--"):
+            if argument.startswith("-") or "=" in argument:
                 final |= _read_option(argument, known)
             else:
-                path = _find_config(argument, script, known)
-                defaults = {name: setting.default for name, setting in known.items()}
-                visible = VISIBLE | script_globals | defaults | final
-                final |= _run_config(argument, path, visible, known)
+                path = str(_find_config(argument, script))
+                final |= _run_config(argument, path, VISIBLE | script_globals | defaults | final, known)
         except ValueError as e:
-            problems += str(e).splitlines()
-    problems = [f"{os.path.basename(script)}: {problem}" for problem in problems]
+            problems += [f"{os.path.basename(script)}: {problem}" for problem in str(e).splitlines()]
     return final, problems + ranges.problems(known, final)
 
 
@@ -163,20 +142,17 @@ def help_text(
     lines = [f"usage: python {os.path.basename(script)} {words} [--key=value ...]"]
     lines += ["Arguments apply from left to right; later values override earlier ones."]
     lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
-    lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)
+    lines += [docstring.partition("\n\n")[0]]
     shown = [setting for setting in settings.values() if with_rare or not setting.is_rare]
-    options = {setting.name: f"  --{setting.name}={as_typed(setting.default)}  " for setting in shown}
+    options = {setting: f"  --{setting.name}={as_typed(setting.default)}  " for setting in shown}
     # a long default must not shift every description
-    indent = min(50, max(map(len, options.values()), default=0))
-    wrapper = textwrap.TextWrapper(
-        120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
+    width = min(50, max(map(len, options.values()), default=0))
     for section in dict.fromkeys(setting.section for setting in shown):
         lines += ["", f"{section}:"]
-        for setting in shown:
+        for setting, option in options.items():
             if setting.section == section:
                 allowed = f" [{setting.range}]" if setting.range else ""
-                lines += wrapper.wrap(options[setting.name].ljust(indent) + setting.meaning + allowed)
+                lines.append(f"{option:{width}}{setting.meaning}{allowed}".rstrip())
     if len(shown) < len(settings):
         lines += ["", f"--help=all also prints the {len(settings) - len(shown)} settings that few runs need."]
     return "\n".join(lines)
@@ -201,11 +177,14 @@ def with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> lis
 
 def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
     """Return the setting that `argument`, --key=value, sets. Raise ValueError about a mistake."""
-    name, equals, text = argument[2:].partition("=")
+    typed, equals, text = argument.partition("=")
+    name = typed.removeprefix("--")
     if name in ("local_rank", "local-rank") and name not in known:  # added by launchers
         return {}
-    if name not in known:
-        raise ValueError(f"command line: --{name}: no such setting{_did_you_mean(name, known)}")
+    if name not in known or name == typed:  # also -seed=1 and seed=1
+        meant = nearest(name.lstrip("-"), known)
+        advice = f"; did you mean --{meant}?" if meant else ""
+        raise ValueError(f"command line: {typed}: no such setting{advice}")
     if not equals:
         raise ValueError(f"command line: --{name}: missing value; type --{name}=VALUE")
     try:
@@ -214,37 +193,21 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
         raise ValueError(f"command line: --{name}={text!r}: not {WANTED[known[name].kind]}") from e
 
 
-def _did_you_mean(name: str, known: dict[str, Setting]) -> str:
-    """The end of a sentence about an option that does not exist."""
-    meant = nearest(name, known)
-    return f"; did you mean --{meant}?" if meant else ""
-
-
-def _find_config(config: str, script: str, known: dict[str, Setting]) -> str:
+def _find_config(config: str, script: str) -> Path:
     """
     Return the full path of a config, which is relative to the working directory or to the script's. Raise
     ValueError if there is none.
     """
-    if config.lower().endswith(NOT_PYTHON):
-        raise ValueError(
-            f"{config}: a config is a Python file with lines such as seed = 1; docs/migrating.md lists what "
-            "other tools' settings are called here"
-        )
-    folders = list(dict.fromkeys((os.getcwd(), os.path.dirname(os.path.abspath(script)))))
+    if config.lower().endswith((".yaml", ".yml", ".json", ".toml")):
+        raise ValueError(f"{config}: a config is a Python file of lines such as seed = 1 (docs/migrating.md)")
+    folders = [Path.cwd(), Path(script).absolute().parent]
     for folder in folders:
-        path = os.path.abspath(os.path.join(folder, config))
-        if os.path.isfile(path):
-            return path
-    name, equals, _ = config.lstrip("-").partition("=")
-    if equals or config.startswith("-"):  # -seed=1, seed=1
-        raise ValueError(f"command line: {config}: no such setting{_did_you_mean(name, known)}")
-    configs = [
-        str(file.relative_to(folder)) for folder in folders for file in Path(folder).glob("config/*.py")
-    ]
+        if (folder / config).is_file():
+            return folder / config
+    configs = [str(path.relative_to(folder)) for folder in folders for path in folder.glob("config/*.py")]
     similar = difflib.get_close_matches(config, configs, 1)
     meant = f"; did you mean {similar[0]}?" if similar else ""
-    places = " and ".join(os.path.join(folder, config) for folder in folders)
-    raise ValueError(f"{config}: no such config file; looked for {places}{meant}")
+    raise ValueError(f"{config}: no such config file{meant}")
 
 
 def _run_config(
@@ -257,21 +220,21 @@ def _run_config(
     """
     namespace = visible | {"__file__": path}  # a copy: only settings reach the script
     try:
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read(), path)
-    except Exception as error:
-        raise ValueError(f"{config}{_about_exception(error, path)}") from error
-    _check_annotations(config, tree, known)
-    try:
+        tree = ast.parse(Path(path).read_bytes(), path)
         exec(compile(tree, path, "exec"), namespace)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{config}{_about_exception(error, path)}") from error
+    except (Exception, SystemExit) as e:
+        rows = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+        place = f", line {rows[-1]}" if rows else ""
+        raise ValueError(f"{config}{place}: {type(e).__name__}: {' '.join(str(e).split())}") from e
 
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     _note_unused(config, {name: namespace.get(name) for name in assigned - read - known.keys()}, known)
     values, problems = {}, []
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            problems.append(f"{config}: {ast.unparse(node)} sets nothing: type = for the colon")
     for name, setting in known.items():
         value = namespace.get(name)
         if name in assigned or value is not visible[name]:  # the latter by import *, or globals()[name]
@@ -282,21 +245,6 @@ def _run_config(
     if problems:
         raise ValueError("\n".join(problems))
     return values
-
-
-def _check_annotations(config: str, tree: ast.Module, known: dict[str, Setting]) -> None:
-    """Raise ValueError about lines such as `seed: 1`, as in YAML: in Python, they assign nothing."""
-    bare = [node for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is None]
-    declared = {id(node.target) for node in bare}
-    stores = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    names = {node.id for node in stores if id(node) not in declared}
-    problems = [
-        f"{config}, line {node.lineno}: {ast.unparse(node)} sets nothing: type = instead of the colon"
-        for node in bare
-        if isinstance(node.target, ast.Name) and node.target.id in known and node.target.id not in names
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting]) -> None:
@@ -310,18 +258,7 @@ def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting])
     for name, value in sorted(unused.items()):
         meant = nearest(name, known)
         if meant and isinstance(value, Value) and not name.startswith("_"):
-            note = f"note: {config}: {name} is not used: no such setting; did you mean {meant}?"
-            console.print_to_stderr(note)
-
-
-def _about_exception(error: BaseException, path: str) -> str:
-    """The line of the config at `path` that raised an exception, and the exception, in one line."""
-    rows = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    text = str(error)
-    if isinstance(error, SyntaxError) and error.filename == path:
-        rows, text = [error.lineno], error.msg
-    line = f", line {rows[-1]}" if rows else ""
-    return f"{line}: {type(error).__name__}: {' '.join(text.split())}"
+            console.print_to_stderr(f"note: {config}: {name} is not used; did you mean {meant}?")
 
 
 def _is_rank_0() -> bool:

@@ -230,7 +230,7 @@ def operators(device: torch.device) -> Iterator[Line]:
 
 def memory_use(device: torch.device, run: Path) -> Iterator[Line]:
     """The memory that memory.py estimates for a run of train.py, and what the run measured."""
-    records = read_records(run / "metrics.jsonl")
+    records = list(read_records(run / "metrics.jsonl"))
     start = next(r for r in records if r.get("event") == "start")
     measured = max(r["memory_gb_max"] for r in records if "step_ms" in r)
     c = start["config"]

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from isogpt.checkpoint import manifest, sharded_files
+from isogpt.checkpoint import manifest, search, sharded_files
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
@@ -56,7 +56,7 @@ from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
 from isogpt.launch import network
 from isogpt.launch.launchers import Launch
-from isogpt.launch.machines import Place, Process, find_place
+from isogpt.launch.machines import Process
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets, shard
 from isogpt.parallel.local_parts import LocalPart, local
@@ -234,20 +234,19 @@ def gloo(sizes: Sequence[int] = (64, 256)) -> list[Cost]:
 # -- store: a start: what ranks ask of the store to know each other (requests, bytes)
 
 
-def start_rank(rank: int, stores: list[RankStore]) -> Place:
-    """Meet the other ranks, and find this rank's place, as process_group.connect_ranks does."""
+def start_rank(rank: int, stores: list[RankStore]) -> dict:
+    """Meet the other ranks, as network.join does."""
     size, machine = len(stores), rank // 8
-    start = network.meet(stores[rank], rank, size, timeout_s=600.0)
     process = Process(
         f"node-{machine}.cluster.example.org",
         f"{uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))} net:[4026531840]",
-        "0-95,192-287",
-        8,
-        f"node-{machine} {machine} run 7 {12345678 + machine}",
-        f"NVIDIA H100 80GB HBM3 GPU-{uuid.uuid4()}",
-        "10.77.0.1",
+        cores=2**96 - 1,
+        local_size=8,
+        agent=f"node-{machine} {machine} {12345678 + machine}",
+        gpu=f"NVIDIA H100 80GB HBM3 GPU-{uuid.uuid4()}",
+        master="10.77.0.1",
     )
-    return find_place(torch.distributed.PrefixStore(start, stores[rank]), rank, size, process)
+    return network.meet(stores[rank], rank, size, process, timeout_s=600.0)
 
 
 def store(sizes: Sequence[int] = (256, 1024)) -> list[Cost]:
@@ -256,10 +255,9 @@ def store(sizes: Sequence[int] = (256, 1024)) -> list[Cost]:
     for size in sizes:
         shared = torch.distributed.HashStore()
         stores = [RankStore(shared) for _ in range(size)]
-        # threads may take longer than ranks do, and rank 0 would ask for each that is missing
-        with patch.object(network, "WAITING_S", math.inf):
-            places = on_each_rank(partial(start_rank, stores=stores), size)
-        assert [place.rank for place in places] == [*range(size)]
+        with patch.object(network, "WAITING_S", math.inf):  # threads may take longer than ranks do
+            others = on_each_rank(partial(start_rank, stores=stores), size)
+        assert all(other["machines"] == [rank // 8 for rank in range(size)] for other in others)
         costs += asked(size, stores)
     return costs
 
@@ -351,10 +349,15 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
 
     with counting(saved):
         on_ranks(count, save)
-    with counting(resumed):
+    with counting(resumed), patch.object(search, "do_together", run_here):
         found = on_ranks(count, lambda rank: find_checkpoint(str(links[rank])))
     assert all(isinstance(stored, StoredCheckpoint) and not reports for stored, reports in found)
     return saved, resumed
+
+
+def run_here(work: Callable[..., Result], *arguments: object, **_: object) -> Result:
+    """Takes the place of do_together, in whose threads there is no group of `on_ranks`."""
+    return work(*arguments)
 
 
 @contextmanager
@@ -859,7 +862,7 @@ def loop_memory(steps: int = 3000, evaluations: int = 150, warm_up: int = 1000) 
         command = [sys.executable, str(ROOT / "train.py"), *TINY, "--compile=False", *settings]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=one_thread)
-        records = read_records(Path(folder) / "out/metrics.jsonl")
+        records = list(read_records(Path(folder) / "out/metrics.jsonl"))
     memory = {r["iter"]: r["memory_gb"] * 1e9 for r in records if "step_ms" in r}
     # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
     rises = [memory[step + 100] - memory[step] for step in range(warm_up, steps, 100)]

@@ -23,8 +23,6 @@ import torch
 from runs import REPO, TINY, script, tiny_data, wait_for
 from test_launchers import FORKED
 
-from isogpt.checkpoint.manifest import damage, step_folders
-
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
@@ -61,13 +59,6 @@ def bare(folder, state):
     shutil.rmtree(folder / "out")
     (folder / "out").mkdir()
     torch.save(state, folder / "out" / "ckpt.pt")
-
-
-def state_of(folder, **changes):
-    """The run's state with changes; names of model_args apply to those."""
-    state = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
-    args = {k: changes.pop(k, v) for k, v in state["model_args"].items()}
-    return {**state, "model_args": args, **changes}
 
 
 def write(folder, name, content):
@@ -115,15 +106,6 @@ CASES = {
         BOTH,
         lines=3,
     ),
-    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"]),
-    "replicate-3": Case(
-        ["--zero=3", "--dp_replicate=3"],
-        ["divided into dp_replicate 3: start 3 processes, or lower a degree"],
-        BOTH,
-    ),
-    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
-    "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
-    "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full", "every:K"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
@@ -136,12 +118,6 @@ CASES = {
     ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
-    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"]),
-    "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
-    "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
-    "init-no-weights": Case(
-        ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
-    ),
     "gpt2-offline": Case(
         ["--init_from=gpt2"],
         ["cannot load 'gpt2'", "hf download gpt2 config.json", "--init_from=hf-gpt2"],
@@ -157,49 +133,26 @@ CASES = {
     "longer": Case(
         [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
     ),
-    "ids-over-weights": Case(
-        [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data("val.bin", beyond)
-    ),
     "flipped": Case(
         RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
     ),
-    "flipped-json": Case(
-        RESUME, [*DAMAGED, "json"], ONE, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
-    ),
     "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
-    "bare-args": Case(
-        RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None
-    ),
-    "bare-shape": Case(
-        RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))
-    ),
     "no-step": Case(
         [*RESUME, "--resume_step=5"],
-        ["no step 5 to resume from in out, which contains 6, 3", "--out_dir="],
+        ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
         BOTH,
-    ),
-    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"]),
-    "init-damaged-run": Case(
-        ["--init_from=out", "--out_dir=new"],
-        ["no valid checkpoint in out", "step_00000006 is damaged"],
-        ONE,
-        lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000),
     ),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
-    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"]),
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # launchers
-    "rank-only": Case([], ["RANK is set", "WORLD_SIZE", "torchrun"], env={"RANK": "0"}),
-    "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
     "port-taken": Case(
         [], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}
     ),
     # sample.py
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
-    "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
     "s-damaged": Case(
         [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
     ),
@@ -310,75 +263,18 @@ def files_at(out, step, block_size=16):
     return found
 
 
-def save_as_nanogpt(out, step, shift=0.0):
-    """Save as nanoGPT does: write <out_dir>/ckpt.pt, through it if it is a link, in nanoGPT's form."""
-    state = torch.load(out / "ckpt.pt", weights_only=True)
-    state = {k: v for k, v in state.items() if k != "isogpt"} | {"iter_num": step}
-    state["model"]["transformer.ln_f.weight"] += shift
-    with open(out / "ckpt.pt", "wb") as file:
-        torch.save(state, file)
-
-
 def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, place):
     """
     In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
     """
-    bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
+    state = torch.load(place / "out/ckpt.pt", weights_only=True)
+    bare(place, {k: v for k, v in state.items() if k != "isogpt"})
     zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
     assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
 
 
-@pytest.mark.parametrize("step, checkpoints", [(8, 2), (6, 1), (4, 2)])
-def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoints):
-    """
-    nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier
-    one (it started from scratch). What it wrote is valid and newer than all of our checkpoints.
-    """
-    if checkpoints == 1:
-        only_checkpoint(place)
-    save_as_nanogpt(place / "out", step)
-    run = zygote.train([*TINIER, *RESUME], place)
-    assert f"iter {step}: loss" in run.text() and f"iter {step - 1}: loss" not in run.text()
-    assert run.text().count("Traceback") == 0
-
-
-def test_resume_skips_a_bare_file_that_would_run_code(zygote, place):
-    """ckpt.pt is a separate file next to valid checkpoints."""
-    (place / "out/ckpt.pt").unlink()
-    torch.save({"model": Evil()}, place / "out/ckpt.pt")
-    run = zygote.train([*TINIER, *RESUME], place)
-    assert "step_00000006/ckpt.pt, step 6" in run.text() and "out/ckpt.pt" in run.text()
-    assert not (place / "PWNED").exists()
-
-
-def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
-    flip(place / "out/step_00000006/ckpt.pt", 5000)
-    zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
-    good = [folder.name for folder in step_folders(place / "out") if not damage(folder)]
-    assert good == ["step_00000008", "step_00000005"]
-
-
-def test_the_final_checkpoint_of_a_run_that_took_no_step_is_waited_for(zygote, place):
-    """All steps are skipped, and the checkpoint of the state after them fails: this run has failed too."""
-    script = (
-        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
-        f"runpy.run_path({str(REPO / 'tests' / 'faulty_train.py')!r}, run_name='__main__')"
-    )
-    write(place, "limited.py", script)
-    env = {"FAULTS": json.dumps({"NAN": [[step, 0] for step in range(10)]})}
-    args = [*TINY, *TINIER, *RESUME, "--on_nan=skip"]
-    run = zygote.start(args, place, script="limited.py", repo=place, env=env).wait(ok=False)
-    assert "iter 6: loss" not in run.text() and "iter 9: loss" not in run.text()
-    assert run.text().count("a checkpoint failed") == 1 and "Traceback" not in run.text()
-    assert run.text().count("the final checkpoint could not be written") == 1 and run.codes == [1]
-
-
-@pytest.mark.parametrize("where, nproc", [("evaluation", 1), ("step", 2)])
-def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place, where, nproc):
-    """
-    Only samples of a large file are checked. The rank that reads such an id reports it once, and all ranks
-    exit.
-    """
+def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):
+    """Only samples of a large file are checked. The rank that reads such an id reports it, and all exit."""
     n = 2**26 + 10000
     tokens = np.memmap(place / "data/tiny/train.bin", dtype=np.uint16, mode="w+", shape=(n,))
     starts = np.linspace(0, n - 4096, 1000).astype(np.int64)
@@ -386,12 +282,10 @@ def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place, 
         tokens[starts[i] + 4096 : starts[i + 1]] = 70
     tokens.flush()
     del tokens
-    more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200"]
-    more = more if where == "step" else ["--eval_iters=100"]
-    run = zygote.train([*TINIER, *more, "--out_dir=new"], place, nproc, ok=False)
-    assert ("step 0:" in run.text()) == (where == "step"), "the id was found elsewhere"
+    more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200", "--out_dir=new"]
+    run = zygote.train([*TINIER, *more], place, 2, ok=False)
     (place / "data/tiny/train.bin").unlink()  # 134 MB
-    assert 0 not in run.codes
+    assert "step 0:" in run.text() and 0 not in run.codes
     assert run.text().count("holds token id 70") == 1 and "Traceback" not in run.text()
 
 

@@ -1,18 +1,16 @@
 """configurator.py: which globals are settings, and how config files and command-line options change them."""
 
-import json
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runs import REPO, accepted
 
 from configurator import configure, help_text, settings_of
-from isogpt.options.suggestions import OTHER_NAMES, nearest
+from isogpt.options.suggestions import OTHER_NAMES
 from isogpt.options.values import Setting
 
 HEAD = '''"""
@@ -36,17 +34,14 @@ start = "\\n"  # the prompt, or FILE: and the name of a file
 _private = 3  # no setting
 computed = math.pi  # no setting
 listed = [1]  # no setting
-nothing = None  # no setting
 batch_size = 12 # sequences of a micro-batch
 accumulation = 5 * 8
 # == rarely set ==============================================================================================
 # -- optimizer and its learning rate, in a long heading ------------------------------------------------------
 learning_rate = 6e-4  # the largest
-max_iters = (
-    600000
-)  # steps [>= 0, fractions]
+max_iters = 600000  # steps [>= 0, fractions]
 top_k = -1  # how many; none where negative
-weight_decay = 0.1  # #-1 in front
+weight_decay = 0.1  # -1 in front
 '''
 TAIL = """# --------------------------------------------------------------------------------------------------
 config = configure(globals())
@@ -67,15 +62,9 @@ DEFAULTS = {
 }
 
 
-def sleep_on(monkeypatch, sleep):
-    # Not time.sleep itself: subprocess.run waits with it.
-    monkeypatch.setattr("configurator.time", SimpleNamespace(sleep=sleep))
-
-
 @pytest.fixture(autouse=True)
 def rank_0(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    sleep_on(monkeypatch, lambda seconds: pytest.fail("rank 0 waits for nobody"))
 
 
 @pytest.fixture
@@ -130,8 +119,7 @@ def problem(capsys, script, *argv, extra=None):
 def test_settings_are_the_constants_between_the_first_section_and_the_line_of_dashes(script):
     script.write_text("import no_such_module\nraise SystemExit\n" + HEAD + TAIL)  # the script is not run
     settings = settings_of(script)
-    found = [(name, setting.default, setting.kind) for name, setting in settings.items()]
-    assert found == [(name, value, type(value)) for name, value in DEFAULTS.items()]
+    assert {name: setting.default for name, setting in settings.items()} == DEFAULTS
     assert settings["seed"] == Setting("seed", 1337, "data order, initial weights", "run")
     assert settings["batch_size"].meaning == "sequences of a micro-batch"
     assert settings["accumulation"] == Setting("accumulation", 40, "", "data")  # as a user may add one
@@ -143,100 +131,56 @@ def test_settings_are_the_constants_between_the_first_section_and_the_line_of_da
 # -- the command line
 
 
-def test_values_are_set_in_the_globals_and_returned(script):
-    script_globals = started(script)
-    config = configure(script_globals, ["--seed=7", "--device=cpu"])
-    assert config == DEFAULTS | {"seed": 7, "device": "cpu"} and list(config) == list(DEFAULTS)
-    assert {name: script_globals[name] for name in DEFAULTS} == config
-    assert run(script) == DEFAULTS
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        *((f"--eval_only={text}", True) for text in ("true", "True", "1", "YES")),
-        *((f"--eval_only={text}", False) for text in ("false", "0", "no")),
-        ("--seed=1_000", 1000),
-        ("--seed=0x10", 16),
-        ("--seed=1e4", 10000),
-        ("--top_k=-5", -5),
-        ("--learning_rate=1", 1.0),
-        ("--learning_rate=-.5", -0.5),
-        ("--device=a=b", "a=b"),
-        ("--device=", ""),
-        ("--device=5", "5"),
-        ("--device=None", "None"),
-        ("--device='gpt2'", "gpt2"),
-        (r'--device="a\n"', "a\n"),
-        ("--device='yes' and 'no'", "'yes' and 'no'"),
-        ("--device='open", "'open"),
-    ],
-)
-def test_a_value_is_read_by_the_type_of_the_default(script, argument, value):
-    name = argument[2:].partition("=")[0]
-    config = run(script, argument)
-    assert config == DEFAULTS | {name: value}
-    assert type(config[name]) is type(DEFAULTS[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "wanted"),
-    [
-        ("eval_only", ("2", "", "maybe"), "True or False"),
-        ("seed", ("1.5", "True", "", "inf", "nan", "5*8", "x"), "a whole number"),
-        ("learning_rate", ("fast", "nan", "1e999", "1" + "0" * 400, "False"), "a finite number"),
-    ],
-)
-def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
-    for value in values:
-        line = problem(capsys, script, f"--{name}={value}")
-        assert line == f"command line: --{name}={value!r}: not {wanted}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
+        ("--seed=0x10 --eval_only=YES", {"seed": 16, "eval_only": True}),
+        ("--seed=1e4 --eval_only=0", {"seed": 10000}),
+        ("--learning_rate=1 --device=a=b", {"learning_rate": 1.0, "device": "a=b"}),
+        (r"""--device='"a\n"'""", {"device": "a\n"}),
+        (r"""--device="'yes' and 'no'" """, {"device": "'yes' and 'no'"}),
         ("--seed 7 --device cpu", {"seed": 7, "device": "cpu"}),
         ("--top_k -3 --learning_rate -.5", {"top_k": -3, "learning_rate": -0.5}),
-        ("--device 'a=b c'", {"device": "a=b c"}),
-        ("--device ''", {"device": ""}),
         ("--device c.py c.py", {"device": "c.py", "seed": 2}),
-        ("c.py --seed 7", {"seed": 7}),
-        ("--seed 7 c.py", {"seed": 2}),
         ("--eval_only --seed 7", {"eval_only": True, "seed": 7}),
-        ("--eval_only c.py", {"eval_only": True, "seed": 2}),
         ("--eval_only --eval_only No c.py", {"seed": 2}),
         ("--local_rank=1 --local-rank 0 --seed=7", {"seed": 7}),  # some launchers add the local rank
     ],
 )
-def test_a_key_without_an_equals_sign(script, arguments, values):
+def test_a_value_is_read_by_the_type_of_the_default(script, arguments, values):
     config_file("seed = 2")
-    assert run(script, *shlex.split(arguments)) == DEFAULTS | values
+    script_globals = started(script)
+    config = configure(script_globals, shlex.split(arguments))
+    assert config == DEFAULTS | values == {name: script_globals[name] for name in DEFAULTS}
+    assert all(type(config[name]) is type(DEFAULTS[name]) for name in DEFAULTS)
+
+
+def test_a_value_of_a_different_type_is_an_error(script, capsys):
+    assert problems(capsys, script, "--eval_only=2", "--seed=1.5", "--learning_rate=nan") == [
+        "command line: --eval_only='2': not True or False",
+        "command line: --seed='1.5': not a whole number",
+        "command line: --learning_rate='nan': not a finite number",
+    ]
 
 
 def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
     """The scripts pass it on to the processes that they launch."""
     config_file("seed = 2")
-    typed = ["--device", "a b", "--eval_only", "c.py", "--top_k=-1", "--eval_only", "no", "--local_rank", "0"]
+    typed = ["--device", "a b", "--eval_only", "c.py", "--eval_only", "no", "--local_rank", "0"]
     monkeypatch.setattr(sys, "argv", [str(script), *typed])
     assert configure(started(script)) == DEFAULTS | {"seed": 2, "device": "a b"}
-    rewritten = ["--device=a b", "--eval_only=True", "c.py", "--top_k=-1", "--eval_only=no", "--local_rank=0"]
-    assert sys.argv == [str(script), *rewritten]
-    run(script, "--seed", "3")
+    rewritten = ["--device=a b", "--eval_only=True", "c.py", "--eval_only=no", "--local_rank=0"]
     assert sys.argv == [str(script), *rewritten]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--seed", "--seed: missing value; type --seed=VALUE"),
         ("--device --eval_only", "--device: missing value; type --device=VALUE"),
         ("-seed", "-seed: no such setting; did you mean --seed?"),
-        ("'device=a b'", "device=a b: no such setting; did you mean --device?"),
-        ("\u2013max_iters=5", "\u2013max_iters=5: no such setting; did you mean --max_iters?"),  # a dash
-        ("-zzz", "-zzz: no such setting"),
+        ("'device=a b'", "device: no such setting; did you mean --device?"),
+        ("\u2013max_iters=5", "\u2013max_iters: no such setting; did you mean --max_iters?"),  # a dash
         ("--zzz 1", "--zzz: no such setting"),
-        ("---seed=5", "---seed: no such setting; did you mean --seed?"),
         ("--sede=5", "--sede: no such setting; did you mean --seed?"),  # two letters swapped
         ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
         ("--no-eval-only", "--no-eval-only: no such setting; did you mean --eval_only=False?"),
@@ -249,15 +193,10 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
 
 
 def test_the_names_of_other_tools():
-    """Each is the name of no setting, and leads to a setting of train.py or of sample.py."""
-    scripts = [settings_of(REPO / name) for name in ("train.py", "sample.py")]
-    names = [name for others in OTHER_NAMES.values() for name in others.split()]
-    assert len(set(names)) == len(names) <= 80
-    assert not any(set(names) & settings.keys() for settings in scripts)
-    for setting, others in OTHER_NAMES.items():
-        known = [settings for settings in scripts if setting in settings]
-        assert known and all(nearest(name, known[0]) == setting for name in others.split()), setting
-    assert nearest("warmup_steps", scripts[0]) == "warmup_iters" and nearest("zzz", scripts[0]) == ""
+    """At most fifteen that everyone types. Each is the name of no setting, and leads to one of train.py."""
+    settings = settings_of(REPO / "train.py")
+    assert len(OTHER_NAMES) <= 15 and not OTHER_NAMES.keys() & settings.keys()
+    assert set(OTHER_NAMES.values()) <= settings.keys()
 
 
 def test_train_accepts_each_row_of_the_table_of_names():
@@ -272,12 +211,9 @@ def test_train_accepts_each_row_of_the_table_of_names():
 
 def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("USERPROFILE", "/home/me")
     config_file("device = '~/data'")
-    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | {
-        "start": "/home/me/a~",
-        "device": "/home/me/data",
-    }
+    changed = {"start": "/home/me/a~", "device": "/home/me/data"}
+    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | changed
     assert run(script, "--start=x/~")["start"] == "x/~"
 
 
@@ -288,9 +224,7 @@ def test_arguments_apply_left_to_right(script):
     config_file("seed = seed * 2\ndevice = 'cpu'")
     config_file("seed = 3", "d.py")
     assert run(script, "--seed=1", "c.py", "c.py")["seed"] == 4
-    assert run(script, "c.py", "--seed=1")["seed"] == 1
     assert run(script, "c.py", "d.py") == DEFAULTS | {"seed": 3, "device": "cpu"}
-    assert run(script, "d.py", "c.py")["seed"] == 6
 
 
 def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(script):
@@ -300,40 +234,31 @@ def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(scr
     config_file("seed = 2", "config/x.py")
     assert run(script, "config/x.py")["seed"] == 2
     assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
-    assert run(script, config_file("seed = 6", "seed=5.py"))["seed"] == 6  # a file that looks like an option
 
 
-def test_a_missing_config_lists_both_places_and_a_near_name(script, capsys):
+def test_a_missing_config_and_a_near_name(script, capsys):
     (script.parent / "config" / "train_gpt2.py").touch()
-    for name in ("config/train_gpt.py", "train_gpt2.py"):
-        places = " and ".join(f"{folder}/{name}" for folder in (os.getcwd(), script.parent))
-        expected = f"{name}: no such config file; looked for {places}; did you mean config/train_gpt2.py?"
-        assert problem(capsys, script, name) == expected
+    line = problem(capsys, script, "config/train_gpt.py")
+    assert line == "config/train_gpt.py: no such config file; did you mean config/train_gpt2.py?"
     # a boolean's value is True or False; another word after it is a config
-    assert problem(capsys, script, "--eval_only", "maybe").startswith("maybe: no such config file")
+    assert problem(capsys, script, "--eval_only", "maybe") == "maybe: no such config file"
 
 
-@pytest.mark.parametrize("name", ["ds.json", "C.YML", "missing.ini"])
-def test_a_file_that_is_not_python_is_refused_in_one_line(script, capsys, name):
-    if name != "missing.ini":
-        Path(name).touch()
-    line = problem(capsys, script, name)
-    start, end = f"{name}: a config is a Python file with lines such as ", "; docs/migrating.md lists what "
-    assert line.startswith(start) and end in line and (REPO / "docs/migrating.md").is_file()
-    assert run(script, config_file(line.removeprefix(start).partition(end)[0])) == DEFAULTS | {"seed": 1}
+def test_a_config_is_a_python_file(script, capsys):
+    Path("C.YML").touch()
+    text = "a config is a Python file of lines such as seed = 1 (docs/migrating.md)"
+    assert problem(capsys, script, "C.YML") == f"C.YML: {text}"
+    config_file("seed: 9\nbatch_size: int = 3\n")
+    assert problem(capsys, script, "c.py") == "c.py: seed: 9 sets nothing: type = for the colon"
 
 
 def test_a_config_written_for_nanogpt(script):
     config_file(
-        "import time\n"
-        "from math import floor\n"
+        "import time\nfrom math import floor\n"
         "eval_only = True # override via the command line\n"
-        "device = 'x' + str(time.time())\n"
         "accumulation = 5 * 8 * 2\n"
         "max_iters = max_iters * 2\n"
-        "learning_rate = 1\n"
-        "gpus = 8\n"
-        "batch_size = 480 // gpus\n"
+        "gpus = 8\nbatch_size = 480 // gpus\n"
         "def half(value):\n    return value * 0.5\n"
         "weight_decay = half(weight_decay)\n"
         # without an import: nanoGPT's scripts have imported these
@@ -342,35 +267,18 @@ def test_a_config_written_for_nanogpt(script):
         "def size(): return len(pickle.dumps(time.time())) and 7\n"
         "top_k = size()\n"
     )
-    config = run(script, "c.py")
-    assert re.fullmatch(r"x\d+\.\d+", config["device"])
-    changed = {
-        "eval_only": True,
-        "accumulation": 80,
-        "max_iters": 1200000,
-        "learning_rate": 1.0,
-        "batch_size": 60,
-        "weight_decay": 0.05,
-        "start": f"b{sys.byteorder}",
-        "top_k": 7,
-        "seed": 5,
-    }
-    assert config == DEFAULTS | changed | {"device": config["device"]}
-
-
-def test_a_config_runs_in_a_copy_of_the_globals(script):
-    config_file("helper = 5\nbefore = 7\nseed = math.floor(2.5)\ndevice = __file__\nstart = __name__")
-    script_globals = started(script)
-    config = configure(script_globals, ["c.py"])
-    assert (config["seed"], config["device"], config["start"]) == (2, os.path.abspath("c.py"), "__main__")
-    assert script_globals["before"] == 1 and "helper" not in script_globals
+    changed = {"eval_only": True, "accumulation": 80, "max_iters": 1200000, "batch_size": 60, "top_k": 7}
+    changed |= {"weight_decay": 0.05, "start": f"b{sys.byteorder}", "seed": 5}
+    assert run(script, "c.py") == DEFAULTS | changed
 
 
 def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     config_file("seed = 5", "configurator_test_base.py")
-    config_file("from configurator_test_base import *\nglobals()['batch_size'] = 3")
-    assert run(script, "c.py") == DEFAULTS | {"seed": 5, "batch_size": 3}
+    config_file("from configurator_test_base import *\nbefore = 7\ndevice = __file__")
+    script_globals = started(script)
+    assert configure(script_globals, ["c.py"]) == DEFAULTS | {"seed": 5, "device": os.path.abspath("c.py")}
+    assert script_globals["before"] == 1  # only settings reach the script
 
 
 @pytest.mark.parametrize(
@@ -378,137 +286,76 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     [
         ("learning_rate", "2", 2.0),
         ("learning_rate", "np.float32(0.5)", 0.5),
-        ("learning_rate", "np.int64(3)", 3.0),
         ("seed", "1e4", 10000),
-        ("seed", "np.float64(4)", 4),
         ("eval_only", "1", True),
-        ("eval_only", "np.int64(0)", False),
-        ("device", "np.str_('cpu')", "cpu"),
         ("device", "__import__('pathlib').Path('a') / 'b'", "a/b"),
         ("max_iters", "max_iters * 0.9 + 0.5", 540000.5),
-        ("max_iters", "max_iters * 0.5", 300000),
     ],
 )
 def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expression, value):
     config_file(f"{name} = {expression}")
     config = run(script, "c.py")
-    assert config == DEFAULTS | {name: value}
-    assert type(config[name]) is type(value)
-    assert json.loads(json.dumps(config)) == config
+    assert config == DEFAULTS | {name: value} and type(config[name]) is type(value)
     assert run(script, f"--{name}={value}") == config  # as bench.py passes it to train.py
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "wanted"),
-    [
-        ("seed", ("True", "1.5", "'5'", "None", "inf"), "a whole number"),
-        ("max_iters", ("'x'", "nan"), "a whole number"),
-        ("learning_rate", ("True", "'1e-3'", "nan", "None"), "a finite number"),
-        ("eval_only", ("2", "1.0", "'True'", "None"), "True or False"),
-        ("device", ("5", "None", "[1]"), "text"),
-    ],
-)
-def test_a_config_value_of_a_different_type_is_an_error(script, capsys, name, values, wanted):
-    for value in values:
-        config_file(f"from math import inf, nan\n{name} = {value}")
-        assert problem(capsys, script, "c.py") == f"c.py: {name} = {value}: not {wanted}"
+def test_a_config_value_of_a_different_type_is_an_error(script, capsys):
+    config_file("seed = True\nmax_iters = 'x'\nlearning_rate = '1e-3'\neval_only = 2\ndevice = None")
+    assert problems(capsys, script, "c.py") == [
+        "c.py: seed = True: not a whole number",
+        "c.py: device = None: not text",
+        "c.py: eval_only = 2: not True or False",
+        "c.py: learning_rate = '1e-3': not a finite number",
+        "c.py: max_iters = 'x': not a whole number",
+    ]
 
 
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
     """nanoGPT accepts it: it may be a variable of the config. Rank 0 or the launcher prints the notes."""
-    notes = [
-        "note: c.py: batchsize is not used: no such setting; did you mean batch_size?",
-        "note: c.py: lr is not used: no such setting; did you mean learning_rate?",
-        "note: c.py: max_iter is not used: no such setting; did you mean max_iters?",
-    ]
-    config_file("lr = 1e-3\nmax_iter = 5\nbatchsize = '1'")
-    assert run(script, "c.py") == DEFAULTS
-    assert capsys.readouterr() == ("", "".join(f"{note}\n" for note in notes))
+    note = "note: c.py: max_iter is not used; did you mean max_iters?"
+    config_file(
+        "max_iter = 5\nlearning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # learning_rat is read
+        "_seed = 5\nsee = [5]\ndef batchsize(): pass\ndev = 'cpu'\n"
+    )
+    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
+    assert capsys.readouterr() == ("", f"{note}\n")
+    config_file("max_iter = 5")
+    monkeypatch.setenv("RANK", "1")
+    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ISOGPT_STARTED", str(os.getppid()))
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-    monkeypatch.delenv("ISOGPT_STARTED")
-    monkeypatch.setenv("RANK", "1")
-    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-    monkeypatch.delenv("RANK")
-    config_file("lr = 1e-3\nmax_iter = 5\nbatchsize = '1'\nseed = 'x'")  # an error: a note may explain it
-    assert problems(capsys, script, "c.py") == [*notes, "c.py: seed = 'x': not a whole number"]
 
 
-def test_no_note_about_helpers_that_resemble_settings(script, capsys):
-    config_file(
-        "from math import floor as weight_deca\n"
-        "learning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # read
-        "_max_iters = 5\n"  # private
-        "max_iter = [5]\n"  # no plain value
-        "def batchsize(): pass\n"
-        "dev = 'cpu'\nunlike = 5\n"  # not near enough
-    )
-    assert configure(started(script) | {"see": 1}, ["c.py"]) == DEFAULTS | {"learning_rate": 2e-3}
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'"],
-)
-def test_how_an_editor_may_save_a_config(script, content):
-    Path("c.py").write_bytes(content)
-    assert run(script, "c.py") == DEFAULTS | {"seed": 2, "device": "a"}
-
-
-NULL_BYTES = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"  # what Python raises
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
-        (b"seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
-        (b"import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
-        ("seed = '\u00e9'".encode("latin-1"), "SyntaxError: (unicode error) 'utf-8' codec can't decode byte"),
-        ("seed = 1".encode("utf-16"), f"{NULL_BYTES}: source code string cannot contain null bytes"),
-    ],
-)
-def test_an_exception_in_a_config_is_one_line(script, capsys, content, said):
-    Path("c.py").write_bytes(content)
-    line = problem(capsys, script, "c.py")
-    assert line.startswith("c.py") and said in line
-
-
-def test_a_line_of_yaml_in_a_config_is_refused(script, capsys):
-    """In Python, `seed: 1` is an annotation, which is meant where the name is assigned too."""
-    config_file("seed: 9\ndevice: cpu\nbatch_size = seed\nmy_size: 3\n")
-    nothing = "sets nothing: type = instead of the colon"
-    assert problems(capsys, script, "c.py") == [
-        f"c.py, line 1: seed: 9 {nothing}",
-        f"c.py, line 2: device: cpu {nothing}",
+def test_an_exception_in_a_config_is_one_line(script, capsys):
+    config_file("seed = 1\n\nseed = 1 / 0\n")
+    config_file("seed = (\n", "d.py")
+    config_file("import sys\nsys.exit('stop')\n", "e.py")
+    assert problems(capsys, script, "c.py", "d.py", "e.py") == [
+        "c.py, line 3: ZeroDivisionError: division by zero",
+        "d.py: SyntaxError: '(' was never closed (d.py, line 1)",
+        "e.py, line 2: SystemExit: stop",
     ]
-    config_file("seed: int\nseed = 9\nbatch_size: int = 3\nclass C:\n    device: str\nmy_size: int\n")
-    assert run(script, "c.py") == DEFAULTS | {"seed": 9, "batch_size": 3}
 
 
 # -- errors
 
 
 def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
-    config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
-    config_file("1 / 0", "d.py")
-    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--batch_size"]
-    lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
-    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "c.py: batch_size = 0.5"]
-    starts += ["d.py, line 1", "nowhere.py"]
-    starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
-    assert len(lines) == len(starts)
-    for line, start in zip(lines, starts):
-        assert line.startswith(start)
+    config_file("seed = 'one'\nbatchsize = 3\ndevice = 'cpu'")
+    lines = problems(
+        capsys, script, "--max_iters=-5", "c.py", "nowhere.py", "--sed=1", "--top_k=x", "--seed=8"
+    )
+    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "nowhere.py", "command line: --sed:"]
+    starts += ["command line: --top_k='x'", "error: max_iters is -5"]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
     """If rank 0 fails too, only rank 0 prints a message; if not, the other ranks print theirs."""
     waited = []
     monkeypatch.setenv("RANK", "1")
-    sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr("time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     said = problem(capsys, script, "--zzz=1")
     assert waited == [(10, "")] and said.startswith("error: rank 1: ") and "zzz" in said
 
@@ -516,58 +363,31 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
 # -- help
 
 
-USUAL_HELP = """usage: python train.py [config/FILE.py ...] [--key=value ...]
-Arguments apply from left to right; later values override earlier ones.
---key value also works, and --key alone sets a boolean to True.
-
-Train a model, on any number of processes.
-
-run:
-  --seed=1337        data order, initial weights
-  --device=auto      auto, cpu, cuda
-  --eval_only=False  evaluate once, then stop
-  --start='"\\n"'     the prompt, or FILE: and the name of a file
-
-data:
-  --batch_size=12    sequences of a micro-batch
-  --accumulation=40
-"""
-RARE_HELP = """
-optimizer and its learning rate, in a long heading:
-  --learning_rate=0.0006  the largest
-  --max_iters=600000      steps [>= 0, fractions]
-  --top_k=-1              how many; none where negative
-  --weight_decay=0.1      -1 in front
-"""
-
-
-def printed_help(script, capsys, *argv, extra=None):
+def printed_help(script, capsys, *argv):
     with pytest.raises(SystemExit) as end:
-        run(script, *argv, extra=extra)
-    assert end.value.code == 0
+        run(script, *argv)
     said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
+    assert end.value.code == 0 and said.err == ""
+    return said.out.splitlines()
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch, flag):
-    end = "\n--help=all also prints the 4 settings that few runs need.\n"
-    assert printed_help(script, capsys, "--zzz=1", flag) == USUAL_HELP + end
+def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
+    usage, *others, end = printed_help(script, capsys, "--zzz=1", "-h")
+    assert usage == "usage: python train.py [config/FILE.py ...] [--key=value ...]"
+    assert {"on any number of processes.", "run:", "data:", "  --accumulation=40"} <= {*others}
+    assert """  --start='"\\n"'     the prompt, or FILE: and the name of a file""" in others
+    assert end == "--help=all also prints the 4 settings that few runs need."
+    lines = printed_help(script, capsys, "--help=all")
+    assert "  --seed=1337             data order, initial weights" in lines
+    assert "  --max_iters=600000      steps [>= 0, fractions]" in lines
     monkeypatch.setenv("RANK", "1")
-    assert printed_help(script, capsys, flag) == ""
-
-
-def test_help_on_all_settings(script, capsys):
-    text = printed_help(script, capsys, "--help=all")
-    assert text.endswith(RARE_HELP) and "\n  --seed=1337             data order, initial weights\n" in text
+    assert printed_help(script, capsys, "--help") == []
 
 
 # -- settings of a different script
 
 
 EXTRA = {
-    "dropout": Setting("dropout", 0.0, "share", "model"),
     "n_layer": Setting("n_layer", 12, "blocks", "model"),
     "seed": Setting("seed", 1.5, "another default and type: the script's own setting counts", "run"),
 }
@@ -575,14 +395,11 @@ EXTRA = {
 
 def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
     script_globals = started(script)
-    set_by_option = {"seed": 4, "n_layer": 3}
-    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | set_by_option
-    assert "n_layer" not in script_globals and "dropout" not in script_globals
-    assert run(script, extra=EXTRA) == DEFAULTS
-    config_file("n_layer = n_layer * 2")
-    assert run(script, "--n_layer=3", "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 6}
-    config_file("dropout = 0.0")  # its default counts as set, too
-    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"dropout": 0.0}
+    changed = {"seed": 4, "n_layer": 3}
+    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | changed
+    assert "n_layer" not in script_globals and run(script, extra=EXTRA) == DEFAULTS
+    config_file("n_layer = n_layer * 1")  # its default counts as set, too
+    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 12}
 
 
 # -- the scripts
@@ -596,5 +413,3 @@ def test_the_help_of_a_script(name):
     usual = [name for name, setting in settings.items() if not setting.is_rare]
     assert len(usual) <= 45
     assert re.findall(r"^  --(\w+)=", help_text(REPO / name, settings), re.M) == usual
-    everything = help_text(REPO / name, settings, with_rare=True)
-    assert sorted(re.findall(r"^  --(\w+)=", everything, re.M)) == sorted(settings)

@@ -5,7 +5,7 @@ import torch
 from runs import TINY, column, same, wait_for
 from test_layouts import ONE, WAYS, args_of, compare_routing
 
-from isogpt.checkpoint.forks import MODEL_ARGS
+from isogpt.checkpoint.ckpt_file import MODEL_ARGS
 from model import GPT, GPTConfig
 
 

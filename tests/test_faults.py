@@ -19,12 +19,21 @@ import torch
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
+from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
-from isogpt.checkpoint.folder import about_space, clean_up, enter_folder, look_for_start, make_writable
+from isogpt.checkpoint.folder import (
+    RunFolder,
+    about_space,
+    clean_up,
+    enter_folder,
+    look_for_start,
+    make_writable,
+)
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
@@ -34,6 +43,7 @@ from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.statistics import LayerStatistics
+from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
@@ -209,26 +219,46 @@ def test_the_same_folder_under_different_paths(zygote, work):
         assert not list((work / "moved").rglob("step_*"))
 
 
-def write_unfinished(folder):
+def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
+    """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
+    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
+    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
+    monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
+    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
+        sharded_files.write(tmp_path, {}, group=object())
+
+
+def write_unfinished(folder, name):
     """Write a checkpoint's file in a folder; returns what commit_checkpoint needs."""
     run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {"block_size": 8}, "isogpt": {}}
-    written = write_file(folder / "ckpt.pt", {"w": torch.zeros(1000)})
-    return {"manifest": make_manifest(run, 1, 0, None), "written": written}
+    if name == "ckpt.pt":
+        written = write_file(folder / name, {"w": torch.zeros(1000)})
+    else:
+        written = sharded_files.write(folder, {"w": local_part_of(torch.zeros(1000))}, group=None)
+    return {"manifest": make_manifest(run, 1, 0, None) | {"run": run}, "written": written}
 
 
-def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path):
+FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
+
+
+@FORMS
+def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
     """The checksums are those of what was written, not of what can be read afterwards."""
-    checkpoint = write_unfinished(tmp_path / "unfinished")
-    path = tmp_path / "unfinished/ckpt.pt"
-    content = bytearray(path.read_bytes())
+    unfinished = tmp_path / "unfinished"
+    checkpoint = write_unfinished(unfinished, name)
+    content = bytearray((unfinished / name).read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    folder = commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint)
-    assert damage(folder) == "the checksum of ckpt.pt does not match"
+    (unfinished / name).write_bytes(content)
+    folder = commit_checkpoint(unfinished, keep_last=0, **checkpoint)
+    content[len(content) // 2] ^= 1
+    assert damage(folder) == f"the checksum of {name} does not match"
+    (folder / name).write_bytes(content)
+    assert not damage(folder)
 
 
+@FORMS
 def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is_deleted(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, name
 ):
     """
     Each file is synced before the rename, and the run's folder after it: else a power failure could leave
@@ -241,13 +271,13 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
         fsync(descriptor)
 
     def noted_rename(old, new):
-        calls.append("rename")
+        calls.extend(["rename"] * Path(old).is_dir())  # not of .metadata, before the folder is synced
         rename(old, new)
 
     (tmp_path / "step_00000001").mkdir()
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    checkpoint = write_unfinished(tmp_path / "unfinished")
+    checkpoint = write_unfinished(tmp_path / "unfinished", name)
     folder = commit_checkpoint(tmp_path / "unfinished", keep_last=1, **checkpoint)
     committed = calls.index("rename")
     assert {path.stat().st_ino for path in folder.iterdir()} <= {*calls[:committed]}
@@ -543,6 +573,13 @@ def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
     assert about_space(at.path, plan) == ""
     disk |= {"free": 0, "total": 0}
     assert about_space(at.path, plan) == "", "a file system that does not tell"
+
+
+def test_a_run_that_has_saved_nothing_says_so(tmp_path):
+    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left")
+    assert Saver.about_failure(saver).endswith("no older one: if the run ends now, all its steps are lost")
+    (tmp_path / "step_00000003").mkdir()
+    assert Saver.about_failure(saver).endswith("(No space left); older checkpoints are kept")
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])

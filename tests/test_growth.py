@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import resource
 import sys
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import growth
 import pytest
 import torch
-import torch.nn.functional as F
 from growth import (
     buckets,
     failure_report,
@@ -40,8 +38,7 @@ from isogpt.common.files import as_record, read_records
 from isogpt.common.random_numbers import normal_numbers
 from isogpt.launch import open_files as open_limit
 from isogpt.launch import together
-from isogpt.launch.machines import Process, Repeated, survey
-from isogpt.launch.process_group import Ranks, rank_names
+from isogpt.launch.process_group import Ranks
 from isogpt.monitor import crashes, curves, sink_plot
 from isogpt.monitor.log import Logger
 from isogpt.monitor.records import as_json
@@ -80,35 +77,12 @@ def test_a_rank_connects_to_few_others():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_the_limit_of_open_files_is_raised(at):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
-        assert open_limit.raise_limit() == limits[1]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     raised = []
-    at.set(open_limit, "raise_limit", lambda process=0: raised.append(process))
+    at.set(resource, "prlimit", lambda *arguments: raised.append(arguments) or (1024, 4096))
     at.env("TORCHELASTIC_RUN_ID", "none")
-    open_limit.allow_connections(1, 8)
-    assert raised == [0, os.getppid()], "torchrun may serve the store"
-
-
-def test_too_few_open_files_are_named_before_anything_fails(at):
-    at.set(open_limit, "raise_limit", lambda process=0: 1024)
-    open_limit.allow_connections(0, 141)
-    open_limit.allow_connections(1, 4096)  # rank 0 says it
-    text = "the store of 4,096 ranks needs 12888 open files, but rank 0 on .* may have 1024: type ulimit -n"
-    with pytest.raises(ValueError, match=f"{text} 12888 as root"):
-        open_limit.allow_connections(0, 4096)
-    at.set(open_limit, "raise_limit", lambda process=0: None)
-    open_limit.allow_connections(0, 4096)  # a system that does not say
-
-
-def test_no_limit_of_open_files_is_not_too_low(at):
-    infinity = resource.RLIM_INFINITY  # -1
-    at.set(resource, "prlimit", lambda process, kind, limits=None: (1024, infinity))
-    open_limit.allow_connections(0, 4096)
+    open_limit.allow_connections()
+    both = [(process, resource.RLIMIT_NOFILE, (4096, 4096)) for process in (0, os.getppid())]
+    assert raised[1::2] == both, "torchrun may serve the store"
 
 
 def test_too_many_open_files_are_explained(at, capsys):
@@ -143,63 +117,14 @@ def test_ranks_know_each_other_by_few_bytes():
     (_, requests, answered), (most, more_requests, more_answered) = (
         [cost.amount for cost in store([size])] for size in (32, 128)
     )
-    assert most <= 100 and more_requests < 10 * requests
-    assert more_answered < 128 * 1000 and more_answered < 6 * answered
+    assert more_requests - most <= 3 * 128, "rank 0 waits for the others"
+    assert more_answered < 128 * 1000 and more_answered < 8 * answered
 
 
 @pytest.mark.slow
 def test_1024_ranks_start_by_few_requests():
-    began = time.monotonic()
     most, requests, answered = (cost.amount for cost in store([1024]))
-    # while it waits, a rank asks twice a second
-    limit = 50 + 3 * (time.monotonic() - began)
-    assert most <= limit and requests <= limit * 1024 and answered <= 2e6
-
-
-def test_the_answer_of_rank_0_lists_machines_once():
-    sizes = []
-    for size in (1024, 4096):
-        names = [f"node-{rank // 8}" for rank in range(size)]
-        answers = survey([Process(name, "k", "0-95", 8, f"agent of {name}") for name in names])
-        assert json.loads(answers[f"place/{size - 1}"]) == [size - 1, 8]
-        sizes.append(len(answers["machines"]))
-    assert sizes[0] < 1000 and sizes[1] < 4 * 1000
-
-
-def test_what_is_the_same_on_all_ranks_is_sent_as_a_digest(at):
-    """All ranks' settings on each rank were N^2 bytes."""
-    others, sent = [{"seed": 1}] * 3, []
-
-    def gather(rows, row, group):
-        if len(row) == 3:  # digests: this rank's for the others
-            sent.append(row)
-            rows.copy_(torch.cat([row, *[sent[0]] * (len(others) - 1)]))
-        else:
-            padded = [torch.tensor([*pickle.dumps(other)], dtype=torch.uint8) for other in others]
-            rows.copy_(torch.stack([F.pad(p, (0, len(row) - len(p))) for p in padded]).flatten())
-            sent.append(row)
-
-    at.set(together, "all_gather_single", gather)
-    at.set(torch.distributed, "is_initialized", lambda: True)
-    at.set(together, "is_pretended", lambda: False)
-    at.set(torch.distributed, "get_world_size", lambda group=None: len(others))
-    assert together.gather_objects(others[0]) == others and len(sent) == 1 and sent[0].nbytes == 24
-    others = [{"seed": 2}, *others[1:]]
-    assert together.gather_objects(others[0]) == others and len(sent) == 3
-
-
-def test_ranks_names_are_made_when_asked_for():
-    """A list of the names, which each rank made, was N^2: each name looked at all hosts."""
-    looked = []
-
-    class Hosts(Repeated):
-        def __getitem__(self, rank):
-            looked.append(rank)
-            return super().__getitem__(rank)
-
-    names = rank_names(Hosts(["a", "b"], [1000, 1000]))
-    assert len(names) == 2000 and not looked
-    assert names[1999] == "rank 1999 (b)" and len(looked) <= 3000
+    assert requests - most <= 3 * 1024 and answered <= 2e6
 
 
 # -- read_ahead

@@ -7,21 +7,17 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import torch
 import yaml
 from runs import REPO, TINY, assert_same_curve, children, free_port, listening
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt.launch import launchers, machines, network
+from isogpt.launch import launchers, network
 from isogpt.launch.launchers import (
     adopt_launcher_variables,
     first_node,
@@ -29,7 +25,7 @@ from isogpt.launch.launchers import (
     start_workers,
     tasks_of_nodes,
 )
-from isogpt.launch.process_group import Ranks, rank_names
+from isogpt.launch.machines import Process, survey
 from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
@@ -41,26 +37,10 @@ LAUNCHERS = {
     "torch.distributed.launch": "PYTHON -m torch.distributed.launch --nproc_per_node=2 --master_port=PORT",
     "accelerate": "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no "
     "--dynamo_backend=no --main_process_port=PORT",
-    "accelerate, config file": "accelerate launch --config_file=accelerate.yaml",
     "deepspeed": "deepspeed --num_gpus=2 --master_port=PORT",
     "mpirun": "mpirun --allow-run-as-root --oversubscribe -n 2 PYTHON",
-    "accelerate, mpirun": "accelerate launch --config_file=mpi.yaml",
     "none": "PYTHON",
 }
-ACCELERATE = """compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_processes: 2
-num_machines: 1
-machine_rank: 0
-main_process_port: PORT
-mixed_precision: 'no'
-use_cpu: false
-"""
-OVER_MPI = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace("use_cpu: false", "use_cpu: true")
-OVER_MPI += """main_process_ip: 127.0.0.1
-mpirun_config:
-  mpirun_hostfile: hostfile
-"""
 
 
 @pytest.mark.slow
@@ -68,13 +48,9 @@ mpirun_config:
 def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     port = str(free_port())
     command = LAUNCHERS[name].replace("PORT", port).replace("PYTHON", sys.executable).split()
-    for program in (command[0], *(["mpirun"] if "mpirun" in name else [])):
-        if not shutil.which(program):
-            pytest.skip(f"{program} is not installed")
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
-    (work / "accelerate.yaml").write_text(ACCELERATE.replace("PORT", port))
-    (work / "mpi.yaml").write_text(OVER_MPI.replace("PORT", port))
-    (work / "hostfile").write_text("127.0.0.1 slots=2\n")
     own = ["--nproc=2"] if name == "none" else []
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
@@ -149,35 +125,13 @@ def test_mpirun_on_several_machines_needs_an_address(monkeypatch):
         adopt_launcher_variables()
 
 
-@pytest.mark.parametrize(
-    ("has_terminal", "parent", "is_rank"),
-    [(True, "bash", False), (False, "bash", True), (True, "slurmstepd", True)],
-    ids=["typed in the shell of srun --pty", "srun, typed in this shell", "srun --pty without a shell"],
-)
-def test_srun_with_a_terminal(monkeypatch, has_terminal, parent, is_rank):
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_srun_with_a_terminal(monkeypatch, has_terminal):
+    """Typed in the shell of `srun --pty`, and a task of an srun that is typed there."""
     variables(monkeypatch, SLURM | {"SLURM_PTY_PORT": "1"})
     monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: has_terminal))
-    with monkeypatch.context() as only_here:
-        only_here.setattr(Path, "read_text", lambda path: f"{parent}\n")
-        adopt_launcher_variables()
-    assert ("RANK" in os.environ) == is_rank
-
-
-def test_process_is_bound_to_the_cores_near_its_gpu(monkeypatch, tmp_path):
-    bound = []
-    monkeypatch.setattr(network, "PCI", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores), raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
-    network.bind_to_gpu(gpu)  # there is no such file, for instance in a container
-    (tmp_path / "0000:dc:00.0").mkdir()
-    (tmp_path / "0000:dc:00.0" / "local_cpulist").write_text("0-1,5,6-31\n")
-    network.bind_to_gpu(gpu)
-    assert bound == [{0, 1, 5, 6, 7}]
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    network.bind_to_gpu(gpu)
-    assert len(bound) == 1, "the launcher has bound it already"
+    adopt_launcher_variables()
+    assert ("RANK" in os.environ) != has_terminal
 
 
 def test_slurm_node_lists():
@@ -185,42 +139,6 @@ def test_slurm_node_lists():
     nodes |= {"rack[1-2]node[03-04,7],login": "rack1node03", "": ""}
     assert [first_node(listed) for listed in nodes] == [*nodes.values()]
     assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("8") == [8]
-
-
-def processes(*names, cores=("0-3",)):
-    """Processes on machines 'name kernel', whose cores may differ."""
-    cores = [*cores] * (len(names) if len(cores) == 1 else 1)
-    return [machines.Process(*name.split(), own, 1) for name, own in zip(names, cores, strict=True)]
-
-
-def test_ranks_of_one_machine_are_consecutive():
-    for names, order in {
-        ("a 1", "a 1", "b 2", "b 2"): [0, 1, 2, 3],
-        ("a 1", "b 2", "a 1", "b 2"): [0, 2, 1, 3],  # mpirun --map-by node
-        ("b 2", "b other", "b 2"): [0, 2, 1],  # two machines with the same name
-    }.items():
-        assert machines.order_by_machine(processes(*names)) == order
-    hosts = machines.Repeated(["a", "b"], [2, 3])
-    assert [*hosts] == ["a", "a", "b", "b", "b"] and len(hosts) == 5 and hosts[-1] == "b"
-    ranks = Ranks(0, 5, torch.device("cpu"), "gloo", hosts=hosts)
-    assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
-    assert rank_names(ranks.hosts)[4] == "rank 4 (b)"
-    assert Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
-
-
-def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
-    assert machines.count_core_sharers(processes("a 1", "a 1", "b 2")) == [2, 2, 1]
-    # the scheduler has bound each rank to its own cores
-    assert machines.count_core_sharers(processes("a 1", "a 1", cores=("0-1", "2-3"))) == [1, 1]
-    assert machines.count_core_sharers(processes("a 1", "a 1", "a 1", cores=("0-1,4", "1", "2"))) == [2, 2, 1]
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for cores, sharers, local_size in ((4, 2, 1), (4, 1, 1), (2, 1, 2), (1, 3, 3)):
-        network.divide_cores(cores, sharers, local_size)
-    assert threads == [2, 2, 1], "a rank that is alone on its machine keeps torch's default"
-    for cores in ([0], [0, 1, 2, 3, 8, 9, 31], [5, 7]):
-        assert machines.cores_in(machines.as_ranges(cores)) == set(cores)
-    assert machines.as_ranges([0, 1, 2, 8]) == "0-2,8-8"
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
@@ -238,44 +156,34 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     )
 
 
-def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
+@pytest.mark.parametrize(
+    ("masters", "given", "interface"),
+    [
+        (["127.0.1.1", "10.0.0.1"], "", "eth0 (10.0.0.7)"),  # rank 0 resolves its own name
+        (["10.0.0.1"], "", "lo (127.0.0.1)"),
+        (["10.0.0.1", "10.0.0.1"], "docker0", "docker0"),
+        (["::1", "fd00::1"], "", "eth1 (fd00::7)"),  # machines without IPv4
+        (["10.0.0.9", "10.0.0.9"], "", ""),  # no route: gloo chooses
+    ],
+)
+def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch, masters, given, interface):
     cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0", "fd00::7": "eth1"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*cards.values(), "ib6"])))
     monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7", "fd00::1": "fd00::7"}.get)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    others = survey([Process(f"h{i}", "", master=master) for i, master in enumerate(masters)])
+    assert network.choose_interface(others["master"]) == interface
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface.partition(" ")[0]
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(masters) == 1 else None)
 
-    def chosen(*masters, given=""):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
-        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-        group = [machines.Process(f"h{i}", "", "0", 1, master=master) for i, master in enumerate(masters)]
-        master = machines.address_of_master(group) if len(group) > 1 else None
-        return network.choose_interface(master), os.environ["GLOO_SOCKET_IFNAME"]
 
-    assert chosen("127.0.1.1", "10.0.0.1") == ("eth0 (10.0.0.7)", "eth0"), "rank 0 resolves its own name"
-    assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo") and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert chosen("10.0.0.1", "10.0.0.1", given="docker0") == ("docker0 (172.17.0.1)", "docker0")
-    assert chosen("10.0.0.1", given="ib6")[0] == "ib6", "an interface without an address"
-    assert chosen("::1", "fd00::1") == ("eth1 (fd00::7)", "eth1"), "machines without IPv4"
-    with pytest.raises(ValueError, match="is 'eth0,eth9', but .* has lo, eth0, docker0, eth1, ib6: set one"):
-        chosen("10.0.0.1", given="eth0,eth9")
-    assert chosen("10.0.0.9", "10.0.0.9") == ("", ""), "no route: gloo chooses"
-    del cards["127.0.0.1"]
-    cards["::1"] = "lo"
-    assert chosen("::1", "::1") == ("lo (::1)", "lo"), "a single machine"
-    assert "NCCL_SOCKET_IFNAME" not in os.environ, "NCCL chooses where several machines take part"
-    monkeypatch.undo()
-    if sys.platform == "linux":
-        addresses = [address for address in network.LOOPBACK if address in network.interfaces()]
-        assert "127.0.0.1" in addresses, "::1 is missing where IPv6 is switched off"
-        for address in addresses:
-            assert network.interfaces()[address] == "lo"
-            assert network.address_of(address) == network.address_towards(address) == address
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are Linux's")
+def test_addresses_of_this_machine():
+    assert network.interfaces()["127.0.0.1"] == "lo"
+    assert network.address_of("127.0.0.1") == network.address_towards("127.0.0.1") == "127.0.0.1"
     assert network.address_of("no.such.host.invalid") == ""
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET6, 2, 17, "", ("fe80::1%eth0",))]
-    )
-    assert network.address_of("six") == "fe80::1"
 
 
 def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
@@ -295,6 +203,9 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     assert len(started) == 1
     with pytest.raises(ValueError, match="nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"):
         start_workers(3, "/x/train.py")
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ValueError, match="incomplete or contradict each other: .*MASTER_ADDR=,"):
+        start_workers(2, "/x/train.py")
 
 
 @pytest.mark.parametrize(
@@ -302,12 +213,8 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     [
         # nproc is 3, the number of pods: one process in each would train without a message
         (
-            {"RANK": "1", "WORLD_SIZE": "3"},
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
             ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"],
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1"},
-            ["--nnodes=1", "--node_rank=0", "--master_addr=a", "--master_port=7"],
         ),
         ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
         ({"SLURM_JOB_ID": "7"}, ["--standalone"]),
@@ -316,16 +223,12 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
 def test_nproc_in_a_pod_starts_processes_on_each_machine(monkeypatch, given, options):
     """Kubeflow's RANK and WORLD_SIZE number the pods, not the processes."""
     started = []
-    variables(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "7"} | given)
+    variables(monkeypatch, given)
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3"])
     start_workers(3, "/x/train.py")
     assert started[0][3:] == [*options, "--nproc_per_node=3", "/x/train.py"]
     torchrun.parse_args(started[0][3:])
-    if "RANK" in given:
-        monkeypatch.delenv("MASTER_ADDR")
-        with pytest.raises(ValueError, match="incomplete or contradict each other: .*MASTER_ADDR=,"):
-            start_workers(3, "/x/train.py")
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
@@ -342,25 +245,6 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     lines = (tmp_path / "env").read_text().splitlines()
     inherited = {line.partition("=")[0] for line in lines}
     assert not of_a_rank.keys() & inherited and {"SLURM_JOB_ID=17", "MAIL=me"} <= {*lines}
-
-
-def test_a_debug_level_with_which_torch_crashes(zygote, work):
-    """A segmentation fault in DistributedDataParallel (torch 2.13). The other layouts work."""
-    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    run = zygote.start([*FIVE, "--out_dir=ddp"], work, 2, env=env).wait(ok=False)
-    errors = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    assert run.codes == [1, 1] and len(errors) == 1 and "=INFO, or set --zero=2" in errors[0]
-    zygote.start([*FIVE, "--out_dir=out", "--zero=2"], work, 2, env=env).wait()
-
-
-def test_jobs_that_restart_need_no_login():
-    """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
-    for place in ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md"):
-        text = (REPO / place).read_text()
-        for command in re.findall(
-            r"(?:train\.py|slurm\.sh) config/train_gpt2\.py --out_dir[^`&#]*#?[^`&#]*", text
-        ):
-            assert "--wandb_log=False" in command, f"{place}: {command}"
 
 
 def test_files_for_clusters_pass_only_settings_to_train():
@@ -437,28 +321,16 @@ def test_nproc_without_a_launcher(zygote, work):
     assert run.codes == [1] and run.text().endswith("error: rank 1 was ended by SIGKILL\n")
 
 
-LAUNCHED_BY_ACCELERATE = {  # what it sets if nobody chose anything
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_USE_CPU": "False",
-    "ACCELERATE_DYNAMO_BACKEND": "NO",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-}
-
-
 @pytest.mark.parametrize(
     ("given", "rank", "said"),
     [
-        ({}, "0", ""),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "0", ""),
         ({"ACCELERATE_USE_FSDP": "true"}, "1", ""),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
-            "0",
-            "warning: train.py does not read ACCELERATE_USE_FSDP=true, PARALLELISM_CONFIG_TP_SIZE=2, but",
-        ),
+        ({"ACCELERATE_USE_FSDP": "true"}, "0", "warning: train.py does not read ACCELERATE_USE_FSDP=true, "),
     ],
 )
 def test_what_accelerate_was_told_is_not_dropped_silently(monkeypatch, capsys, given, rank, said):
-    for name, value in (LAUNCHED_BY_ACCELERATE | given | {"RANK": rank}).items():
+    for name, value in (given | {"RANK": rank, "ACCELERATE_DYNAMO_BACKEND": "NO"}).items():
         monkeypatch.setenv(name, value)
     launchers.print_unapplied_settings()
     lines = capsys.readouterr().err.splitlines()

@@ -1,8 +1,6 @@
 """Messages that no other test raises."""
 
-import argparse
 import json
-import math
 import os
 import pickle
 import re
@@ -11,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,30 +17,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, default_plan, script_that_fails, settings_of_train, start_changed, train_defaults
+from runs import REPO, default_plan, script_that_fails, start_changed, train_defaults
 
 import configurator
 import export
-from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file
-from isogpt.checkpoint.measures import NONE
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint
-from isogpt.checkpoint.source import WPE, check_weights, open_checkpoint
-from isogpt.checkpoint.start import Start
-from isogpt.checkpoint.state import TrainState, restore_checkpoint
+from isogpt.checkpoint.state import TrainState
+from isogpt.common.files import about_pointer
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
-from isogpt.monitor import watchdog
 from isogpt.monitor.crashes import explain_crashes
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
+from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
-from isogpt.options import ranges
 from isogpt.parallel.shares import share_of
-from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim
 from isogpt.training.settings import check_training, notes_about_text, read_prompt
 from model import GPT, GPTConfig
@@ -77,16 +68,11 @@ def tiny_watchdog(timeout_s, step):
     return dog
 
 
-def save_in(folder, dataset="letters", **changes):
+def save_in(folder, **changes):
     """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
     model = tiny_model()
-    run = {
-        "model_args": dict(SHAPE),
-        "iter_num": 3,
-        "best_val_loss": 1.5,
-        "config": {"dataset": dataset},
-        "isogpt": {},
-    }
+    run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "isogpt": {}}
+    run["config"] = {"dataset": "letters"}
     state = nanogpt_state(run, model, optim.make_optimizers(model, train_defaults()))
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
@@ -94,137 +80,31 @@ def save_in(folder, dataset="letters", **changes):
     return folder
 
 
-def data_in(folder, meta=None, train=range(65), pkl=None):
+def data_in(folder, meta=None, pkl=None, train=range(65)):
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "val"):
         np.array(train, np.uint16).tofile(folder / f"{split}.bin")
-    if meta is not None:
-        (folder / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
-    if pkl is not None:
+    if meta:
+        (folder / "meta.json").write_text(json.dumps(meta))
+    if pkl:
         (folder / "meta.pkl").write_bytes(pickle.dumps(pkl))
-    return str(folder)
-
-
-def opened(at, **changes):
-    """Open a ckpt.pt with changes."""
-    return open_checkpoint(StoredCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
-
-
-def fork(at, model=None, args=None, **changes):
-    """
-    Open and check the ckpt.pt of a nanoGPT fork: `model` and `args` are added to its weights and model_args.
-    """
-    state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
-    del state["isogpt"]
-    state |= {
-        "model": state["model"] | (model or {}),
-        "model_args": state["model_args"] | (args or {}),
-        **changes,
-    }
-    torch.save(state, at.path / "out/ckpt.pt")
-    source = open_checkpoint(newest_checkpoint("out")[0])
-    check_weights(source, tiny_model())
-    return source
-
-
-def resume_fork(at, **changes):
-    """Resume it on a model with AdamW; returns what a user is told."""
-    source, model = fork(at, **changes), tiny_model()
-    restore_checkpoint(source, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
-    return Progress(64).load(source)
-
-
-def weights_without(at, name):
-    source = opened(at)
-    del source.tensors[f"model.{name}"]
-    check_weights(source, tiny_model())
 
 
 # ------------------------------------------------------------------------------------------------------------
-# messages of single functions
-
-RAISED = {
-    "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
-        Path("ckpt.pt").write_text("version https://git-lfs"),
-        read_file(Path("ckpt.pt")),
-    ),
-    "ckpt.pt cannot be loaded: could not convert string to float: 'low'": lambda at: opened(
-        at, best_val_loss="low"
-    ),
-    "ckpt.pt cannot be loaded: iter_num is -3": lambda at: opened(at, iter_num=-3),
-    "ckpt.pt cannot be loaded: config is of type list, not a dict": lambda at: opened(at, config=[1]),
-    "ckpt.pt cannot be loaded: isogpt is of type int, not a dict": lambda at: opened(at, isogpt=5),
-    (
-        "out/ckpt.pt: nanoGPT's model does not know use_rope=True, norm='rms' in model_args: load it with the"
-    ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "flash_attn": True}),
-    "ckpt.pt does not fit the model: it lacks transformer.wpe.weight": lambda at: weights_without(at, WPE),
-    "also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not": lambda at: fork(
-        at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)}
-    ),
-    "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: fork(
-        at, model={"lm_head.weight": torch.ones(65, 8)}
-    ),
-    "the shape of optim.transformer.wte.weight.exp_avg is (1,), not (65, 8)": lambda at: resume_fork(
-        at, optimizer={"state": dict.fromkeys(range(99), dict.fromkeys(ADAMW, torch.ones(1)))}
-    ),
-    (
-        "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only"
-    ): lambda at: export.convert(
-        str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
-    ),
-}
+# checkpoints
 
 
-@pytest.mark.parametrize("text", RAISED)
-def test_message_of_a_function(at, text):
-    with pytest.raises((ValueError, SystemExit, pickle.UnpicklingError)) as error:
-        RAISED[text](at)
-    assert text in str(error.value)
+def test_a_pointer_of_git_lfs(tmp_path):
+    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1")
+    text = f"a pointer of Git LFS, not the file itself: run git lfs pull in {tmp_path}"
+    assert about_pointer(tmp_path / "x") == text
 
 
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
         check_start(one_rank(world_size=2), {})
-    assert (
-        capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
-    )
-
-
-def test_checkpoints_of_nanogpts_forks(at):
-    """Missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
-    args = {"flash_attn": True, "device": "cuda", "dropout": None}
-    source = fork(at, args=args, config=None, optimizer=None)
-    assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
-    assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.stored.val_loss == 1.5
-    # no moments: a resume says so, and nothing else needs them
-    for saved in (None, {"state": {0: {"momentum_buffer": torch.ones(1)}}}):
-        shutil.rmtree("out")
-        assert resume_fork(at, optimizer=saved, config={"optimizer": "lion"}) == [
-            "out/ckpt.pt contains no state of AdamW: the moments start at zero"
-        ]
-    # the prefixes of wrappers, in any order and place
-    for prefix in ("module._orig_mod.", "_fsdp_wrapped_module._orig_mod."):
-        shutil.rmtree("out")
-        state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
-        model = {
-            prefix + name.replace("h.0.", "h.0._checkpoint_wrapped_module."): w
-            for name, w in state["model"].items()
-        }
-        torch.save({**state, "model": model}, "out/ckpt.pt")
-        check_weights(open_checkpoint(newest_checkpoint("out")[0]), tiny_model())
-    # without a loss
-    shutil.rmtree("out")
-    source, progress = fork(at, best_val_loss=float("inf")), Progress(64)
-    assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
-    assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
-
-
-def test_numbers_of_numpy_in_a_checkpoint_are_plain_values(at):
-    """nanoGPT stores all settings, also those that a config has computed with numpy."""
-    config = {"learning_rate": np.float64(0.25), "max_iters": np.int64(4)}
-    run = opened(at, config=config, best_val_loss=None).run
-    assert run["config"] == config and run["best_val_loss"] == math.inf
+    assert "an all-reduce over 2 ranks returned 1.0: the network is faulty" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
@@ -250,31 +130,7 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
 # hangs and crashes
 
 
-def test_a_hang_in_which_all_ranks_respond(at, capsys):
-    codes = []
-    at.set(watchdog, "BEAT_S", 0.1)
-    at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
-    dog = tiny_watchdog(timeout_s=0.1, step=5)
-    dog.start(dist.HashStore())
-    assert dog.over.wait(20) and codes == [1]
-    dog.stop()
-    text = (
-        "error: rank 0 at step 5, forward: no progress for 0.1 s; all ranks respond: rank 0 at step 5, "
-        "forward\n"
-    )
-    assert text in capsys.readouterr().err
-    at.env("MASTER_ADDR", "h1")
-    at.env("MASTER_PORT", "29500")
-    silence = threading.Event()
-    answer = dog.ask(lambda: silence.wait(60) and "", 0.05)
-    silence.set()
-    assert answer == "the store of rank 0 or its agent at h1:29500 does not respond"
-
-
-NCCL = (
-    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function "
-    "failed.\nLast error:"
-)
+NCCL = "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed.\nLast error:"
 FORMS = [
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
     (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other"),
@@ -300,56 +156,21 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     dog.memory_use = MemoryUse("out", reader, first_step=50)
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
-        dog.store = dist.PrefixStore(str(number), store)
+        dog.store, dog.fate = dist.PrefixStore(str(number), store), None
         explain_crashes(dog)
-        for is_first in (True, False):
+        said = []
+        for _ in range(2):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)
-            said = capsys.readouterr().err
-            line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
-            assert (
-                said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on")
-                == is_first
-            )
-            assert is_first or not said
-            assert ("the next start in out uses micro-batches of 2 (same global batch" in said) == is_first
+            said.append(capsys.readouterr().err)
+        line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
+        assert said[0].startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on")
+        assert "the next start in out uses micro-batches of 2 (same global batch" in said[0] and not said[1]
         assert dog.read_beats()[3].fate == f"{kind.__name__}: {line}"
-        dog.fate = None
-    assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # sample.py
-
-
-@pytest.mark.parametrize(
-    "path, said",
-    [
-        ("s3://bucket/run", "is s3://bucket/run, an address of s3: set the path of a folder"),
-        ("s3:/bucket", "an address of s3"),
-        ("$HOME/x", "only a shell replaces $HOME"),
-        ("a/${USER}", "only a shell replaces ${USER}"),
-        ("C:\\runs\\a", "a path of Windows, but this is "),
-        ("n" * 300, "a name of 300 characters, which is too long"),
-        ("link/run", ""),
-        ("link", "is link, a link to nowhere, which does not exist: create it, or delete the link"),
-        ("loop", "a link to loop, which does not exist"),
-        ("a:b/c $", ""),
-    ],
-)
-def test_names_that_are_no_folders(at, path, said):
-    at.chdir(at.path)
-    Path("link").symlink_to("nowhere")
-    Path("loop").symlink_to("loop")
-    settings = settings_of_train()
-    for name in ("out_dir", "dataset", "init_from"):
-        sentences = ranges.problems(settings, train_defaults(**{name: path}))
-        if name == "init_from" and "://" in path:  # a URL of a run's mirror
-            assert not sentences
-            continue
-        assert [sentence.startswith(f"{name} is ") for sentence in sentences] == [True] * bool(said)
-        assert said in "".join(sentences)
-    assert not ranges.problems(settings, train_defaults(init_from="auto:/runs/a"))
 
 
 def test_advice_on_heads_of_keys_and_values_works_with_gpt2():
@@ -359,62 +180,29 @@ def test_advice_on_heads_of_keys_and_values_works_with_gpt2():
         assert "\n" not in str(e.value)
 
 
-def test_prompts_of_sample_py(at, capsys, monkeypatch):
+def test_prompts_of_sample_py(at, monkeypatch):
     """
     A file's text is not changed, but for its byte order mark; what a shell's user may have meant is one note.
     """
     monkeypatch.setenv("HOME", str(at.path))
-    monkeypatch.setenv("USERPROFILE", str(at.path))
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
     assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
     Path("p.txt").write_text("A", encoding="utf-16")
-    with pytest.raises(
-        ValueError, match=r"^--start=FILE:p.txt must name a file of text in UTF-8: 'utf-8' .*$"
-    ):
+    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt must name a file of text in UTF-8: .*$"):
         read_prompt("FILE:p.txt")
-    assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt"))
     for text in ("ROMEO:\\n", 'it\'s \\n "so"'):
-        for name, note in zip(("start", "stop"), notes_about_text(text, text), strict=True):
-            typed = note.removeprefix(rf"--{name} contains \n as two characters: for a line break, type ")
-            settings_of_sample = configurator.configure(
-                {"__file__": str(REPO / "sample.py")}, shlex.split(typed)
-            )
-            assert settings_of_sample[name] == text.replace("\\n", "\n")
-    save_in(at.path / "out")
-    output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
-    note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
-    assert len(output) == 3 and output[1] == note and output[2].startswith("error: the text contains")
+        note = notes_about_text(text, "")[0]
+        typed = note.removeprefix(r"--start contains \n as two characters: for a line break, type ")
+        settings = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
+        assert settings["start"] == text.replace("\\n", "\n")
 
 
-def test_mistakes_of_sample_py(at, capsys):
-    save_in(at.path / "out")
-
-    def fails(*args):
-        return script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
-
-    state = torch.load("out/ckpt.pt", weights_only=True)
-    state["model"]["transformer.wpe.weight"][0] = torch.nan
-    save_in(at.path / "bad/out", model=state["model"])
-    problem = (
-        "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts nothing"
-    )
-    advice = "use a checkpoint from before the loss became NaN"
-    assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        export.convert("bad/out", "hf")
-    checkpoint, model = open_checkpoint(newest_checkpoint("bad/out")[0]), tiny_model()
-    optimizers = optim.make_optimizers(model, train_defaults())
-    state = TrainState(model, optimizers, None, Progress(64), SlowNetwork(model, None, None))
-    for is_resume in (True, False):
-        with pytest.raises(SystemExit):
-            Start("resume", is_resume, checkpoint).load(state, seed=0)
-        assert capsys.readouterr().err == f"error: {problem}: {advice}\n"
-    shutil.rmtree("data")
-    unknown = (
-        "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say "
-        "what they mean"
-    )
-    assert unknown in fails("--start=A")
+def test_weights_that_are_not_finite_generate_nothing(at, capsys):
+    weights = tiny_model().state_dict()
+    weights["transformer.wpe.weight"][0] = torch.nan
+    save_in(at.path / "out", model=weights)
+    said = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A"]).err
+    assert "weights in out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts" in said
 
 
 def test_the_optimizers_state_may_be_infinite_but_not_nan():
@@ -428,9 +216,7 @@ def test_the_optimizers_state_may_be_infinite_but_not_nan():
             optimizer.state[p]["exp_avg_sq"] = torch.full_like(p, torch.inf)
     state.check_finite("out")
     optimizer.state[p]["exp_avg"][0] = torch.nan
-    with pytest.raises(
-        ValueError, match=r"the optimizer's state in out is NaN \(.*\.exp_avg\): use an older"
-    ):
+    with pytest.raises(ValueError, match=r"the optimizer's state in out is NaN \(.*\.exp_avg\): use"):
         state.check_finite("out")
 
 
@@ -473,16 +259,7 @@ def test_messages_of_a_run(zygote, work):
     """
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
-    for start in (
-        "data:",
-        "model:",
-        "ranks:",
-        "step:",
-        "peak:",
-        "step 0: train loss ",
-        "iter 0: loss ",
-        "done:",
-    ):
+    for start in ("data:", "model:", "ranks:", "step:", "step 0: train loss ", "iter 0: loss ", "done:"):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert {"saved out/step_00000001", "the loss curve: out/loss.png"} < {*lines}
 
@@ -490,12 +267,10 @@ def test_messages_of_a_run(zygote, work):
     lacking = 'sys.modules["tensorboard"] = None'
     run = start_changed(zygote, lacking, [*args, "--tensorboard_log=True"], work).wait(ok=False)
     assert run.codes == [1] and run.text().startswith("error: tensorboard_log needs tensorboard (")
-    assert run.text().endswith("): pip install tensorboard\n") and run.text().count("\n") == 1
     assert sorted(path.name for path in (work / "out").iterdir()) == before
 
     more = ["--compile=False", "--profile=True", "--save_checkpoint=False"]
-    run = start_changed(zygote, LACKING, [*args, *more], work).wait()
-    lines = lines_of(run)
+    lines = lines_of(start_changed(zygote, LACKING, [*args, *more], work).wait())
     for whole in (
         "out contained an earlier run, which was moved to out/previous_1",
         "peak: unknown, no mfu",
@@ -529,9 +304,6 @@ def test_what_a_console_cannot_show_ends_no_run(zygote, at):
     assert len(lines) == 6 and lines[1::2] == ["---------------"] * 3
     assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2])
     assert r"\ud800" in "".join(lines)
-    args = ["r\u00e9sum\u00e9", "--to=ckpt.pt"]
-    export = start_changed(zygote, ASCII, args, at.path, script="export.py").wait()
-    assert export.text() == "wrote r\\xe9sum\\xe9/ckpt.pt\n"
 
 
 def test_a_closed_pipe_ends_a_script_quietly(at):
@@ -579,17 +351,7 @@ def test_messages_of_slurm_sh(at):
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
-    text = (
-        "error: slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is "
-        "complete\n"
-    )
-    assert run.returncode == 2 and run.stderr == text
-    weights = [*command, "--out_dir=out", "--init_from=gpt2-xl"]
-    run = subprocess.run(weights, env=env, capture_output=True, text=True)
-    assert run.returncode == 2 and "type --init_from=auto:gpt2-xl to start from weights" in run.stderr
-    run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
-    assert run.returncode == 2 and "of which SAVING=120 s are reserved" in run.stderr
-    assert "longer --time, or with a smaller SAVING" in run.stderr
+    assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr
     # a job that is stopped before its first step again and again would be requeued for ever
     for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
         Path("asked").write_text("")

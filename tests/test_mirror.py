@@ -21,13 +21,11 @@ from isogpt.checkpoint.manifest import (
     damage,
     make_manifest,
     read_manifest,
-    sealed,
     step_folder,
     step_folders,
     steps_in,
 )
 from isogpt.checkpoint.mirror import Mirror, start_mirror
-from isogpt.common.files import write_whole
 from isogpt.monitor.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
@@ -48,10 +46,6 @@ class Faulty(LocalFileSystem):
             self.before("put more", path2)
             there.write(file.read())
 
-    def mv(self, path1, path2, **kw):
-        self.before("mv", path2)
-        super().mv(path1, path2)
-
     def rm_file(self, path):
         self.before("rm", path)
         super().rm_file(path)
@@ -67,7 +61,6 @@ fsspec.register_implementation("faulty", Faulty, clobber=True)
 
 @pytest.fixture
 def at(monkeypatch):
-    monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
     return monkeypatch
 
@@ -102,23 +95,13 @@ def outcomes(mirror):
 
 def whole_steps(folder):
     """The steps that count in a folder; each of them must be whole."""
-    counting = [f for f in step_folders(folder) if (f / "manifest.json").exists()]
+    counting = [f for f in step_folders(folder) if read_manifest(f)]
     assert not [problem for f in counting if (problem := damage(f))]
     return [read_manifest(f)["step"] for f in counting]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # what is copied
-
-
-def test_the_mirror_keeps_what_the_folder_keeps(tmp_path, at):
-    copied = copies(tmp_path, url="file://")
-    for step in range(1, 7):
-        copied.request(commit(tmp_path / "out", step, best=min(step, 2)))
-        (outcome,) = outcomes(copied)
-        assert outcome.event == "mirror" and outcome.step == step and outcome.facts["bytes"] == 2800
-    assert whole_steps(tmp_path / "there") == steps_in(tmp_path / "out") == [6, 5, 2]
-    assert {f.name for f in (tmp_path / "there").rglob("*") if f.is_file()} == LEFT, "no leftovers"
 
 
 def test_object_stores_get_files_under_their_names(tmp_path, at):
@@ -150,23 +133,11 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
     first, newest, best = outcomes(copied)
     assert (first.step, newest.step, best.step) == (1, 5, 3)
     assert newest.facts["skipped"] == ["step_00000002", "step_00000004"]
-    assert "but not step_00000002, step_00000004: copying takes longer" in newest.text
+    assert "but not step_00000002, step_00000004: copying is slower than saving" in newest.text
     assert whole_steps(tmp_path / "there") == [5, 3]
     copied.request(commit(out, 6, best=3, keep_last=1))
     outcomes(copied)
     assert steps_in(out) == [6, 3] and whole_steps(tmp_path / "there") == [6, 5, 3]
-
-
-def test_a_loss_that_is_recorded_later_is_copied_alone(tmp_path, at):
-    copied, folder, done = copies(tmp_path), commit(tmp_path / "out", 1), []
-    copied.request(folder)
-    outcomes(copied)
-    at.setattr(Faulty, "before", staticmethod(lambda operation, path: done.append(Path(path).name)))
-    write_whole(folder / "manifest.json", sealed(read_manifest(folder) | {"val_loss": 1.5}))
-    copied.request(folder)
-    assert outcomes(copied) == [] and {*done} == {"manifest.json", "manifest.json.tmp"}
-    there = tmp_path / "there" / folder.name
-    assert read_manifest(there)["val_loss"] == 1.5 and whole_steps(there.parent) == [1]
 
 
 def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
@@ -185,20 +156,15 @@ def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
     assert outcomes(again) == [], "nothing is copied twice"
 
 
-@pytest.mark.parametrize("keep_last", [0, 2])
-def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at, keep_last):
+def test_steps_to_which_the_run_did_not_go_on_are_deleted(tmp_path, at):
     """After a rollback or resume_step: a later start would return to them."""
-    copied, there = copies(tmp_path, keep_last=keep_last), tmp_path / "there"
+    copied = copies(tmp_path, keep_last=0)
     for step in (1, 2, 3):
         copied.request(commit(tmp_path / "out", step, keep_last=0))
         outcomes(copied)
     os.rename(tmp_path / "out/step_00000003", tmp_path / "out/damaged_step_00000003")
     copied.request(tmp_path / "out/step_00000002")
-    assert outcomes(copied) == [] and whole_steps(there)[0] == 2
-    names = {file.name for file in (there / "step_00000003").iterdir()}
-    assert names == {*FILES, "abandoned_manifest.json"}
-    copied.request(commit(tmp_path / "out", 3, keep_last=0))
-    assert [o.step for o in outcomes(copied)] == [3] and whole_steps(there)[0] == 3
+    assert outcomes(copied) == [] and steps_in(tmp_path / "there") == [2, 1]
 
 
 def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
@@ -209,18 +175,9 @@ def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
     outcomes(second)
     first.request(commit(tmp_path / "out", 2))
     (warning,) = outcomes(first)
-    problem = "a different run now copies there, so this one no longer does"
+    problem = "a different run now copies there: set a different --mirror="
     assert f"fails at step_00000002: {problem}" in warning.text
     assert whole_steps(tmp_path / "there") == [5, 1]
-
-
-def test_a_mirror_that_somebody_deletes_is_written_again(tmp_path, at):
-    copied = copies(tmp_path, keep_last=1)
-    for step in (1, 2, 3):
-        copied.request(commit(tmp_path / "out", step, best=1))
-        assert {o.event for o in outcomes(copied)} == {"mirror"}
-        assert whole_steps(tmp_path / "there") == sorted({step, 1}, reverse=True)
-        shutil.rmtree(tmp_path / "there")
 
 
 def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at):
@@ -273,59 +230,18 @@ def check_and_heal(path, at):
     return steps
 
 
-def test_what_fails_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
-    def die():
-        raise OSError("the server is gone")
-
-    total, there = run_with_death(tmp_path / "all", 1000, die), []
-    for number in range(total):
-        run_with_death(tmp_path / str(number), number, die)
-        there.append(check_and_heal(tmp_path / str(number), at))
-    # an older one is deleted only when the newer one is whole
-    assert list(dict.fromkeys(map(tuple, there))) == [(), (1,), (2, 1), (3, 2, 1), (3, 1)]
-
-
 def test_a_kill_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
     """A real SIGKILL, also in the middle of a file."""
-    total = run_with_death(tmp_path / "all", 1000, None)
-    for number in range(1, total, 3):
+    total, there = run_with_death(tmp_path / "all", 1000, None), []
+    for number in range(total):
         if not (pid := os.fork()):
             with suppress(BaseException):
                 run_with_death(tmp_path / str(number), number, lambda: os.kill(os.getpid(), signal.SIGKILL))
             os._exit(0)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-        check_and_heal(tmp_path / str(number), at)
-
-
-def test_a_failure_warns_once_for_each_checkpoint(tmp_path, at):
-    attempts = []
-
-    def fail(operation, path):
-        if "step" in path and operation == "put more":
-            attempts.append(path)
-            raise PermissionError(f"faulty://me:secret@{tmp_path} says no")
-
-    at.setattr(Faulty, "before", staticmethod(fail))
-    copied = Mirror(f"faulty://me:secret@/{tmp_path}/there", tmp_path / "out", keep_last=2)
-    at.setattr(Faulty, "_strip_protocol", classmethod(lambda cls, path: path.rpartition("@/")[2]))
-    for step in (1, 2):
-        copied.request(commit(tmp_path / "out", step))
-        (outcome,) = outcomes(copied)
-        assert outcome.event == "mirror_failed" and f"fails at step_0000000{step}: " in outcome.text
-        assert "says no; the next checkpoint is tried" in outcome.text and "secret" not in str(outcome)
-        assert not list((tmp_path / "there").glob("step_*")), "makes room"
-    assert len(attempts) == 6, "three for each"
-    at.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
-    copied.request(commit(tmp_path / "out", 3))
-    assert [o.event for o in outcomes(copied)] == ["mirror"] and whole_steps(tmp_path / "there")[0] == 3
-
-
-def test_a_size_that_differs_is_noticed(tmp_path, at):
-    at.setattr(Faulty, "put_file", lambda self, path, there: Path(there).write_bytes(b"x"))
-    copied = copies(tmp_path)
-    copied.request(commit(tmp_path / "out", 1))
-    (outcome,) = outcomes(copied)
-    assert "ckpt.pt has 1 bytes there, and 1,200 here" in outcome.text and not whole_steps(tmp_path / "there")
+        there.append(check_and_heal(tmp_path / str(number), at))
+    # an older one is deleted only when the newer one is whole
+    assert total > 20 and [*dict.fromkeys(map(tuple, there))] == [(), (1,), (2, 1), (3, 2, 1), (3, 1)]
 
 
 def test_the_end_waits_with_a_limit(tmp_path, at, capsys):
@@ -356,8 +272,8 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
     fsspec.register_implementation("lacking", "no_such_package.fs.Class", clobber=True)
     at.chdir(tmp_path)
     for url, advice in {
-        "s4://bucket/run": "fsspec does not know s4://: set a URL such as s3://bucket/run",
-        "lacking://bucket/run": "needs the package no_such_package: type pip install no_such_package",
+        "s4://bucket/run": "Protocol not known: s4; URLs are for example s3://bucket/run",
+        "lacking://bucket/run": "import failed for protocol lacking",
     }.items():
         with pytest.raises(ValueError, match=re.escape(advice)):
             remote.check_url(url)
@@ -380,22 +296,15 @@ def test_a_server_that_does_not_answer_is_only_reported(tmp_path, at):
     start_mirror(copied)
     assert "fails: no answer within 0.05 s; the next" in copied.outcomes.popleft().text
     go.set()
-    at.setattr(Faulty, "pipe_file", lambda *args: 1 / 0)
-    other = copies(tmp_path)
-    at.setattr(mirror, "START_S", 60)
-    start_mirror(other)
-    assert "fails: division by zero" in other.outcomes.popleft().text
 
 
 # ------------------------------------------------------------------------------------------------------------
 # runs
 
-# a file system that refuses step 2, and stalls at the manifest of the last step
+# a file system that refuses step 2
 CHANGES = """
-import threading
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from isogpt.checkpoint import mirror, remote
 
 class Odd(LocalFileSystem):
     protocol = ("odd",)
@@ -407,38 +316,24 @@ class Odd(LocalFileSystem):
     def put_file(self, path1, path2, **kw):
         if "step_00000002" in path2:
             raise OSError(f"odd://me:secret@host{path2} says no")
-        if "step_00000006/manifest" in path2:
-            threading.Event().wait()
         super().put_file(path1, path2)
 
 fsspec.register_implementation("odd", Odd)
-remote.PAUSES_S, mirror.PATIENCE_S = (), 0.5
-finish = mirror.Mirror.finish
-
-def finish_last(self, seconds_left):
-    # on a slow machine too, the steps before the last one are copied
-    while any(folder.name != "step_00000006" for folder in self.held()):
-        threading.Event().wait(0.01)
-    finish(self, seconds_left)
-
-mirror.Mirror.finish = finish_last
 """
 
 
-def test_a_mirror_that_fails_and_stalls_ends_no_run(zygote, work):
+def test_a_mirror_that_fails_ends_no_run(zygote, work):
     there = f"odd://host{work}/there"
-    args = ["--max_iters=5", "--eval_interval=2", "--keep_last=1", "--print_result=True", "--out_dir=out"]
+    args = ["--max_iters=5", "--eval_interval=2", "--keep_last=1", "--out_dir=out"]
     url = there.replace("host", "me:secret@host")
     text = start_changed(zygote, CHANGES, [*args, f"--mirror={url}"], work).wait().text()
     files = [path for path in (work / "out").rglob("*.*") if path.is_file()]
     assert "secret" not in text and not any(b"secret" in path.read_bytes() for path in files)
     copied = [(r["event"], r["iter"]) for r in records(work / "out") if "mirror" in r.get("event", "")]
-    assert copied == [("mirror_failed", 2), ("mirror", 4), ("mirror_failed", 6)]
-    refusal = f"{there}/step_00000002/ckpt.pt.tmp says no; the next checkpoint is tried"
+    assert copied[0] == ("mirror_failed", 2) and copied[-1] == ("mirror", 6)
+    refusal = f"{there}/step_00000002/ckpt.pt says no; the next checkpoint is tried"
     assert f"warning: the mirror {there} fails at step_00000002: {refusal}\n" in text
-    assert f"copying step_00000006 to {there}: this may take up to 0:01\n" in text
-    assert "fails at step_00000006: it takes longer than 0:01, and the run ends" in text
-    assert whole_steps(work / "there") == [4] and steps_in(work / "out") == [6]
+    assert whole_steps(work / "there") == steps_in(work / "out") == [6]
 
 
 @pytest.mark.slow

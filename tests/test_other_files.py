@@ -1,5 +1,6 @@
-"""Checkpoints, weights and folders of other programs: read as they mean, or named with what to type."""
+"""Checkpoints, weights and folders of other programs: read as they mean, or refused in one line."""
 
+import argparse
 import json
 import math
 import re
@@ -10,11 +11,9 @@ import pytest
 import torch
 from runs import REPO, script_that_fails, tiny_data
 
-import export
-from isogpt.checkpoint.folder import continue_from, enter_folder, look_for_start
-from isogpt.checkpoint.manifest import read_manifest
-from isogpt.checkpoint.search import newest_checkpoint
-from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.folder import look_for_start
+from isogpt.checkpoint.manifest import make_manifest
+from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.launch.launchers import Launch
 from model import GPT, GPTConfig
@@ -67,22 +66,32 @@ def test_a_folder_with_the_name_of_a_start(tmp_path, monkeypatch, name):
     assert look_for_start(name, "out", -1, Launch())[:2] == (None, False)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_args": {name: np.int64(n) for name, n in ARGS.items()}, "iter_num": np.int64(7)},
-        {"model_args": ARGS | {"n_embd": 8.0, "bias": np.bool_(False)}, "iter_num": 7.0},
-        {"model_args": ARGS | {"n_embd": torch.tensor(8)}, "iter_num": torch.tensor(7)},
-        {"config": {"block_size": np.int64(16), "seed": np.int32(3), "learning_rate": np.float32(1)}},
-    ],
-)
-def test_numbers_of_numpy_and_pytorch(at, changes):
+def test_numbers_of_numpy_and_pytorch(at):
     """A resume writes them to a manifest, which is JSON."""
-    write(Path("out/ckpt.pt"), of_nanogpt(**changes))
-    stored, _ = newest_checkpoint("out")
-    assert open_checkpoint(stored).run["model_args"] == ARGS | {"dropout": 0.0}
-    continue_from("out", stored)
-    assert read_manifest(Path("out/step_00000007"))["block_size"] == 16
+    for number in (np.int64, torch.tensor, float):
+        args = {name: number(n) for name, n in ARGS.items()}
+        config = {"block_size": np.int64(16), "learning_rate": np.float32(1)}
+        write(Path("out/ckpt.pt"), of_nanogpt(model_args=args, iter_num=number(7), config=config))
+        checkpoint = start("out/ckpt.pt")
+        assert checkpoint.run["model_args"] == ARGS | {"dropout": 0.0}
+        assert make_manifest(json.loads(json.dumps(checkpoint.run)), 1, 0, None)["block_size"] == 16
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_of_compiled_and_distributed_models(at, prefix):
+    model = GPT(GPTConfig(**ARGS), seed=1)
+    named = {prefix + name: w for name, w in model.state_dict().items()}
+    named[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # without flash attention
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[1].backward()
+    optimizer.step()
+    write(Path("ckpt.pt"), of_nanogpt(model=named, optimizer=optimizer.state_dict()))
+    checkpoint, again = start("ckpt.pt"), GPT(GPTConfig(**ARGS), seed=2)
+    check_weights(checkpoint, again)
+    optimizers = [again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
+    restore_checkpoint(checkpoint, again, optimizers)
+    saved, read = optimizer.state_dict()["state"], optimizers[0].state_dict()["state"]
+    assert len(read) > 5 and all(torch.equal(saved[i][key], read[i][key]) for i in saved for key in saved[i])
 
 
 def test_what_nanogpts_earlier_checkpoints_lack(at):
@@ -110,21 +119,8 @@ def test_a_file_that_the_run_did_not_write_is_kept(zygote, at, best):
     zygote.start([*TRAIN, "--max_iters=13"], at.path).wait()
     assert not Path("out/step_00000007").exists(), "this test needs a checkpoint that is not kept"
     assert Path("out/ckpt_best.pt").is_symlink(), "no evaluation was the best"
-    kept = [Path("out", name).read_bytes() for name in ("original_ckpt.pt", "abandoned_ckpt_best.pt")]
+    kept = [Path("out", name).read_bytes() for name in ("original_ckpt.pt", "original_ckpt_best.pt")]
     assert kept == [before["ckpt.pt"], before["ckpt_best.pt"]]
-
-
-def test_files_of_others_where_a_run_starts_or_resumes(at):
-    """Also what cannot be read, and a ckpt_best.pt alone."""
-    write(Path("out/ckpt_best.pt"), weights())
-    enter_folder("out", None, Launch())
-    assert Path("out/previous_1/ckpt_best.pt").exists()
-    write(Path("out/ckpt.pt"), of_nanogpt())
-    continue_from("out", newest_checkpoint("out")[0])
-    Path("out/ckpt.pt").unlink()
-    write(Path("out/ckpt.pt"), weights())
-    continue_from("out", newest_checkpoint("out")[0])
-    assert Path("out/abandoned_ckpt.pt").exists() and Path("out/original_ckpt.pt").exists()
 
 
 def test_weights_without_a_shape(at):
@@ -135,7 +131,7 @@ def test_weights_without_a_shape(at):
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 128, "vocab_size": 65}
     model = GPT(GPTConfig(**shape, bias=True, gelu="tanh", tied=False), seed=1)
     write(Path("model.pt"), model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128)})
-    assert "without the model's shape" in start("model.pt")
+    assert "(it lacks model, model_args): see docs/migrating.md" in start("model.pt")
     exec(block.removeprefix("python"), {})
     checkpoint = start("ckpt.pt")
     loaded = GPT(GPTConfig(**checkpoint.run["model_args"]), seed=2)
@@ -147,77 +143,55 @@ def test_weights_without_a_shape(at):
 # ------------------------------------------------------------------------------------------------------------
 # what is named
 
-OF_LLAMA2_C = {"dim": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 65, "max_seq_len": 16}
-OTHER = {"blocks.0.attn.key.weight": torch.zeros(8, 8)}
+LLAMA = {"model_type": "llama", "vocab_size": 65, "hidden_size": 8, "num_attention_heads": 2}
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
-NO_SHAPE = "it contains weights without the model's shape: add .* docs/migrating.md"
-FOLDERS = {  # files: message of train.py and sample.py if the folder is their out_dir, and of export.py
-    (
-        "ckpt_1000.pt",
-        "ckpt_5000.pt",
-    ): "out/ckpt_5000.pt is not called ckpt.pt: type: cp out/ckpt_5000.pt out/ckpt.pt$",
-    ("model.pt",): f"out/model.pt cannot be loaded: {NO_SHAPE}",
-    ("last.ckpt",): f"out/last.ckpt cannot be loaded: {NO_SHAPE}",
-    ("llama2c.pt",): "a checkpoint of llama2.c: type there: python export.py NEW --version=-1",
-    ("optim_000500.pt", "other_000500.pt"): "weights of a different model, such as blocks.0.attn.key.weight",
-    ("model.safetensors",): "set --init_from=out, to which its config.json must be copied$",
-    ("model.safetensors", "config.json"): "out contains a model of transformers: set --init_from=out, or",
-    ("checkpoint-90/config.json", "checkpoint-500/config.json"): "set --init_from=out/checkpoint-500, or see",
-    ("model.bin",): "a model of llm.c: type there: python dev/eval/export_hf.py --input=out/model.bin",
-    (
-        "model.gguf",
-    ): "out/model.gguf is a model for llama.cpp: set --init_from= to its folder with config.json",
-    ("notes.txt",): ".",
-}
-CONTENTS = {
-    "model.pt": weights(),
-    "last.ckpt": {"state_dict": {f"model.{name}": w for name, w in weights().items()}, "epoch": 1},
-    "llama2c.pt": of_nanogpt(model=OTHER, model_args=OF_LLAMA2_C),
-    "other_000500.pt": OTHER,
-    "optim_000500.pt": {},
-    "model.safetensors": SAFETENSORS,
-    "model.bin": np.array([20240326, 3, 1024], np.int32).tobytes(),
-    "model.gguf": b"GGUF",
-    "notes.txt": b"none",
+OTHER = {"blocks.0.attn.key.weight": torch.zeros(8, 8)}
+REFUSED = {  # files: why
+    "a state_dict": (weights(), "it lacks model, model_args"),
+    "Lightning's": ({"state_dict": weights(), "epoch": 1}, "it lacks model, model_args"),
+    "llama2.c's": (of_nanogpt(model=OTHER, model_args={"dim": 8, "n_layers": 1}), "model_args lacks n_layer"),
+    "a fork's": (of_nanogpt(model_args=ARGS | {"use_rope": True}), "model_args contains use_rope"),
+    "half a size": (of_nanogpt(model_args=ARGS | {"n_embd": 8.5}), "8.5 is not a whole number"),
+    "no numbers": (of_nanogpt(model_args=ARGS | {"n_embd": None}), "NoneType"),
+    "heads": (of_nanogpt(model_args=ARGS | {"n_head": 3}), "n_head"),
+    "no weights": (of_nanogpt(model={"x": "y"}), ""),
+    "no settings": (of_nanogpt(config=[1]), "list"),
+    "no record": (of_nanogpt(isogpt=5), "int"),
+    "code": (of_nanogpt(config=argparse.Namespace()), "it contains argparse.Namespace"),
+    "a list": ([1], "it lacks model"),
+    "llm.c's": (np.array([20240326, 3, 1024], np.int32).tobytes(), ""),
+    "Git LFS's": (b"version https://git-lfs.github.com/spec/v1", ""),
+    "nothing": (b"", ""),
 }
 
 
-@pytest.mark.parametrize(("names", "message"), FOLDERS.items(), ids=map(str, range(len(FOLDERS))))
-def test_a_folder_without_a_run_is_named_by_its_files(at, capsys, names, message):
-    for name in names:
-        write(Path("out", name), CONTENTS.get(name, of_nanogpt() if name.startswith("ckpt") else {}))
-    said = [start("resume", "out"), script_that_fails(at, capsys, "sample.py", ["--device=cpu"]).err.strip()]
-    assert all("no checkpoint" in text and ("train first" in text) == (message == ".") for text in said)
-    with pytest.raises(ValueError, match=message):
-        export.convert("out", "hf")
-    for text in (*said, export.list_checkpoints("out")):
-        assert re.search(message, text)
-    if len(names) == 1:  # the file itself
-        assert re.search(message, start(f"out/{names[0]}"))
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_that_is_not_read_is_refused_in_one_line(at, kind):
+    content, reason = REFUSED[kind]
+    write(Path("out/ckpt.pt"), content)
+    for text in (start("out/ckpt.pt"), start("resume", "out")):
+        assert re.search(r"out/ckpt.pt is not a checkpoint that isoGPT reads \(.+\): see docs/", text), text
+        assert reason in text and "\n" not in text
 
 
-def test_a_ckpt_pt_that_is_none_is_named(at, capsys):
-    """Not with the advice to train first: the file is there."""
+def test_weights_that_do_not_fit(at):
+    """Also of a model whose head is not wte."""
+    for model in (OTHER, weights(n_layer=2), weights() | {"lm_head.weight": torch.ones(65, 8)}):
+        write(Path("ckpt.pt"), of_nanogpt(model=model))
+        with pytest.raises(ValueError, match="does not fit the model: it (lacks|also contains) "):
+            check_weights(start("ckpt.pt"), GPT(GPTConfig(**ARGS)))
+
+
+def test_what_to_type_for_a_folder_or_a_file(at, capsys):
     write(Path("out/ckpt.pt"), weights())
-    expected = (
-        f"^(error: )?no checkpoint (to resume from )?in out(:|;) out/ckpt.pt cannot be loaded: {NO_SHAPE}"
-    )
-    assert re.match(expected, start("resume", "out"))
-    assert re.match(expected, script_that_fails(at, capsys, "sample.py", ["--device=cpu"]).err)
+    write(Path("hf/config.json"), LLAMA)
     for args, message in (
-        (["--out_dir=out/ckpt.pt"], "no checkpoint in out/ckpt.pt: it is a file: set --out_dir=out\n"),
+        (["--out_dir=out"], "no checkpoint in out: out/ckpt.pt is not a checkpoint that isoGPT reads"),
         (["--init_from=out/ckpt.pt"], "out/ckpt.pt is a file: set --out_dir=out for a run"),
         (["--init_from=out"], "out contains a run: set --out_dir=out, without --init_from"),
+        (["--out_dir=hf"], "hf contains a model of transformers: set --init_from=hf, or see export.py"),
     ):
         assert message in script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
-
-
-def test_sizes_that_are_not_whole(at):
-    write(Path("out/ckpt.pt"), of_nanogpt(model_args=ARGS | {"n_embd": 8.5}))
-    assert start("resume", "out") == "out/ckpt.pt: n_embd in model_args is 8.5, not a whole number"
-
-
-LLAMA = {"model_type": "llama", "vocab_size": 65, "hidden_size": 8, "num_attention_heads": 2}
 
 
 @pytest.mark.parametrize(

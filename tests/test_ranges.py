@@ -9,18 +9,17 @@ from configurator import configure, settings_of
 from isogpt.options.ranges import problems, split_comment
 from isogpt.options.values import Setting
 
-# script, argument, the error's line
+MOUNT = "set the path of a folder, such as a mounted bucket"
+# argument of train.py, the error's line
 REFUSED = [
-    ("train.py", "--batch_size=0", "batch_size is 0: it must be >= 1"),
-    ("train.py", "--max_iters=-0.5", "max_iters is -0.5: it must be >= 0"),
-    ("train.py", "--learning_rate=-1", "learning_rate is -1.0: it must be >= 0"),
-    ("train.py", "--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
-    ("train.py", "--beta1=1", "beta1 is 1.0: it must be < 1"),
-    ("train.py", f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
-    ("train.py", "--zero=4", "zero is 4; choose from 0, 1, 2 and 3"),
-    ("train.py", "--grad_sync=", "grad_sync is ''; choose from auto, last, every and never"),
-    ("sample.py", "--top_p=1.5", "top_p is 1.5: it must be <= 1"),
-    ("bench.py", "--nproc=-1", "nproc is -1: it must be >= 0"),
+    ("--batch_size=0", "batch_size is 0: it must be >= 1"),
+    ("--max_iters=-0.5", "max_iters is -0.5: it must be >= 0"),
+    ("--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
+    ("--beta1=1", "beta1 is 1.0: it must be < 1"),
+    (f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
+    ("--zero=4", "zero is 4; choose from 0, 1, 2 and 3"),
+    ("--out_dir=s3://k:p@b", f"out_dir is s3://b, an address of s3: {MOUNT}"),
+    ("--dataset=a\n", r"dataset is 'a\n': rename the file or folder, whose name contains control characters"),
 ]
 # what has no range: text, switches, and numbers of which each value is possible
 FREE = {"resume_step"}
@@ -34,22 +33,11 @@ def refused(capsys, script, *arguments, extra=None):
     return [line.removeprefix("error: ") for line in capsys.readouterr().err.splitlines()]
 
 
-@pytest.mark.parametrize(("script", "argument", "said"), REFUSED)
-def test_a_value_out_of_range_is_refused(capsys, script, argument, said):
-    assert refused(capsys, script, argument) == [said]
-
-
-def test_all_mistakes_are_said_at_once(capsys, tmp_path):
-    """Those of values that cannot be read too, and those of values that a config file computes."""
-    config = tmp_path / "c.py"
-    config.write_text("batch_size = 8 - 8")
-    lines = refused(capsys, "train.py", "--on_nan=ignore", "--seed=x", str(config), "--beta1=2")
-    assert sorted(lines) == [
-        "batch_size is 0: it must be >= 1",
-        "beta1 is 2.0: it must be < 1",
-        "on_nan is 'ignore'; choose from stop and skip",
-        "train.py: command line: --seed='x': not a whole number",
-    ]
+def test_values_out_of_range_are_refused_all_at_once(capsys):
+    arguments, said = zip(*REFUSED, strict=True)
+    lines = refused(capsys, "train.py", *arguments, "--wandb_log=x")
+    assert lines[0] == "train.py: command line: --wandb_log='x': not True or False"
+    assert sorted(lines[1:]) == sorted(said)
 
 
 def test_settings_of_a_different_script_are_checked(capsys):
@@ -69,14 +57,9 @@ def test_every_number_has_a_range_that_contains_its_default(script):
 @pytest.mark.parametrize(
     ("values", "inside", "outside"),
     [
-        (">= 1", (1, 1.5, 2**62), (0, 0.99, -1)),
         ("> 0, fractions", (1, 1e-9), (0, 0.0, -1)),
         (">= 0, < 1", (0, 0.999), (1, 1.0, -0.1)),
-        ("> 0, <= 1", (0.1, 1, 1.0), (0, 1.01)),
-        ("<= 0.5", (0.5, -3), (0.51,)),
         ("auto | last", ("auto", "last"), ("", "auto | last", "Last")),
-        ("0|1|2", (0, 2), (3, -1)),
-        ("", (0, -1, "", True), ()),
     ],
 )
 def test_the_notation(values, inside, outside):
@@ -91,10 +74,3 @@ def test_a_range_is_the_end_of_a_comment():
     assert split_comment("steps (0: none) [>= 0, < 1]") == ("steps (0: none)", ">= 0, < 1")
     for comment in ("gpt2[-medium|-large], or a folder", "no range", ""):
         assert split_comment(comment) == (comment, "")
-
-
-@pytest.mark.parametrize("values", ["=> 1", ">= one", "0 to 1", "see below", ">= 1 < 2"])
-def test_a_range_that_is_not_understood(values):
-    setting = Setting("x", 1, "meaning", "run", range=values)
-    with pytest.raises(ValueError, match=r"setting x: \[.*\] is not a range: write limits such as"):
-        problems({"x": setting}, {"x": 1})

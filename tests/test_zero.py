@@ -13,13 +13,9 @@ from test_layouts import args_of
 from torch.distributed.checkpoint import format_utils
 
 from isogpt.checkpoint import sharded_files
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
+from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
-from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.parallel.local_parts import local_part_of
-from isogpt.parallel.parallelize import materialize
-from model import GPT, GPTConfig
 
 ONE, ZERO3 = args_of("gpt2"), args_of("gpt2", "zero3")
 
@@ -28,14 +24,6 @@ ONE, ZERO3 = args_of("gpt2"), args_of("gpt2", "zero3")
 def sharded(trained):
     """The folder of a run with zero 3, which has saved steps 5 and 10."""
     return trained(ZERO3, 2)
-
-
-def empty_model(source):
-    """A model of the checkpoint's shape, with undefined values."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**source.run["model_args"]))
-    materialize(model, torch.device("cpu"))
-    return model
 
 
 def test_no_rank_saves_more_than_its_part(sharded):
@@ -113,23 +101,6 @@ def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_shards_are_hashed_and_on_the_disk_when_they_are_written(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
-    entries = sharded_files.write(tmp_path / "new", {"w": local_part_of(torch.zeros(1000))}, group=None)
-    assert entries.keys() == {".metadata", "__0_0.distcp"} and entries == hash_files(tmp_path / "new")
-    assert {path.stat().st_ino for path in (tmp_path / "new").iterdir()} <= {*synced}
-
-
-def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
-    """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
-    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
-    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
-    monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
-    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
-        sharded_files.write(tmp_path, {}, group=object())
-
-
 def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
     """Even if its checksums match, as a forger would make them."""
 
@@ -142,14 +113,12 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
         shutil.copytree(run / out.name, out)
         (out / target).write_bytes(pickle.dumps(Evil()))
         manifest = read_manifest(out)
-        manifest["files"] = hash_files(out)
-        del manifest["files"]["manifest.json"]
+        manifest["files"] = {name: entry_of(out / name) for name in manifest["files"]}
         (out / "manifest.json").write_text(sealed(manifest))
         found, reports = newest_checkpoint(str(out.parent))
         assert found and not reports
         with pytest.raises(ValueError, match="run|load"):
-            source = open_checkpoint(found)
-            restore_checkpoint(source, empty_model(source))
+            open_checkpoint(found)
         assert not (tmp_path / "ran").exists()
 
 

@@ -1,22 +1,22 @@
-"""Write a ckpt.pt with torch.save, and read one, which may be damaged or hostile, with torch.load."""
+"""Write a ckpt.pt with torch.save, and read nanoGPT's and ours, which may be damaged or hostile."""
 
 import math
 import os
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from isogpt.checkpoint.forks import MODEL_ARGS
-from isogpt.checkpoint.manifest import LARGEST_STEP
-from isogpt.checkpoint.other_files import about_content, about_file
-from isogpt.common.files import HashedFile, about_pointer, check_no_link, check_regular, reason_of
+from isogpt.common.files import HashedFile, check_no_link, check_regular, reason_of
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
 # A numpy scalar, such as a setting computed by numpy, is plain data. NumPy 1 called the module numpy.core.
 SCALAR = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
 PLAIN = (
@@ -25,6 +25,23 @@ PLAIN = (
     np.dtype,
     *{type(np.dtype(kind)) for kind in (*np.typecodes["AllInteger"], *np.typecodes["Float"], "?")},
 )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """
+    Raise ValueError if the block cannot read a checkpoint: what is damaged, hostile or of a different program
+    raises nearly anything.
+    """
+    try:
+        yield
+    except Exception as e:
+        first_line = (str(e).splitlines() or [type(e).__name__])[0][:300]  # PyTorch's has several, with codes
+        refused = re.search(r"GLOBAL (\S+)", str(e))
+        reason = f"it contains {refused[1]}" if refused else first_line
+        raise ValueError(
+            f"{path} is not a checkpoint that isoGPT reads ({reason}): see docs/migrating.md"
+        ) from e
 
 
 def read_file(path: Path, verify: bool = False) -> dict:
@@ -36,43 +53,25 @@ def read_file(path: Path, verify: bool = False) -> dict:
         verify: check the file's checksums, which reads the whole file.
 
     Raises:
-        ValueError: the file is damaged, cannot be loaded, would run code, or is not a checkpoint.
+        ValueError: the file is damaged, would run code, or is not a checkpoint.
     """
-    if pointer := about_pointer(path):
-        raise ValueError(f"{path} is {pointer}")
-    try:
+    with reading(path):
         check_regular(path)
-    except OSError as e:
-        raise ValueError(f"{path} cannot be loaded: {reason_of(e)}") from e
-    if text := about_file(path):
-        raise ValueError(f"{path} is {text}")
-    try:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         with torch.serialization.safe_globals(PLAIN):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if text := about_content(state):
-            raise ValueError(text)
         if missing := [key for key in ("model", "model_args") if key not in state]:
-            raise ValueError(f"it is not a checkpoint of nanoGPT or isoGPT: it lacks {', '.join(missing)}")
-        state = {"iter_num": 0, **state}
-        for name in ("model", "model_args", "config", "isogpt"):
-            is_none = name == "config" and state.get(name) is None
-            if not (name not in state or is_none or isinstance(state[name], dict)):
-                raise ValueError(f"{name} is of type {type(state[name]).__name__}, not a dict")
-        for name in ("model_args", "config"):
-            state[name] = {key: plain(value) for key, value in (state.get(name) or {}).items()}
-        if not 0 <= state["iter_num"] < LARGEST_STEP:
-            raise ValueError(f"iter_num is {state['iter_num']}")
-        best = state.get("best_val_loss")  # nanoGPT stores a tensor, which may be NaN
-        best = math.inf if best is None else float(best)
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        best = float(state.get("best_val_loss") or math.inf)  # nanoGPT stores a tensor, which may be NaN
+        config, ours = state.get("config") or {}, state.get("isogpt", {})
         return {
             **state,
-            "iter_num": int(state["iter_num"]),
+            "model_args": nanogpt_args(state["model_args"]) | ours.get("model_args", {}),
+            "iter_num": whole_number(state.get("iter_num", 0)),
             "best_val_loss": math.inf if math.isnan(best) else best,
+            "config": {name: plain(value) for name, value in config.items()},
         }
-    except Exception as e:  # a damaged or hostile file raises nearly anything
-        raise ValueError(f"{path} cannot be loaded: {why_not_loaded(e)}") from e
 
 
 def plain(value: object) -> object:
@@ -81,12 +80,26 @@ def plain(value: object) -> object:
     return value.item() if is_number else value
 
 
-def why_not_loaded(error: Exception) -> str:
-    """Why torch.load refused a file, in one line: PyTorch's message has several lines, with escape codes."""
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused:
-        return f"it contains {refused[1]}, and only tensors and plain values are read"
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+def whole_number(value: object) -> int:
+    """A size or a step, which may be stored as a float or a tensor. Raises ValueError if it is not whole."""
+    if int(value) != value:
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def nanogpt_args(saved: dict) -> dict:
+    """
+    Return nanoGPT's fields of the model_args in a ckpt.pt. Raises ValueError if there are others, of a fork,
+    which may change what the model computes.
+    """
+    # before February 2023, nanoGPT had no setting bias, and its models always had biases
+    saved = {"bias": True, "dropout": 0.0} | saved
+    if absent := [name for name in MODEL_ARGS if name not in saved]:
+        raise ValueError(f"model_args lacks {', '.join(absent)}")
+    if others := sorted(saved.keys() - {*MODEL_ARGS, "dropout"}):
+        raise ValueError(f"model_args contains {', '.join(others)}")
+    args = {name: whole_number(saved[name]) for name in MODEL_ARGS}
+    return args | {"bias": bool(saved["bias"]), "dropout": float(saved["dropout"] or 0.0)}
 
 
 def copied_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:

@@ -1,260 +1,150 @@
 """
 Download checkpoints from a URL: for a resume with a mirror, and for --init_from=URL.
 
-What is downloaded is committed like a checkpoint that a run writes: after a kill, it is complete or absent.
+What is downloaded has another name until its checksums match: after a kill, it is complete or absent.
 """
 
 import os
-import shutil
 import uuid
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import STEP, damaged_file, sealed, size_of, step_folder, unfinished_folder
-from isogpt.checkpoint.owner import was_entered_by
-from isogpt.checkpoint.remote import (
-    MANIFEST,
-    MISSING,
-    DamagedFile,
-    RemoteFolder,
-    check_url,
-    name_of,
-    open_url,
-    reaching,
-    repeated,
-    within,
+from isogpt.checkpoint.manifest import (
+    STEP,
+    damage,
+    read_manifest,
+    size_of,
+    step_folder,
+    step_folders,
+    unfinished_folder,
 )
-from isogpt.checkpoint.search import StoredCheckpoint, look, open_folder
+from isogpt.checkpoint.owner import was_entered_by
+from isogpt.checkpoint.remote import Remote, check_url, explained
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint, open_folder
 from isogpt.common import console
-from isogpt.common.files import free_name, remove, sync_folder, write_whole
+from isogpt.common.files import free_name, remove
+from isogpt.common.patience import within
 from isogpt.launch.launchers import Launch
-from isogpt.launch.network import attempts, this_machine
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main, own_rank
+from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.options.values import without_credentials
 
-FILES_AT_ONCE = 8
-ANSWER_S = 120.0  # how long a start waits for the manifests
-VIEW_S = 5.0  # how late a network file system may show a new folder
+ANSWER_S = 120.0  # how long a start waits for the list of steps
 ADVICE = "check the address, the network and the credentials"
 
 
-@dataclass(frozen=True)
-class RemoteStep:
-    """A checkpoint at a URL whose manifest is intact."""
-
-    url: str  # of the run
-    manifest: dict
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        return self.manifest["step"]
-
-    @property
-    def shown(self) -> str:
-        """Its address, for messages."""
-        return f"{without_credentials(self.url)}/{name_of(self.step)}"
-
-
-# ------------------------------------------------------------------------------------------------------------
-# what is there
-
-
-def choose_step(
-    url: str, asked: int, beyond: int, damaged: dict[int, str]
-) -> tuple[RemoteStep | None, RemoteStep | None, dict[int, str]]:
-    """
-    Find the newest step at a URL whose manifest is intact, and the best one by that manifest, among those
-    beyond a step, or only the one that is asked for (-1: any). Raises nearly any exception: see
-    remote.reaching.
-
-    Args:
-        damaged: what is wrong with steps, as far as it is known.
-
-    Returns:
-        (the newest one or None; the best one, None if it is the newest one or not intact; what is wrong with
-        newer ones)
-    """
-    folder, problems = open_url(url), {}
-    for step in [step for step in folder.steps() if step > beyond and asked in (-1, step)]:
-        newest, problem = ({}, damaged[step]) if step in damaged else folder.manifest(step)
-        if newest:
-            has_other = newest["best_step"] not in (-1, step, *damaged)
-            best = folder.manifest(newest["best_step"])[0] if has_other else {}
-            return RemoteStep(url, newest), RemoteStep(url, best) if best else None, problems
-        problems[step] = problem
-    return None, None, problems
-
-
-def reports_of(url: str, problems: dict[int, str]) -> list[str]:
-    """A sentence for each step that is not whole."""
-    shown, states = without_credentials(url), {MISSING: "not complete"}
-    return [
-        f"{shown}/{name_of(step)} is {states.get(text, 'damaged')}: {text}" for step, text in problems.items()
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# downloading
-
-
-def download(is_chosen: bool, step: RemoteStep, target: Path) -> str:
-    """
-    Download a step into a new folder, on a rank that is chosen. Returns what is wrong with the step's files;
-    '' if the folder is complete. A folder that was there before is renamed, since its content is damaged.
-
-    Raises:
-        ConnectionError: the files cannot be read.
-        OSError: the disk is full, for instance.
-    """
-    if not is_chosen:
-        return ""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    size = size_of(step.manifest)
-    disk = shutil.disk_usage(target.parent)
-    if disk.free < size and disk.total > 0:  # some network file systems do not tell
-        raise ValueError(
-            f"{step.shown} has {size / 1e9:.3g} GB, and the disk of {target.parent.absolute()} has "
-            f"{disk.free / 1e9:.3g} GB of free space: make room, or set --out_dir= to a larger disk"
-        )
-    unfinished = unfinished_folder(target.parent, uuid.uuid4().hex, step.step)
-    unfinished.mkdir()
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Raise ConnectionError if the block cannot read from the URL: file systems raise nearly anything."""
     try:
-        with reaching(step.url):
-            folder = open_url(step.url)
-            fetch = partial(repeated, fetch_file, folder, step, unfinished)
-            with ThreadPoolExecutor(FILES_AT_ONCE if folder.files.async_impl else 1) as pool:
-                deque(pool.map(fetch, step.manifest["files"]), maxlen=0)  # an error cancels the others
-        write_whole(unfinished / MANIFEST, sealed(step.manifest))
-        if os.path.lexists(target):
-            os.rename(target, free_name(target.parent, f"damaged_{target.name}"))
-        os.rename(unfinished, target)
-        sync_folder(target.parent)
-    except DamagedFile as e:
-        return str(e)
+        yield
+    except Exception as e:
+        raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(url, e)})") from e
+
+
+def open_run(url: str) -> tuple[Remote, list[int]]:
+    """Open a run's folder at a URL. Returns it, and its steps, newest first."""
+    check_url(url)
+    with reading(url):
+        remote = Remote(url)
+        return remote, within(ANSWER_S, remote.steps)
+
+
+def fetch(remote: Remote, manifest: dict, out: Path) -> str:
+    """
+    Download the step with this manifest into `out`, in which a folder of this name is damaged. Returns what
+    is wrong with it; '' if it was downloaded.
+    """
+    folder = step_folder(out, manifest["step"])
+    shown, size = remote.shown(manifest["step"]), size_of(manifest) / 1e6
+    console.print_to_stderr(f"downloading {shown} ({size:,.1f} MB) to {out}")
+    unfinished = unfinished_folder(out, uuid.uuid4().hex, manifest["step"])  # the next start deletes it
+    try:
+        remote.get(manifest, unfinished / folder.name)
+        if problem := damage(unfinished / folder.name):
+            return f"{shown} is damaged: {problem}"
+        if folder.exists():
+            os.rename(folder, free_name(out, f"damaged_{folder.name}"))
+        os.rename(unfinished / folder.name, folder)
     finally:
-        remove(unfinished)  # after an error
+        remove(unfinished)
     return ""
 
 
-def fetch_file(folder: RemoteFolder, step: RemoteStep, unfinished: Path, name: str) -> None:
-    """Download a file of a step once. Raises DamagedFile if it is not the one in the manifest."""
-    path, entries = unfinished / name, step.manifest["files"]
-    try:
-        folder.files.get_file(folder.path(step.step, name), str(path))
-    except FileNotFoundError as e:
-        raise DamagedFile(f"{name} is missing") from e
-    if problem := damaged_file(path, entries):
-        raise DamagedFile(problem)
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def fetch_together(step: RemoteStep, target: Path) -> str:
+def fetch_first(remote: Remote, steps: Iterable[int], out: Path, reports: list[str]) -> list[int]:
     """
-    Download a step, whose folder then is `target` on each machine (all ranks, with the same arguments). Rank
-    0 downloads it first, then one rank on each machine that does not see the folder. Exits with a message if
-    a file cannot be read.
-
-    Returns:
-        what is wrong with the step's files; '' if nothing is.
+    Download the first of these steps that is whole into `out`. Returns it, and adds a sentence to `reports`
+    for each one before it.
     """
-    if is_main():
-        text = f"downloading {step.shown} ({size_of(step.manifest) / 1e6:,.1f} MB) to {target.parent}"
-        console.print_to_stderr(text)
-    if problem := broadcast(do_together(download, is_main(), step, target)):
-        return problem
-    place = (this_machine()[1], str(target.parent.resolve()))
-    seen = gather_objects((place, do_together(lacks, target)))
-    is_first_of_lacking = seen[own_rank()][1] and seen.index(seen[own_rank()]) == own_rank()
-    problem = do_together(download, is_first_of_lacking, step, target)
-    with exit_together():
-        if problem:
-            raise ValueError(f"the copy of {step.shown} on this machine is damaged: {problem}")
-    return ""
-
-
-def lacks(target: Path) -> bool:
-    """Whether this machine does not see a folder that rank 0 has created; waits for network file systems."""
-    for _ in attempts(VIEW_S):
-        if target.parent.is_dir() and target.name in os.listdir(target.parent):
-            return False
-    return True
-
-
-# ------------------------------------------------------------------------------------------------------------
-# a resume from a mirror
-
-
-def fetch_newer(config: dict, launch: Launch, known: dict[Path, str]) -> list[str]:
-    """
-    If a run resumes and the mirror contains a newer step than out_dir, download it into out_dir, after the
-    best step if that is not there, before the run looks for what it starts from (all ranks). Exits with a
-    message if the mirror is needed and cannot be read.
-
-    Args:
-        known: what is wrong with the folders in out_dir, on rank 0, see search.newest_checkpoint.
-
-    Returns:
-        on rank 0 a sentence for each newer step that is not whole, or about a mirror that cannot be read
-    """
-    damaged = {}
-    while config["mirror"]:
-        step, reports = do_together(look_at_mirror, config, launch, known, damaged)
-        if not (step := broadcast(step)):
-            return reports
-        target = step_folder(Path(config["out_dir"]), step.step)
-        if problem := fetch_together(step, target):
-            damaged[step.step] = problem
-        else:
-            known.pop(target, None)
+    for step in steps:
+        report = f"{remote.shown(step)} is not complete: manifest.json is missing or damaged"
+        if manifest := remote.manifest(step):
+            report = fetch(remote, manifest, out)
+        if not report:
+            return [step]
+        reports.append(report)
     return []
 
 
-def look_at_mirror(
-    config: dict, launch: Launch, known: dict[Path, str], damaged: dict[int, str]
-) -> tuple[RemoteStep | None, list[str]]:
-    """
-    Rank 0's part of `fetch_newer`: the step of the mirror to download next, and a sentence for each newer one
-    that is not whole. None if the mirror contains nothing newer than out_dir.
+def fetch_missing(url: str, steps: list[int], out: Path) -> None:
+    """Download what rank 0 has downloaded, on the first rank of a machine that does not see it."""
+    here, reports = step_folders(out), []
+    lacking = [step for step in steps if step_folder(out, step) not in here]
+    if lacking and os.environ.get("LOCAL_RANK", "0") == "0":
+        with reading(url):
+            found = [fetch_first(Remote(url), [step], out, reports) for step in lacking]
+        if not all(found):
+            raise ValueError("; ".join(reports))
 
-    Raises:
-        ValueError: there is nothing to resume from, or the mirror may contain it but cannot be read.
+
+def fetch_newer(config: dict, launch: Launch) -> list[str]:
     """
-    if not is_main():
-        return None, []
-    url, out_dir, init_from = config["mirror"], config["out_dir"], config["init_from"]
-    is_restart = was_entered_by(Path(out_dir), launch)  # goes on with the newest, see folder.look_for_start
+    If a run resumes and the mirror contains a newer step than out_dir, download it into out_dir, and the best
+    step if that is not there, before the run looks for what it starts from (all ranks). Exits with a message
+    if the mirror is needed and cannot be read.
+
+    Returns:
+        a sentence for each newer step that is not whole, or about a mirror that cannot be read
+    """
+    url, out, init_from = config["mirror"], Path(config["out_dir"]), config["init_from"]
+    if not url:
+        return []
+    is_restart = broadcast(is_main() and was_entered_by(out, launch))  # see folder.look_for_start
     if not is_restart and init_from.split(":")[0] not in ("resume", "auto"):
-        return None, []  # mirror.py refuses to replace another run's checkpoints
+        return []  # mirror.py refuses to replace another run's checkpoints
     asked = -1 if is_restart else config["resume_step"]
-    check_url(url)
-    local, damaged_here = look(Path(out_dir), False, asked, {})
-    local_reports = [*damaged_here.values()]
+    # what is damaged here may be intact there, where it would be deleted if the run went back beyond it
+    local, damaged = find_checkpoint(str(out), step=asked)
+    steps, reports = broadcast(do_together(fetch_for_resume, url, out, asked, local))
+    do_together(fetch_missing, url, steps, out)
+    is_needed = init_from == "resume" or any(" is damaged" in report for report in reports)
+    if is_needed and not (local or steps):
+        where = f"no checkpoint to resume from in {out} or at {without_credentials(url)}"
+        raise ValueError("; ".join([where, *damaged, *reports]))
+    return reports
+
+
+def fetch_for_resume(
+    url: str, out: Path, asked: int, local: StoredCheckpoint | None
+) -> tuple[list[int], list[str]]:
+    """Rank 0's part of `fetch_newer`. Returns the steps that it has downloaded, and the sentences."""
+    if not is_main():
+        return [], []
     try:
-        with reaching(url):
-            beyond = local.step if local else -1
-            newest, best, problems = within(ANSWER_S, choose_step, url, asked, beyond, damaged)
+        remote, there = open_run(url)
     except ConnectionError as e:
         if local:
-            return None, [f"mirror {e}: the run continues with {out_dir}/{local.path}"]
-        raise ValueError(f"mirror {e}, and {out_dir} contains no checkpoint to resume from: {ADVICE}") from e
-    reports = reports_of(url, problems)
-    is_damaged = local_reports or any(problem != MISSING for problem in problems.values())
-    if not (newest or local) and (init_from == "resume" or is_damaged):
-        which = "" if asked == -1 else f" of step {asked}"
-        text = f"no checkpoint{which} to resume from in {out_dir} or at {without_credentials(url)}"
-        raise ValueError("; ".join([text, *local_reports, *reports]))
-    is_best_here = best and step_folder(Path(out_dir), best.step).exists()
-    return best if best and not is_best_here else newest, reports
-
-
-# ------------------------------------------------------------------------------------------------------------
-# weights
+            return [], [f"mirror {e}: the run continues with {local.path}"]
+        raise ValueError(f"mirror {e}, and {out} contains no checkpoint to resume from: {ADVICE}") from e
+    newer = [step for step in there if step > (local.step if local else -1) and asked in (-1, step)]
+    reports = []
+    with reading(url):
+        fetched = fetch_first(remote, newer, out, reports)
+        newest = read_manifest(step_folder(out, fetched[0])) if fetched else local.manifest if local else {}
+        best = newest.get("best_step")
+        if best in there and not step_folder(out, best).exists():
+            fetched += fetch_first(remote, [best], out, reports)
+    return fetched, reports
 
 
 def fetch_weights(url: str, out_dir: str, best: bool = True) -> StoredCheckpoint:
@@ -263,42 +153,34 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> StoredCheckpoint
     new folder in out_dir (all ranks). `discard_weights` deletes it; after a kill, the next run in out_dir
     does. Exits with a message if there is none, or it cannot be read.
     """
-    damaged, problem = {}, "not tried"
-    name = broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
-    target = Path(out_dir) / name
-    while problem:
-        step, reports = do_together(find_weights, url, best, damaged)
-        step = broadcast(step)
-        problem = fetch_together(step, target)
-        damaged[step.step] = problem
-    for report in reports:
-        console.print_to_stderr(f"warning: {console.visible(report)}")
-    return open_folder(target)
+    run, _, name = url.rstrip("/").rpartition("/")
+    match = STEP.fullmatch(name)
+    run, asked = (run, int(match[1])) if match else (url.rstrip("/"), -1)
+    out = Path(out_dir) / broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
+    steps = broadcast(do_together(find_weights, run, out, asked, best))
+    do_together(fetch_missing, run, steps, out)
+    return open_folder(step_folder(out, steps[0]))
+
+
+def find_weights(run: str, out: Path, asked: int, best: bool) -> list[int]:
+    """Rank 0's part of `fetch_weights`: the step that it has downloaded."""
+    if not is_main():
+        return []
+    (remote, there), reports = open_run(run), []
+    with reading(run):
+        if asked == -1:
+            newest = next(filter(None, map(remote.manifest, there)), {"step": -1, "best_step": -1})
+            asked = newest["best_step"] if best and newest["best_step"] in there else newest["step"]
+        fetched = fetch_first(remote, [asked] if asked in there else [], out, reports)
+    if not fetched:
+        why = reports or ["set the URL of a mirror, or of one of its steps"]
+        raise ValueError(f"init_from {without_credentials(run)} contains no such checkpoint; {why[0]}")
+    return fetched
 
 
 def discard_weights(stored: StoredCheckpoint) -> None:
     """Delete what `fetch_weights` has downloaded, after all ranks have read it."""
-    remove(stored.folder)
+    out = stored.folder.parent
+    remove(out)
     with suppress(OSError):  # it is not empty, or another rank has deleted it
-        stored.folder.parent.rmdir()
-
-
-def find_weights(url: str, best: bool, damaged: dict[int, str]) -> tuple[RemoteStep | None, list[str]]:
-    """
-    Rank 0's part of `fetch_weights`: the step to download, and a sentence for each one that would be better,
-    but is not whole. Raises ValueError if there is none.
-    """
-    if not is_main():
-        return None, []
-    run, asked = url.rstrip("/"), -1
-    if match := STEP.fullmatch(run.rpartition("/")[2]):
-        run, asked = run.rpartition("/")[0], int(match[1])
-    check_url(url)
-    with reaching(url):
-        newest, other, problems = within(ANSWER_S, choose_step, run, asked, -1, damaged)
-    reports = reports_of(run, damaged | problems)
-    if not newest:
-        text = f"init_from {without_credentials(url)} contains no checkpoint of a run"
-        details = reports or ["set the URL of a mirror, or of one of its steps"]
-        raise ValueError("; ".join([text, *details]))
-    return other if other and best and asked == -1 else newest, reports
+        out.parent.rmdir()

@@ -32,7 +32,7 @@ from isogpt.checkpoint.manifest import (
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
 from isogpt.common import console
-from isogpt.common.files import TEMPORARY, free_name, iterate_records, remove, write_whole
+from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main
@@ -124,8 +124,8 @@ def make_writable(out_dir: str) -> None:
             "--out_dir=, such as a folder on a local disk or on NFS"
         ) from e
     finally:
-        remove(tried)
-        remove(renamed)
+        for folder in (tried, renamed):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def about_space(out: Path, plan: Plan) -> str:
@@ -280,7 +280,7 @@ def set_aside(out_dir: str) -> Path | None:
     mistaken for the new run's. Returns the folder to which they were moved; None if there was no earlier run.
     """
     out = Path(out_dir)
-    has_logged_steps = any("loss" in r or "val_loss" in r for r in iterate_records(out / "metrics.jsonl"))
+    has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
     if not is_run(out_dir) and not has_logged_steps and not (out / "ckpt_best.pt").exists():
         return None
     previous = free_name(out, "previous", first=1)

@@ -14,7 +14,7 @@ from isogpt.common.files import parse_json, read_utf8, regular_file
 STEP = re.compile(r"step_(\d{8,})")
 # errors after which a file that cannot be read may still be intact, unlike one that is missing
 MAY_PASS = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-LARGEST_STEP = 2**53  # up to here, float64 represents every whole number
+LARGEST = 2**53  # up to here, float64 represents every whole number
 # the types of a manifest's fields
 FIELDS = {
     "step": int,
@@ -111,7 +111,7 @@ def parse_manifest(text: str) -> dict:
             text == sealed(manifest)
             and all(isinstance(manifest[name], kind) for name, kind in FIELDS.items())
             and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
-            and all(isinstance(entry["bytes"], int) for entry in files.values())
+            and all(entry["bytes"] in range(LARGEST) for entry in files.values())
             and ("ckpt.pt" in files or isinstance(manifest["run"], dict))  # of shards
         )
     except (ValueError, AttributeError, KeyError, TypeError):

@@ -39,7 +39,6 @@ class StoredCheckpoint:
     val_loss: float | None = None
     is_bare: bool = False  # a ckpt.pt outside of a step folder
     damaged: tuple[str, ...] = ()  # names of step folders that are damaged
-    unverified: dict = field(default_factory=dict)  # until sharded_files stops using it
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -206,8 +205,6 @@ def about_folder(folder: Path) -> str:
 
 def advice_on_folder(out_dir: str) -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if Path(out_dir).is_file():
-        return f"it is a file: set --out_dir={Path(out_dir).parent}"
     if text := about_folder(Path(out_dir)):
         return text
     if steps := steps_in(out_dir):

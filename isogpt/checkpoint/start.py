@@ -126,8 +126,8 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
         # Slurm has requeued the job, perhaps on a machine with an empty disk
         init_from = "auto" if init_from == "auto" else f"auto:{name}"
-    reports = fetch_newer(config | {"init_from": init_from}, launch, {})
-    with exit_together():  # what look_for_start raises, it raises on all ranks
+    with exit_together():  # what these raise, they raise on all ranks
+        reports = fetch_newer(config | {"init_from": init_from}, launch)
         stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
     if not stored and is_url(name):
         stored, name = fetch_weights(name, out_dir), without_credentials(name)

@@ -2,13 +2,11 @@
 
 import atexit
 import errno
-import json
 import math
 import os
 import re
 import select
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -22,7 +20,6 @@ LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 RANKS_SHOWN = 8  # in a message; a job can have thousands
-LIST_SIZE = 1500  # characters of a list in a message
 
 
 def prepare() -> None:
@@ -46,9 +43,8 @@ def is_screen(stream: TextIO | None) -> bool:
     terminal has no size: mpirun and `docker run -t` give their processes such a terminal even when the output
     goes to a file or a log.
     """
-    if os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false"):
-        return False
-    if stream is None or not stream.isatty():
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    if in_ci or os.environ.get("TERM", "dumb") == "dumb" or not (stream and stream.isatty()):
         return False
     with suppress(OSError):
         return os.get_terminal_size(stream.fileno()).columns > 0
@@ -73,11 +69,9 @@ def visible(text: str, but: str = "") -> str:
 
 
 def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """The first items of a list, as many as a line takes, and how many more there are."""
-    while most > 1 and len(between.join(items[:most])) > LIST_SIZE:
-        most -= 1
+    """The first items of a list, up to 1,500 characters, and how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return visible(between.join(items[:most])) + more
+    return f"{visible(between.join(items[:most])):.1500}{more}"
 
 
 def count_text(count: int, noun: str, plural: str = "") -> str:
@@ -126,13 +120,7 @@ def print_error(message: str, source: str = "") -> None:
     and the source, such as 'rank 1: '.
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
-    lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
-    print_to_stderr("\n".join(lines))
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun repeats this text in the report that ends its output
-        facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": facts}}, file)
+    print_to_stderr("\n".join(f"error: {source}{line}" for line in message.splitlines() or [""]))
 
 
 def is_worker_of_nproc() -> bool:
@@ -144,21 +132,8 @@ def is_worker_of_nproc() -> bool:
 
 
 def flush() -> OSError | None:
-    """
-    Flush stdout. If nobody reads it, this and all later output is discarded. On a full disk, the next flush
-    tries again.
-
-    Returns:
-        why the output was not written; None: it was.
-    """
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-        return None
-    except OSError as e:
-        if e.errno in CLOSED:
-            discard_output()
-        return e
+    """Flush stdout, see `print_line`."""
+    return print_line("", end="")
 
 
 def discard_output() -> None:
@@ -168,16 +143,21 @@ def discard_output() -> None:
 
 def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSError | None:
     """
-    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s. Never raises
-    OSError: returns what `flush` returns.
+    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s. If nobody reads
+    stdout, this and all later output is discarded. On a full disk, the next line tries again.
+
+    Returns:
+        why the output was not written; None: it was. It is not raised.
     """
     if patience_s < math.inf and is_blocked(sys.stdout, patience_s):
         return TimeoutError("nobody reads stdout, so lines are lost")
     try:
-        print(text, end=end)
-    except OSError as e:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
-        return flush() or e
-    return flush()
+        print(text, end=end, flush=True)
+    except OSError as e:
+        if e.errno in CLOSED:
+            discard_output()
+        return e
+    return None
 
 
 def print_result(text: str) -> None:

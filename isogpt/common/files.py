@@ -10,18 +10,14 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import EnumMeta
 from itertools import count
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
+from isogpt.common.console import RANKS_SHOWN, shortened
 
-# what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
-CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
-# what file systems without locks raise; NFS locks no folders (EBADF)
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 BLOCK = 2**16  # bytes that are read at once from the end of a file
 LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
@@ -66,29 +62,6 @@ def check_no_link(folder: Path) -> None:
         raise OSError(errno.ELOOP, "it is a link", str(folder))
 
 
-def write_whole(path: Path, content: str | bytes | BinaryIO) -> None:
-    """
-    Write a file, or copy an open file: after a kill or a power failure, `path` contains either the old
-    content or all of the new content. If `path` is a link, the file replaces the link.
-    """
-    other = temporary_name(path)
-    try:
-        with open(other, "xb") as f:  # x: it does not follow a link (O_EXCL)
-            if isinstance(content, str | bytes):
-                f.write(content.encode() if isinstance(content, str) else content)
-            else:
-                shutil.copyfileobj(content, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(other, path)
-    except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk names no file
-        raise
-    finally:
-        other.unlink(missing_ok=True)  # after an error, such as a full disk
-    sync_folder(path.parent)
-
-
 class HashedFile:
     """
     A new file that is hashed while it is written, from its beginning to its end: what a disk or a network
@@ -104,42 +77,57 @@ class HashedFile:
         self.bytes += memoryview(data).nbytes
         return self.file.write(data)
 
-    def tell(self) -> int:
-        """The number of bytes so far."""
-        return self.bytes
-
-    def flush(self) -> None:
-        """Pass what is buffered to the operating system."""
-        self.file.flush()
-
     def fileno(self) -> int:
         """The descriptor, for fsync, which does not know what is still buffered here."""
         self.file.flush()
         return self.file.fileno()
 
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+    def __getattr__(self, name: str) -> object:
+        """What is not hashed, such as `tell`, is the file's."""
+        return getattr(self.file, name)
 
     def entry(self) -> dict:
         """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
         return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[HashedFile]:
+    """A new file that is written in the block, and is on the disk after it. An OSError names the file."""
+    try:
+        with open(path, "xb") as file:  # x: it does not follow a link (O_EXCL)
+            hashed = HashedFile(file)
+            yield hashed
+            os.fsync(hashed.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk names no file
+        raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """
+    Write a file: after a kill or a power failure, `path` contains either the old content or all of the new
+    content. If `path` is a link, the file replaces the link.
+    """
+    other = temporary_name(path)
+    try:
+        with new_file(other) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(other, path)
+    finally:
+        other.unlink(missing_ok=True)  # after an error, such as a full disk
+    sync_folder(path.parent)
+
+
 def make_separate(path: Path) -> None:
     """
-    Prepare a file for changes in place, which must not show under any other name. A link, a file with several
-    names and a file that this user may not change are replaced by a copy. If there is no file, it is created.
+    Prepare a file for changes in place, which must not show under any other name: a link, and a file with
+    several names, are replaced by a copy. If there is no file, it is created.
     """
-    with suppress(FileNotFoundError):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and os.access(path, os.W_OK):
-            return
-    try:
-        with open(path, "rb", opener=regular_file) as original:
-            write_whole(path, original)
-    except FileNotFoundError:
-        write_whole(path, b"")
+    if not path.exists():
+        path.touch()
+    elif path.is_symlink() or path.stat().st_nlink > 1:
+        write_whole(path, path.read_bytes())
 
 
 def record(path: Path, job: dict, value: object) -> None:
@@ -152,40 +140,30 @@ def record(path: Path, job: dict, value: object) -> None:
 
 def sync_folder(folder: Path) -> None:
     """
-    Make renames in this folder survive a power failure. Does nothing where the file system (or Windows)
-    cannot sync a folder: files are complete there too, but a power failure may undo the newest renames.
+    Make renames in this folder survive a power failure. Does nothing where the file system (CIFS, some of
+    FUSE) or Windows cannot sync a folder: files are complete there too, but a power failure may undo the
+    newest renames.
     """
-    if os.name != "posix":
-        return
-    descriptor = None
-    try:
+    with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-    except OSError as e:
-        if e.errno not in CANNOT_SYNC:
-            e.filename = e.filename or str(folder)  # fsync names no file
-            raise
-    finally:
-        if descriptor is not None:
+        try:
+            os.fsync(descriptor)
+        finally:
             os.close(descriptor)
 
 
 def lock(file: IO[bytes] | int) -> bool:
     """
     Lock an open file, or the descriptor of a folder, for as long as it is open; False if a different process
-    has locked it. On a file system without locks, nothing is locked.
+    has locked it. On Windows, and on a file system without locks, nothing is locked.
     """
-    if os.name != "posix":
-        return True
-    import fcntl
+    with suppress(ImportError, OSError):
+        import fcntl
 
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -216,8 +194,6 @@ def check_regular(path: Path) -> None:
 def read_utf8(path: Path) -> str:
     """Read a file in UTF-8. Raises OSError or ValueError if this is not possible."""
     with open(path, encoding="utf-8", opener=regular_file) as f:
-        if (size := os.fstat(f.fileno()).st_size) > LARGEST_TEXT:
-            raise ValueError(f"{path} is too large to be read: {size:,} bytes")
         return f.read()
 
 
@@ -233,22 +209,15 @@ def reason_of(error: BaseException) -> str:
     """
     Return in one line why writing or reading files failed: the OSError behind an error, or else the error
     itself. Libraries replace the OSError of a full disk by different errors. For a CheckpointException, whose
-    text is a traceback, return each reason with the ranks that failed for it.
+    text is a traceback, return each rank's reason.
     """
     if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
-        ranks_of = {}
-        for rank, (failure, _) in sorted(failures.items()):
-            ranks_of.setdefault(reason_of(failure), []).append(rank)
-        is_alone = list(failures) == [0]  # rank 0, which reports, or a process without others
-        reasons = [
-            reason if is_alone else f"{reason} ({ranks_text(ranks)})" for reason, ranks in ranks_of.items()
-        ]
+        reasons = [f"{reason_of(failure)} (rank {rank})" for rank, (failure, _) in sorted(failures.items())]
         return shortened(reasons, RANKS_SHOWN, "; ")
-    chain = [error]
-    while (behind := chain[-1].__cause__ or chain[-1].__context__) and behind not in chain:
-        chain.append(behind)
-    cause = next((e for e in chain if isinstance(e, OSError)), error)
-    return " ".join(str(cause).split()) or type(cause).__name__
+    cause = error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return " ".join(str(cause or error).split()) or type(error).__name__
 
 
 def about_pointer(path: Path) -> str:
@@ -275,7 +244,7 @@ def as_record(line: str | bytes) -> dict | None:
     return None
 
 
-def iterate_records(path: Path) -> Iterator[dict]:
+def read_records(path: Path) -> Iterator[dict]:
     """Read the records of a metrics.jsonl one by one; nothing if the file is missing."""
     with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
         for line in f:
@@ -283,28 +252,20 @@ def iterate_records(path: Path) -> Iterator[dict]:
                 yield record
 
 
-def read_records(path: Path) -> list[dict]:
-    """
-    Read all records of a metrics.jsonl, which takes more memory the more steps there are, unlike
-    `last_lines`.
-    """
-    return list(iterate_records(path))
-
-
 def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Read an open file from its end: yields the position and the text of each line that is not empty."""
-    start, first = file.seek(0, os.SEEK_END), b""  # `first` may begin before `start`
-    while start > 0:
-        size = min(start, max(BLOCK, len(first)))  # twice as much each time until a long line is complete
-        start -= size
+    size, first = file.seek(0, os.SEEK_END), b""  # `first`: of a line that begins in an earlier block
+    for end in range(size, 0, -BLOCK):
+        start = max(0, end - BLOCK)
         file.seek(start)
-        block = file.read(size) + first
-        first, newline, rest = block.partition(b"\n")
-        end = start + len(block)
-        for line in reversed(rest.split(b"\n") if newline else []):
+        block = file.read(end - start) + first
+        position = start + len(block)
+        first, *lines = block.split(b"\n")
+        for line in reversed(lines):
+            position -= len(line)
             if line:
-                yield end - len(line), line
-            end -= len(line) + 1
+                yield position, line
+            position -= 1
     if first:
         yield 0, first
 

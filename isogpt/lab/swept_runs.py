@@ -11,10 +11,10 @@ from typing import BinaryIO
 from isogpt.checkpoint.manifest import is_run, steps_in
 from isogpt.common.files import (
     as_record,
-    iterate_records,
     last_lines,
     lock,
     parse_json,
+    read_records,
     read_utf8,
     regular_file,
     write_whole,
@@ -194,7 +194,7 @@ def measured_step_s(run: SweptRun) -> float | None:
     it has taken fewer than ten steps since then.
     """
     began, last = None, None
-    for record in iterate_records(run.folder / METRICS):
+    for record in read_records(run.folder / METRICS):
         if record.get("event") in ("start", "resume"):
             began = last = record
         elif "time" in record and "iter" in record:

@@ -33,16 +33,7 @@ OF_A_PROCESS = re.compile(
 # it may submit a job for several machines
 OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 # the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
-ACCELERATE = (
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_CPU",
-    "ACCELERATE_GRADIENT_CLIPPING",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "PARALLELISM_CONFIG_TP_SIZE",
-    "PARALLELISM_CONFIG_CP_SIZE",
-)
+ACCELERATE = re.compile("ACCELERATE_(USE|MIXED|GRADIENT)_|PARALLELISM_CONFIG_[TC]P_SIZE")
 NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
 # the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
 STOP_SIGNALS = (
@@ -80,72 +71,52 @@ def adopt_launcher_variables() -> None:
     Raises:
         ValueError: the processes are on several machines and rank 0's address is not known.
     """
-    if "RANK" not in os.environ:
-        variables = mpi_variables() or slurm_variables()
-        if variables.get("WORLD_SIZE", "1") != "1":  # else a single process, perhaps the shell of a job
-            os.environ.update(variables)
+    found = variables_of_mpirun() or variables_of_srun() if "RANK" not in os.environ else None
+    if not found or found[1] == "1":  # a single process, perhaps the shell of a job
+        return
+    *numbers, address, job = found
+    os.environ.update(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), numbers, strict=True))
+    os.environ.setdefault("MASTER_ADDR", address)
+    # below the range of ephemeral ports, and different for each job
+    os.environ.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
 
 
-def mpi_variables() -> dict[str, str]:
-    """torchrun's variables from mpirun's; {} without mpirun."""
+def variables_of_mpirun() -> tuple[str, ...] | None:
+    """
+    From mpirun's variables: rank, world size, local rank, local world size, rank 0's address and a name of
+    the job; None without mpirun.
+    """
     env = os.environ
     names = next((names for names in (OPEN_MPI, MPICH) if set(names) <= env.keys()), None)
     if not names:
-        return {}
-    rank, world_size, local_rank, local_size = (env[name] for name in names)
-    job = env.get("PMIX_NAMESPACE", "")
+        return None
+    _, world_size, _, local_size = numbers = tuple(env[name] for name in names)
     if world_size == local_size:
-        job = job or str(os.getppid())  # mpirun itself, the same for all its processes
-    elif "MASTER_ADDR" not in env:
+        return *numbers, network.LOOPBACK, str(os.getppid())  # mpirun itself, the same for all its processes
+    if "MASTER_ADDR" not in env:
         raise ValueError(
             f"mpirun started {world_size} processes, {local_size} of them on {socket.gethostname()}, but "
             "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
             "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
         )
-    return torchrun_variables(rank, world_size, local_rank, local_size, network.loopback(), job)
+    return *numbers, "", env.get("PMIX_NAMESPACE", "")
 
 
-def slurm_variables() -> dict[str, str]:
-    """torchrun's variables from srun's; {} without srun, and in the shell of `srun --pty` or salloc."""
+def variables_of_srun() -> tuple[str, ...] | None:
+    """The same from srun's variables; None without srun, and in the shell of `srun --pty` or salloc."""
     env = os.environ
-    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys() or is_typed_in_slurm():
-        return {}
+    # an `srun` that is typed in the shell of `srun --pty` passes SLURM_PTY_PORT on to its tasks
+    is_typed = "SLURM_PTY_PORT" in env and sys.stdin.isatty()
+    if is_typed or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+        return None
     tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    return torchrun_variables(
+    return (
         env["SLURM_PROCID"],
         env["SLURM_STEP_NUM_TASKS"],
         env.get("SLURM_LOCALID", "0"),
         str(tasks[int(env.get("SLURM_NODEID", 0))]),
-        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.loopback(),
+        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.LOOPBACK,
         f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
-    )
-
-
-def torchrun_variables(
-    rank: str, world_size: str, local_rank: str, local_size: str, address: str, job: str
-) -> dict[str, str]:
-    """torchrun's variables. An address and a port that are already set are kept."""
-    # below the range of ephemeral ports, and different for each job
-    port = str(10000 + zlib.crc32(job.encode()) % 20000)
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", address),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", port),
-    }
-
-
-def is_typed_in_slurm() -> bool:
-    """
-    Whether a person started this process in the shell of `srun --pty`. SLURM_PTY_PORT alone does not tell,
-    because an `srun` typed there passes it on to its tasks. These have no terminal, however, and a process
-    that `srun --pty` itself starts has slurmstepd as its parent.
-    """
-    parent = Path(f"/proc/{os.getppid()}/comm")
-    return (
-        "SLURM_PTY_PORT" in os.environ and sys.stdin.isatty() and parent.read_text().strip() != "slurmstepd"
     )
 
 
@@ -221,13 +192,14 @@ def stop_signals() -> list[signal.Signals]:
 
 def print_unapplied_settings() -> None:
     """Warn of choices made with `accelerate launch`, which this run does not read (rank 0 prints)."""
-    variables = {name: os.environ.get(name, "") for name in ACCELERATE}
-    ignored = [f"{name}={value}" for name, value in variables.items() if value.lower() not in NOT_CHOSEN]
+    ignored = [
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if ACCELERATE.match(name) and value.lower() not in NOT_CHOSEN
+    ]
     if ignored and os.environ.get("RANK", "0") == "0":
-        text = (
-            f"warning: train.py does not read {', '.join(ignored)}, but only its settings: docs/migrating.md"
-        )
-        console.print_to_stderr(text)
+        text = f"train.py does not read {', '.join(ignored)}, but only its settings: docs/migrating.md"
+        console.print_to_stderr(f"warning: {text}")
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -246,13 +218,11 @@ def rank_variables() -> tuple[int, int, int, int]:
     # LOCAL_SIZE is DeepSpeed's name
     values["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", values["WORLD_SIZE"]))
     with suppress(ValueError):  # not a number
-        rank, world_size, local_rank, local_world_size, port = (
-            int(values[name])
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        )
-        is_valid = 0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 2**16
+        numbers = {name: int(value) for name, value in values.items() if name != "MASTER_ADDR"}
+        rank, world_size, port, local_rank, local_size = numbers.values()
+        is_valid = 0 <= rank < world_size and 0 <= local_rank < local_size and 0 < port < 2**16
         if is_valid and values["MASTER_ADDR"]:
-            return rank, world_size, local_rank, local_world_size
+            return rank, world_size, local_rank, local_size
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     raise ValueError(
         f"RANK is set, but the launcher's variables are incomplete or contradict each other: {listed}. Start "
@@ -277,8 +247,7 @@ def own_agent() -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    run_id = os.environ["TORCHELASTIC_RUN_ID"]
-    return f"{' '.join(network.this_machine())} {run_id} {os.getppid()} {agent_start()}"
+    return f"{' '.join(network.this_machine())} {os.getppid()} {agent_start()}"
 
 
 def has_lost_agent(launch: Launch) -> bool:

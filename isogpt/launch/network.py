@@ -1,38 +1,32 @@
 """
-The network and this machine: rendezvous of the processes, interfaces, shares of the cores.
+The network and this machine: rendezvous of the processes, interfaces, cores.
 """
 
 import ipaddress
+import json
 import os
 import socket
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import zlib
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from isogpt.common import console
-from isogpt.launch import open_files
-from isogpt.launch.machines import cores_in
+from isogpt.launch.machines import Process, survey
 
-Answer = TypeVar("Answer")
-# seconds beyond the timeout of a request after which the store counts as dead
-ANSWER_S = 10
 WAITING_S = 15  # seconds until a rank says which ranks it waits for
-LOOPBACK = ("127.0.0.1", "::1")
-PCI = Path("/sys/bus/pci/devices")
+LOOPBACK = "127.0.0.1"
 # the end of messages about variables of a launcher that has exited; configurator.fail names the rank
-UNSET = (
-    "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
+LEFT_OVER = (
+    ". If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
+    "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
 )
-LEFT_OVER = f". If no launcher started this process, RANK is left over in the shell: type {UNSET}"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -41,173 +35,114 @@ LEFT_OVER = f". If no launcher started this process, RANK is left over in the sh
 
 def store_address() -> str:
     """The address of the store, for messages."""
-    return with_port(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT"))
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def with_port(address: str, port: object) -> str:
-    """HOST:PORT, with an address of IPv6 in brackets."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+def uses_agent_store() -> bool:
+    """Whether torchrun's agent serves the store, or bench.py does for its launches, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def attempts(timeout_s: float, longest_pause_s: float = 0.25) -> Iterator[bool]:
+def name_of_start() -> str:
     """
-    Yield until timeout_s have passed, with pauses that grow. The value is True once, after WAITING_S: then
-    the caller says what is missing.
+    The prefix of this start's keys. The agent's store is also that of the starts before, and contains what
+    their ranks have written. Where several agents may restart, they count differently (pytorch#135712), and
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives each start a store of its own.
     """
-    began, pause, was_late = time.monotonic(), 0.005, False
+    if not uses_agent_store():
+        return "start"
+    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "ISOGPT_LAUNCH")]
+    return f"start {'.'.join(counts)}"
+
+
+def attempts(timeout_s: float, waits_for: str = "") -> Iterator[None]:
+    """
+    Yield until timeout_s have passed, with pauses. After WAITING_S, the first rank of each machine prints
+    what it waits for.
+    """
+    began, has_said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
     while (waited_s := time.monotonic() - began) < timeout_s:
-        is_late = waited_s >= WAITING_S
-        yield is_late and not was_late
-        was_late = is_late
-        time.sleep(pause)
-        pause = min(2 * pause, longest_pause_s)
+        yield
+        if waited_s >= WAITING_S and not has_said:
+            has_said = True
+            name = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
+            console.print_to_stderr(f"note: {name} waits for {waits_for} at {store_address()}{LEFT_OVER}")
+        time.sleep(min(max(waited_s, 0.005), 0.25))
 
 
-def listen_on_one_machine() -> int | None:
+def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
-    Listen at MASTER_ADDR and MASTER_PORT for a store of ranks that are all on this machine, as the launcher
-    says. Returns the file descriptor, or None if ranks may be on other machines: they may know this machine
-    by an address to which MASTER_ADDR does not resolve here, so TCPStore has to listen at all addresses.
+    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
 
     Raises:
-        ValueError: the port is used, or the address is not this machine's.
+        OSError or DistError: nobody serves the store within timeout_s, or this process cannot.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = listen_on_one_machine(address, port) if serves else None
+    if not serves:
+        wait_for_server(address, port, timeout_s)
+    # only `meet` waits for the other ranks, and names the ranks that are missing
+    options = {"wait_for_workers": False, "master_listen_fd": listener}
+    return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
+
+
+def listen_on_one_machine(address: str, port: int) -> int | None:
+    """
+    Listen for a store of ranks that are all on this machine, as the launcher says. Returns the file
+    descriptor, or None if ranks may be on other machines: they may know this machine by an address to which
+    MASTER_ADDR does not resolve here, so TCPStore has to listen at all addresses.
+    """
     # not the name localhost, which Kubeflow gives to the first of several pods
-    is_loopback = host.startswith("127.") or host == "::1"
     local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
-    if not is_loopback and local_size != os.environ["WORLD_SIZE"]:
+    if not address.startswith("127.") and local_size != os.environ["WORLD_SIZE"]:
         return None
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family).detach()
-    except OSError as e:
-        raise ValueError(
-            f"cannot reach the other ranks at {store_address()}, since this process cannot listen there "
-            f"({e.strerror}): set MASTER_PORT to a port that is free, and on one machine MASTER_ADDR to "
-            f"{loopback()}{LEFT_OVER}"
-        ) from e
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place[:2], family=family).detach()
 
 
-def wait_for_server(timeout_s: float) -> None:
+def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
-    Wait until a process listens at MASTER_ADDR and MASTER_PORT. TCPStore also waits, but prints a page of C++
-    frames at each attempt.
-
-    Raises:
-        ValueError: no process listens there within timeout_s.
+    Wait until a process listens there. TCPStore also waits, but prints a page of C++ frames at each attempt.
     """
     problem = None
-    for is_late in attempts(timeout_s):
+    for _ in attempts(timeout_s, "rank 0, but nothing listens"):
         try:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            socket.create_connection(address, timeout=5).close()
-            return
+            return socket.create_connection((address, port), timeout=5).close()
         except OSError as e:
             problem = e
-        if is_late:
-            say_waiting(f"rank 0: nothing listens at {store_address()} ({problem})")
-    raise ValueError(
-        f"cannot reach the other ranks at {store_address()} within {timeout_s:g} s: {problem}{LEFT_OVER}"
-    )
+    raise problem
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
     """
-    Meet the other ranks of this start (all ranks); returns a unique name for the start.
+    Connect to the store of all ranks, and `meet` them (all ranks). Returns the store with the keys of this
+    start, and what rank 0 says about the others.
+    """
+    store = connect_store(timeout_s, serves=rank == 0 and not uses_agent_store())
+    store = dist.PrefixStore(name_of_start(), store)
+    return store, meet(store, rank, world_size, process, timeout_s)
 
-    After a restart, torchrun (2.4 to 2.13) gives the workers the store of the previous attempt. That store
-    contains addresses of processes that have exited, and the restart count differs across nodes
-    (pytorch#135712). So each process registers under a unique name, and rank 0 answers each name with the
-    name of this start.
+
+def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeout_s: float) -> dict:
+    """
+    Tell rank 0 about this process, and return its `survey` of all of them (all ranks); on rank 0 with the
+    agents. If every rank read what all others write, bytes would grow with world_size squared.
 
     Raises:
         ValueError: some ranks are missing after timeout_s.
     """
-    if rank == 0:
-        return welcome_ranks(store, world_size, timeout_s)
-    return find_rank_0(store, rank, timeout_s)
-
-
-def welcome_ranks(store: dist.Store, world_size: int, timeout_s: float) -> str:
-    """
-    Rank 0's part of `meet`: return the name of this start when every rank has confirmed it. Each request
-    covers all ranks.
-    """
-    start = uuid.uuid4().hex
-    awaited = hellos = [f"hello/{rank}" for rank in range(1, world_size)]
-    if not hellos:
-        return start
-    for is_late in attempts(timeout_s, longest_pause_s=1):
-        if store.check(hellos):
-            # perhaps of processes that have exited, until they are replaced
-            names = [name.decode() for name in store.multi_get(hellos)]
-            store.multi_set([f"welcome/{name}" for name in names], [start] * len(names))
-            awaited = [f"{start}/here/{name}" for name in names]
-            if store.check(awaited):
-                return start
-        if is_late:
-            say_waiting(missing_ranks(store, awaited))
-    missing = missing_ranks(store, awaited)
+    store.set(f"process/{rank}", json.dumps(asdict(process)))
+    if rank:
+        return json.loads(zlib.decompress(store.get("survey"))) | {"agents": [process.agent]}
+    keys = [f"process/{other}" for other in range(world_size)]
+    for _ in attempts(timeout_s, "the other ranks"):
+        if store.check(keys):
+            processes = [Process(**json.loads(told)) for told in store.multi_get(keys)]
+            answer = survey(processes)
+            store.set("survey", zlib.compress(json.dumps(answer).encode()))
+            return answer | {"agents": [other.agent for other in processes]}
+    missing = console.ranks_text([other for other, key in enumerate(keys) if not store.check([key])])
     raise ValueError(f"{missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
-
-
-def missing_ranks(store: dist.Store, keys: Sequence[str]) -> str:
-    """The ranks from 1 on whose keys are not in the store, for messages."""
-    return console.ranks_text([rank for rank, key in enumerate(keys, start=1) if not store.check([key])])
-
-
-def find_rank_0(store: dist.Store, rank: int, timeout_s: float) -> str:
-    """The other ranks' part of `meet`: return the name of the start with which rank 0 has answered."""
-    name = uuid.uuid4().hex
-    for is_late in attempts(timeout_s, longest_pause_s=1):
-        store.set(f"hello/{rank}", name)
-        if store.check([f"welcome/{name}"]):
-            start = store.get(f"welcome/{name}").decode()
-            store.set(f"{start}/here/{name}", "")
-            return start
-        if is_late:
-            say_waiting("rank 0")
-    raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
-
-
-def say_waiting(for_what: str) -> None:
-    """Print what this rank waits for at the start. Only the first rank of each machine prints."""
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0":
-        note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
-        console.print_to_stderr(f"{note}{LEFT_OVER}")
-
-
-def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
-    """
-    Return what a request to the store returns. The request runs in a thread because it may never return, not
-    even after its timeout, if the store's machine was cut off or suspended.
-
-    Raises:
-        ValueError: there is no answer within limit_s, or the store cannot be reached. Other errors of the
-            request are raised as they are.
-    """
-    answer = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as e:
-            answer.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return answer.result(limit_s)
-    except dist.DistError as e:
-        problem = open_files.explained(str(e).splitlines()[0])
-        raise ValueError(f"cannot reach the other ranks at {store_address()}: {problem}") from e
-    except TimeoutError as e:
-        raise ValueError(
-            f"no answer from {store_address()} within {limit_s:g} s, although something listens there: "
-            "rank 0 or its agent is suspended, its machine was cut off, or a different program uses the "
-            f"port: check this machine, or choose a different port{LEFT_OVER}"
-        ) from e
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -216,25 +151,25 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
 
 def this_machine() -> tuple[str, str]:
     """Return (host name, identifier that differs between machines of equal name)."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     # containers can share a kernel and a host name; a container with a separate network counts as a machine
-    kernel = ""
-    if boot.exists() and network.is_symlink():
-        kernel = f"{boot.read_text().strip()} {os.readlink(network)}"
-    return socket.gethostname(), kernel
+    return socket.gethostname(), namespace("net")
 
 
 def this_process() -> tuple[str, int]:
     """Return (the container that numbers this process, on its machine, or '' if it is not known; number)."""
-    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    is_known = boot.exists() and numbers.is_symlink()
-    return f"{boot.read_text().strip()} {os.readlink(numbers)}" if is_known else "", os.getpid()
+    return namespace("pid"), os.getpid()
+
+
+def namespace(kind: str) -> str:
+    """What distinguishes this process's Linux namespace from all others; '' on other systems."""
+    boot, link = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/self/ns/{kind}")
+    return f"{boot.read_text().strip()} {os.readlink(link)}" if boot.exists() and link.is_symlink() else ""
 
 
 def has_exited(process: tuple[str, int]) -> bool:
     """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
-    if not numbered_by or numbered_by != this_process()[0]:
+    if not numbered_by or numbered_by != namespace("pid"):
         return False
     try:
         return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
@@ -252,32 +187,6 @@ def own_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def divide_cores(cores: int, sharers: int, local_size: int) -> None:
-    """
-    Limit torch's threads to this rank's share of the cores that the machine's ranks share. Thread pools on
-    the same cores slow each other down, and torchrun's default is one thread.
-
-    Args:
-        cores: how many cores this rank may run on.
-        sharers: how many ranks may run on them; 1 if a scheduler has bound each rank to separate cores.
-        local_size: number of processes on this machine, as the launcher says.
-    """
-    if max(sharers, local_size) > 1:
-        torch.set_num_threads(max(1, cores // sharers))
-
-
-def bind_to_gpu(gpu: object) -> None:
-    """
-    Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of a
-    different socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
-    """
-    with suppress(OSError, AttributeError, ValueError):
-        pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        near = cores_in((PCI / pci / "local_cpulist").read_text()) & os.sched_getaffinity(0)
-        if near and len(os.sched_getaffinity(0)) == os.cpu_count():
-            os.sched_setaffinity(0, near)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # network interfaces
 
@@ -293,47 +202,28 @@ def choose_interface(master: str | None = None) -> str:
         master: the address of rank 0's machine, "" if it is not known; None: all ranks are on this machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
-
-    Raises:
-        ValueError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
     """
-    addresses = interfaces()
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        names = [name for _, name in socket.if_nameindex()]  # also of interfaces without an address
-        if not set(chosen.split(",")) <= set(names):
-            raise ValueError(
-                f"GLOO_SOCKET_IFNAME is {chosen!r}, but {socket.gethostname()} has {', '.join(names)}: set "
-                "one of these, or unset it"
-            )
-        address = next((address for address, name in addresses.items() if name == chosen), "")
-        return f"{chosen} ({address})" if address else chosen
-    this_address = address_towards(master) if master else loopback()
-    if name := addresses.get(this_address):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        if master is None:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
-        return f"{name} ({this_address})"
-    return ""
-
-
-def loopback() -> str:
-    """The loopback address: that of IPv6 on a machine without IPv4."""
-    addresses = interfaces()
-    return next((address for address in LOOPBACK if address in addresses), LOOPBACK[0])
+        return chosen
+    address = LOOPBACK if master is None else address_towards(master)
+    name = interfaces().get(address)
+    if not name:
+        return ""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if master is None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
+    return f"{name} ({address})"
 
 
 def interfaces() -> dict[str, str]:
-    """
-    The names of network interfaces, by their addresses: first those of IPv4, then those of IPv6 (Linux; empty
-    elsewhere).
-    """
+    """The names of network interfaces, by their addresses (Linux; empty elsewhere)."""
     names = {}
     if sys.platform == "linux":
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for _, name in socket.if_nameindex():
-                with suppress(OSError):  # the interface lacks an IPv4 address
+                with suppress(OSError):  # the interface lacks an address
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
                     names[socket.inet_ntoa(reply[20:24])] = name

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from isogpt.common import console
 from isogpt.launch.launchers import stop_signals
-from isogpt.launch.network import interfaces, loopback, with_port
+from isogpt.launch.network import LOOPBACK
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
         store = serve_at_loopback()
         # all of them, since variables such as PET_RDZV_BACKEND are torchrun's defaults
         rendezvous = ["--nnodes=1", "--node-rank=0", "--rdzv-backend=static"]
-        arguments[:1] = [*rendezvous, f"--rdzv-endpoint={with_port(store.host, store.port)}"]
+        arguments[:1] = [*rendezvous, f"--rdzv-endpoint={store.host}:{store.port}"]
     try:
         run.main([f"--signals-to-handle={','.join(s.name for s in stop_signals())}", *arguments])
     except ChildFailedError as e:
@@ -43,11 +43,7 @@ def serve_at_loopback() -> TCPStore:
     The static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no
     other.
     """
-    host = loopback()
-    if sys.platform == "linux" and host not in interfaces():
-        console.print_error("nproc needs the network interface lo, which is down: type ip link set lo up")
-        sys.exit(1)
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return TCPStore(host, port, is_master=True, **options)
+    return TCPStore(LOOPBACK, port, is_master=True, **options)

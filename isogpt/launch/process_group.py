@@ -8,14 +8,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from math import gcd
 
 import torch
 import torch.distributed as dist
 
-from isogpt.launch import machines, network, open_files, pretended_ranks
+from isogpt.common.console import shortened
+from isogpt.common.patience import within
+from isogpt.launch import network, open_files, pretended_ranks
 from isogpt.launch.device import (
     collectives_timeout,
     gpu_identity,
@@ -24,7 +24,9 @@ from isogpt.launch.device import (
     pick_device,
 )
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
-from isogpt.launch.machines import Process, RankNames, as_ranges
+from isogpt.launch.machines import Process
+
+ANSWER_S = 10  # seconds beyond dist_timeout_s after which the store counts as dead
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ class Ranks:
     device: torch.device
     backend: str  # argument of init_process_group
     store: dist.Store | None = None  # reaches all ranks of this start; None: no launcher
-    start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
     hosts: Sequence[str] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
@@ -60,13 +61,9 @@ class Ranks:
     def topology(self) -> str:
         """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
         counts = Counter(self.hosts)
-        names, counts = [*counts], [*counts.values()]
-        listed = ", ".join(names if len(names) <= 4 else [*names[:4], "..."])
-        nodes = f"{len(names)} nodes ({listed})" if len(names) > 1 else "1 node"
-        return (
-            f"{self.world_size} = {nodes} x "
-            f"{counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
-        )
+        sizes = [str(count) for count in counts.values()]
+        nodes = f"{len(counts)} nodes ({shortened([*counts], 4)})" if len(counts) > 1 else "1 node"
+        return f"{self.world_size} = {nodes} x {sizes[0] if len(set(sizes)) == 1 else '+'.join(sizes)}"
 
     def group_options(self, timeout_s: float) -> dict:
         """
@@ -82,9 +79,11 @@ class Ranks:
         )
 
 
-def rank_names(hosts: Sequence[str]) -> Sequence[str]:
+def rank_names(hosts: Sequence[str]) -> list[str]:
     """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
-    return RankNames(hosts)
+    if len(set(hosts)) == 1:
+        return [f"rank {rank}" for rank in range(len(hosts))]
+    return [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
 
 def island_count(ranks: Ranks) -> int:
@@ -109,7 +108,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
 
     Raises:
         ValueError: the device or the backend is not available here, other ranks are missing after timeout_s,
-            or too few files may be open.
+            or two of them use the same GPU.
     """
     if pretended := pretended_ranks.pretended_rank():
         return pretend_ranks(*pretended)
@@ -117,48 +116,77 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, picked, world_size)
-    if picked.type == "cuda":
-        try:
-            torch.cuda.set_device(picked)
-            torch.ones(1, device=picked)  # runs a kernel
-        except RuntimeError as e:
-            raise ValueError(
-                f"{picked} cannot be used ({str(e).splitlines()[0]}): look at nvidia-smi for other programs "
-                "on this GPU, install a PyTorch that supports it (https://pytorch.org/get-started), or set "
-                "--device=cpu"
-            ) from e
-        network.bind_to_gpu(torch.cuda.get_device_properties(picked))
-    if picked.type == "cpu":
-        keep_freed_memory()
+    prepare_device(picked)
     if "RANK" not in os.environ:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
-    open_files.allow_connections(rank, world_size)
-    # the store: all ranks meet, describe their processes, and are numbered by machine
-    start, store = meet_ranks(rank, world_size, timeout_s)
-    process = describe_process(picked, local_world_size)
-    find = partial(machines.find_place, store, rank, world_size, process)
-    place = network.answer_of(find, timeout_s + network.ANSWER_S)
-    os.environ["RANK"] = str(place.rank)
-
-    interface = network.choose_interface(place.master)
-    # also with GPUs: with cpu_offload the optimizer runs on the CPU
-    network.divide_cores(len(machines.cores_in(process.cores)), place.core_sharers, local_world_size)
-    is_nccl = "nccl" in group_backend
+    open_files.allow_connections()
+    process = Process(
+        *network.this_machine(),
+        cores=sum(1 << core for core in network.own_cores()),
+        local_size=local_world_size,
+        agent=own_agent(),
+        gpu=gpu_identity(picked),
+        master=network.address_of(os.environ["MASTER_ADDR"]),
+    )
+    store, others = meet_ranks(rank, world_size, process, timeout_s)
+    # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
+    # neighbors in a mesh shard a model together
+    machines = others["machines"]
+    order = sorted(range(world_size), key=machines.__getitem__)
+    os.environ["RANK"] = str(order.index(rank))
+    interface = network.choose_interface(others["master"])
+    core_sharers = others["core_sharers"][rank]
+    # thread pools on the same cores slow each other down, and torchrun's default is one thread; also with
+    # GPUs: with cpu_offload the optimizer runs on the CPU
+    if max(core_sharers, local_world_size) > 1:
+        torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
+    gloo = f"gloo over {interface}" if interface else "gloo"
     return Ranks(
-        rank=place.rank,
+        rank=order.index(rank),
         world_size=world_size,
         device=picked,
         backend=group_backend,
         store=store,
-        start=start,
-        hosts=place.hosts,
-        network="nccl" if is_nccl else f"gloo over {interface}" if interface else "gloo",
-        launch=make_launch(place.agents),
-        local_sizes=place.local_sizes,
-        core_sharers=place.core_sharers,
+        hosts=[others["hosts"][machines[other]] for other in order],
+        network="nccl" if "nccl" in group_backend else gloo,
+        launch=make_launch(others["agents"]),
+        local_sizes=[others["local_sizes"][other] for other in order],
+        core_sharers=core_sharers,
     )
+
+
+def prepare_device(device: torch.device) -> None:
+    """Set this process's GPU, or what makes a CPU faster."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    if device.type == "cuda":
+        try:
+            torch.cuda.set_device(device)
+            torch.ones(1, device=device)  # runs a kernel
+        except RuntimeError as e:
+            problem = str(e).partition("\n")[0]
+            advice = "look at nvidia-smi for other programs on it, or set --device=cpu"
+            raise ValueError(f"{device} cannot be used ({problem}): {advice}") from e
+
+
+def meet_ranks(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
+    """
+    Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
+    store's machine was cut off or suspended.
+    """
+    try:
+        store, others = within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
+    except (OSError, dist.DistError) as e:
+        problem = open_files.explained(str(e).partition("\n")[0])
+        raise ValueError(
+            f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: "
+            f"{problem}{network.LEFT_OVER}"
+        ) from e
+    if others["problem"]:
+        raise ValueError(others["problem"])
+    return store, others
 
 
 def pretend_ranks(rank: int, world_size: int) -> Ranks:
@@ -189,42 +217,6 @@ def stop_with_launcher() -> None:
         has_other_agents = has_agent and os.environ.get("GROUP_WORLD_SIZE") != "1"
         number = signal.SIGKILL if has_other_agents else signal.SIGTERM
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
-def describe_process(device: torch.device, local_size: int) -> Process:
-    """Describe this process for the other ranks."""
-    host, kernel = network.this_machine()
-    cores, master = as_ranges(network.own_cores()), network.address_of(os.environ["MASTER_ADDR"])
-    return Process(host, kernel, cores, local_size, own_agent(), gpu_identity(device), master)
-
-
-def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[str, dist.Store]:
-    """Wait for the other ranks (all ranks); returns the name of this start, and the store with its keys."""
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = connect_store(timeout_s, serves=rank == 0 and not has_agent)
-    meet = partial(network.meet, store, rank, world_size, timeout_s)
-    start = network.answer_of(meet, timeout_s + network.ANSWER_S)
-    store = dist.PrefixStore(start, store)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return start, store
-
-
-def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
-    """
-    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
-
-    Raises:
-        ValueError: nobody serves the store within timeout_s, or what listens there does not answer.
-    """
-    listener = network.listen_on_one_machine() if serves else None
-    if not serves:
-        network.wait_for_server(timeout_s)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # only network.meet waits for the other ranks, and names the ranks that are missing
-    timeout = timedelta(seconds=timeout_s)
-    options = {"wait_for_workers": False, "master_listen_fd": listener}
-    connect = partial(dist.TCPStore, address, port, None, serves, timeout, **options)
-    return network.answer_of(connect, timeout_s + network.ANSWER_S)
 
 
 def leave_process_group() -> None:

@@ -1,6 +1,5 @@
 """Checks at the start that all ranks use the same code, settings, data and versions of packages."""
 
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,23 +24,14 @@ def check_start(ranks: Ranks, config: dict) -> str:
     Returns the digest of the code.
     """
     facts, n = gather_objects(start_facts(config)), ranks.world_size
+    total = torch.full((), ranks.rank + 1.0, device=ranks.device)
+    if n > 1 and not is_pretended():
+        dist.all_reduce(total)
     with exit_together():
         check_alike(facts, rank_names(ranks.hosts))
-        uses_ddp = n > 1 and config.get("zero") in (0, 1) and config["pp"] == 1
-        if uses_ddp and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            raise ValueError(  # torch 2.13 wraps process groups, and DDP ends with a segmentation fault
-                "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
-                "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2"
-            )
-    code = facts[0]["the code's digest"]
-    if n == 1 or is_pretended():
-        return code
-    total = torch.full((), ranks.rank + 1.0, device=ranks.device)
-    dist.all_reduce(total)
-    with exit_together():
-        if total.item() != n * (n + 1) / 2:
+        if n > 1 and not is_pretended() and total.item() != n * (n + 1) / 2:
             raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")
-    return code
+    return facts[0]["the code's digest"]
 
 
 def start_facts(config: dict) -> dict:
@@ -50,16 +40,18 @@ def start_facts(config: dict) -> dict:
     sources = sorted(sources - {path for pattern in OTHERS for path in REPOSITORY.glob(pattern)})
     file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
     sources += [Path(file).expanduser()] if file else []
-    code = f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
-    urls = {name: without_credentials(config.get(name, "")) for name in ("init_from", "mirror")}
-    facts = config | urls | {"torch": torch.__version__, "the code's digest": code}
+    facts = config | {
+        "torch": torch.__version__,
+        "the code's digest": f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}",
+    }
+    for name in ("init_from", "mirror"):
+        facts[name] = without_credentials(config.get(name, ""))
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
+    facts["has_weights"] = weights.exists()
     if (weights / "config.json").is_file():  # not a run: search.verify compares runs
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
-        facts |= {
-            "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())
-        }
-    return facts | {"has_weights": weights.exists()}
+        facts["the weights' digest"] = zlib.crc32(str(sizes).encode())
+    return facts
 
 
 def check_alike(facts: list[dict], names: Sequence[str]) -> None:

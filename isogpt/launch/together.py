@@ -1,8 +1,7 @@
 """What all ranks do together: gather, broadcast, and exit if one of them found an error."""
 
-import hashlib
 import os
-import pickle
+import re
 import signal
 import sys
 import time
@@ -28,21 +27,12 @@ Result = TypeVar("Result")
 NOTE_S = 60.0  # seconds until rank 0 says what it waits for
 FILES = "has read or written files: if this does not end, check the disk or the file system of the rank"
 LEAVE_TIMEOUT = timedelta(seconds=10)  # time for the other ranks to report their errors
-# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
-CONNECTION_LOST = (
-    "closed by peer",
-    "reset by peer",
-    "remote peer",
-    "timed out waiting",
-    "timed out connecting",
-    "connect timeout",
-    "connection was likely closed",
-    "remote process exit",
-    "ncclremoteerror",
-    "ncclsystemerror",
-    "broken pipe",
-    "socket closed",
+# parts of the error messages of gloo and NCCL after a different rank has exited
+CONNECTION_LOST = re.compile(
+    "(closed|reset) by peer|remote peer|remote process exit|timed out (waiting|connecting)|connect timeout|"
+    "connection was likely closed|nccl(remote|system)error|broken pipe|socket closed|"
     "communicator was aborted",
+    re.IGNORECASE,
 )
 
 
@@ -52,31 +42,13 @@ def is_main() -> bool:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """
-    Gather `value` from every rank, by rank (all ranks), or from those of a group (all of these). What is the
-    same on all ranks, such as settings, is not sent: the ranks first gather digests.
-    """
+    """Gather `value` from every rank, by rank (all ranks), or from those of a group (all of these)."""
     if not dist.is_initialized():
         return [value]
-    if is_pretended():  # without a thousand copies of its bytes
-        return [value] * dist.get_world_size(group)
-    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    digest = hashlib.blake2b(pickled.numpy(), digest_size=16).digest()
-    facts = torch.frombuffer(bytearray(digest + len(pickled).to_bytes(8, "little")), dtype=torch.int64)
-    rows = gather_rows(facts, group)  # (world_size, 3): two halves of the digest, and the length
-    if (rows == facts).all():
-        return [value] * len(rows)
-    lengths = rows[:, 2].tolist()
-    padded = torch.nn.functional.pad(pickled, (0, max(lengths) - len(pickled)))
-    rows = gather_rows(padded, group)
-    return [pickle.loads(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
-
-
-def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather a CPU tensor (n,) from every rank of a group (all of these; None: all ranks): (size, n)."""
-    rows = row.new_empty(dist.get_world_size(group) * len(row))
-    all_gather_single(rows, row, group)
-    return rows.view(-1, len(row))
+    values = [value] * dist.get_world_size(group)
+    if not is_pretended():
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def add_together(*counts: int) -> list[int]:
@@ -187,18 +159,6 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
-def restarts_left() -> int:
-    """How many more times torchrun restarts this run after a failure."""
-    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
-    return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
-
-
-def restarts() -> int:
-    """How many times torchrun or Slurm has started this run again."""
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return max(int(count) for count in counts if count.isdigit())
-
-
 class Failure(NamedTuple):
     """Why a rank failed."""
 
@@ -229,8 +189,9 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
         raise error
     if failures:
         if on_error:
-            on_error(console.shortened(distinct_messages(failures), console.RANKS_SHOWN, "; "))
-        print_failures(failures)
+            on_error(console.shortened([*ranks_by_message(failures)], console.RANKS_SHOWN, "; "))
+        if is_main():
+            print_failures(failures)
         leave_with_others()
 
 
@@ -248,21 +209,21 @@ def gather_failures(error: BaseException | None) -> dict[int, Failure]:
     if isinstance(error, ValueError | OSError):
         failure = Failure(open_files.explained(str(error)), is_expected=True)
     elif error:
-        first_line = (str(error).splitlines() or [""])[0]
-        failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)
+        failure = Failure(f"{type(error).__name__}: {error}".partition("\n")[0], is_expected=False)
     try:
         (failed,) = add_together(failure is not None)
         failures = gather_objects(failure) if failed else []
-    except RuntimeError:
-        if error:  # after Ctrl-C, the other ranks may have left already
-            raise error from None
-        raise
+    except RuntimeError as lost:  # after Ctrl-C, the other ranks may have left already
+        raise error or lost from None
     return {rank: failure for rank, failure in enumerate(failures) if failure}
 
 
-def distinct_messages(failures: dict[int, Failure]) -> list[str]:
-    """The messages of the ranks that have failed, each once."""
-    return list(dict.fromkeys(failure.message for failure in failures.values()))
+def ranks_by_message(failures: dict[int, Failure]) -> dict[str, list[int]]:
+    """The distinct messages of the ranks that have failed, each with its ranks."""
+    ranks = {}
+    for rank, failure in failures.items():
+        ranks.setdefault(failure.message, []).append(rank)
+    return ranks
 
 
 def print_failures(failures: dict[int, Failure]) -> None:
@@ -270,11 +231,8 @@ def print_failures(failures: dict[int, Failure]) -> None:
     Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one of them. At
     most RANKS_SHOWN are printed, since many messages may differ only in a name.
     """
-    if not is_main():
-        return
-    messages = distinct_messages(failures)
-    for message in messages[: console.RANKS_SHOWN]:
-        ranks = [rank for rank, failure in failures.items() if failure.message == message]
+    messages = ranks_by_message(failures)
+    for message, ranks in [*messages.items()][: console.RANKS_SHOWN]:
         console.print_error(message, f"{console.ranks_text(ranks)}: " if 0 not in ranks else "")
     if len(messages) > console.RANKS_SHOWN:
         console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more from other ranks")
@@ -322,7 +280,5 @@ def is_connection_lost(error: BaseException) -> bool:
     Return whether a collective or the store failed because a different rank exited or did not respond in
     time.
     """
-    has_failed = isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in CONNECTION_LOST
-    )
+    has_failed = isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error)) is not None
     return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)

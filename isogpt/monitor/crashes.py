@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.launch import open_files
-from isogpt.launch.process_group import Ranks, connect_store
+from isogpt.launch import network, open_files
+from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
@@ -28,7 +28,7 @@ def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logg
     explain_crashes(watchdog)  # including a store that does not respond
     if ranks.world_size > 1 and ranks.store:
         # a separate connection, since a request blocks all others on the same connection
-        store = dist.PrefixStore(ranks.start, connect_store(timeout_s))
+        store = dist.PrefixStore(network.name_of_start(), network.connect_store(timeout_s))
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         watchdog.start(store)
     return watchdog

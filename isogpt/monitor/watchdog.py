@@ -17,6 +17,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.common import console
 from isogpt.common.console import RANKS_SHOWN, shortened
+from isogpt.common.patience import within
 from isogpt.launch import network
 from isogpt.launch.launchers import has_lost_agent
 from isogpt.launch.process_group import Ranks, rank_names
@@ -249,7 +250,7 @@ class Watchdog:
         store does not respond, because a request may never return if the store is unreachable.
         """
         try:
-            return network.answer_of(question, wait_s)
+            return within(wait_s, question)
         except Exception:  # an error of the store, or TimeoutError
             return f"the store of rank 0 or its agent at {network.store_address()} does not respond"
 

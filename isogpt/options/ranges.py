@@ -13,12 +13,11 @@ import operator
 import re
 from collections.abc import Mapping
 
-from isogpt.options.values import FRACTIONS, Setting, Value, is_url, problem_of_folder
+from isogpt.options.values import Setting, Value, problem_of_folder
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
-FOLDERS = ("out_dir", "init_from")  # settings that can name a folder
-SEVERAL = ("dataset", "eval_datasets")  # settings that can name several folders, separated by commas
+FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders
 LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -30,19 +29,8 @@ def split_comment(comment: str) -> tuple[str, str]:
 
 
 def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
-    """
-    Return a sentence for each value that is not in the range of its setting.
-
-    Raises:
-        ValueError: a range is not understood.
-    """
-    folders = {name: values[name].removeprefix("auto:") for name in FOLDERS if name in values}
-    if is_url(folders.get("init_from", "")):
-        del folders["init_from"]
-    sentences = [problem_of_folder(name, path) for name, path in folders.items()]
-    sentences += [
-        problem_of_folder(name, part) for name in SEVERAL for part in values.get(name, "").split(",")
-    ]
+    """Return a sentence for each value that is not in the range of its setting."""
+    sentences = [problem_of_folder(name, values.get(name, "")) for name in FOLDERS]
     for name, value in values.items():
         check = problem_of_choice if "|" in settings[name].range else problem_of_limits
         sentences.append(check(settings[name], value))
@@ -61,16 +49,7 @@ def problem_of_limits(setting: Setting, value: Value) -> str:
     """A sentence about the first of the setting's limits that the value does not meet; "" if it meets all."""
     if isinstance(value, int) and value > LARGEST:
         return f"{setting.name} is {value}: it must be < 2**63"
-    for limit in setting.range.split(",") if setting.range else []:
-        if limit.strip() == FRACTIONS:
-            continue
-        match = LIMIT.fullmatch(limit.strip())
-        if not match:
-            raise ValueError(
-                f"setting {setting.name}: [{setting.range}] is not a range: write limits such as "
-                "[>= 0, < 1], choices such as [adamw | muon], or a comment that does not end in brackets"
-            )
-        sign, bound = match.groups()
+    for sign, bound in LIMIT.findall(setting.range):
         if not COMPARISONS[sign](value, float(bound)):
             return f"{setting.name} is {value}: it must be {sign} {bound}"
     return ""

@@ -87,7 +87,7 @@ class Launches:
         """Run train.py with these arguments. Returns its exit status and what it wrote to stderr."""
         env = dict(os.environ)
         if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
-            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ISOGPT_LAUNCH": str(next(self.numbers))}
         command = [sys.executable, str(self.train_py), *arguments]
         stdout = None if show else subprocess.DEVNULL
         run = subprocess.run(
@@ -125,7 +125,7 @@ def figures(out: Path, steps: int) -> dict:
     Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
     mean and maximum.
     """
-    records = read_records(out / "metrics.jsonl")
+    records = list(read_records(out / "metrics.jsonl"))
     start = next(record for record in records if record.get("event") == "start")
     timed = [record for record in records if "step_ms" in record][-steps:]
     config, step_ms = start["config"], median(record["step_ms"] for record in timed)

@@ -1,0 +1,31 @@
+"""Wait for an answer that may never come."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def within(limit_s: float, work: Callable[..., Result], *arguments: object) -> Result:
+    """
+    Return what `work(*arguments)` returns or raises. It runs in a thread, which does not keep the process
+    from exiting: a request to a store, a service or a disk may never return, not even after its own timeout.
+
+    Raises:
+        TimeoutError: there is no answer within limit_s.
+    """
+    answer = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work(*arguments))
+        except BaseException as e:
+            answer.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError as e:
+        raise TimeoutError(str(e) or f"no answer within {limit_s:g} s") from e
