@@ -224,12 +224,13 @@ def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
     """For example the .gguf file that llama.cpp's converter writes next to the model."""
     at.set(export.tokenizer, "save_tokenizer", lambda folder, *_: folder.mkdir())
     at.set(export.huggingface, "save", lambda folder, *_: (folder / "config.json").write_text("new"))
-    (at.path / "hf").mkdir()
-    (at.path / "hf/model.gguf").write_text("old")
-    assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
-    assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
-    assert f"is now {at.path / 'hf_1'}\n" in capsys.readouterr().err
-    assert (at.path / "hf_1/model.gguf").read_text() == "old"
+    for kept in ("", "hf_1", "hf_2"):
+        assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
+        assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
+        said = capsys.readouterr().err
+        assert (f"is now {at.path / kept}\n" in said) if kept else not said
+        (at.path / "hf/model.gguf").write_text("old")
+    assert (at.path / "hf_1/model.gguf").exists() and (at.path / "hf_2/model.gguf").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------

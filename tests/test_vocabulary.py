@@ -115,27 +115,6 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"class_name": "Tokenizer"}', "it is not in the format of Hugging Face's tokenizers"),  # of Keras
-        ("version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, .*: run git lfs pull in"),
-    ],
-)
-def test_a_tokenizer_json_of_a_different_form(tmp_path, content, message):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=f"cannot load the tokenizer of {tmp_path}: {message}"):
-        of_meta({}, tmp_path)
-
-
-def test_differences_between_vocabularies():
-    abc = of_characters(ABC)
-    assert tokenizer.difference(abc, of_characters(ABC | {"d": 3})) == ""
-    assert tokenizer.difference(abc, of_characters({"a": 0, "x": 2})) == "id 2 was 'c' and is 'x'"
-    assert tokenizer.difference(abc, Vocabulary("unknown", "no metadata")) == ""
-    assert tokenizer.difference(abc, Vocabulary("tiktoken", "none")) == "the tokenizer was char and is none"
-
-
 # ------------------------------------------------------------------------------------------------------------
 # a run keeps its vocabulary
 
