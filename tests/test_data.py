@@ -91,7 +91,6 @@ def decode_characters(folder):
     assert type(vocabulary) is dict and set(vocabulary) == {"vocab_size", "itos", "stoi"}
     assert {(type(i), type(c)) for i, c in vocabulary["itos"].items()} == {(int, str)}
     assert vocabulary["stoi"] == {c: i for i, c in vocabulary["itos"].items()}
-    assert list(vocabulary["stoi"]) == sorted(vocabulary["stoi"])
     assert vocabulary["vocab_size"] == len(vocabulary["itos"]) == meta["vocab_size"] == meta["tokenizer_size"]
     characters = np.array([vocabulary["itos"][i] for i in range(vocabulary["vocab_size"])])
     text = characters[np.append(train, val)].tobytes().decode("utf-32-le")
@@ -295,15 +294,6 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
 # ----- where it is written
 
 
-def test_the_home_folder(data, tmp_path, monkeypatch):
-    """A shell replaces ~ in `--out ~/d`, but not in `--out=~/d`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"some text of {name}")
-    load_prepare(data, "shakespeare_char").main(["--data_files=~/a.txt, ~/b.txt", "--out=~/d"])
-    assert decode_characters(tmp_path / "d")[1] == "some text of a.txt\nsome text of b.txt"
-
-
 def test_links_and_other_folders(data, tmp_path):
     """A script runs from any folder, also through a link to its folder, and writes where --out says."""
     (tmp_path / "a.txt").write_text("some text, and more of it\n" * 99)
@@ -364,17 +354,12 @@ def test_halves_of_surrogate_pairs_are_replaced(tmp_path):
 
 ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,no*.txt": "--data_files: 'no\\*.txt' is no file that ends in .txt, ",
-    "--data_files=folder": "--data_files: 'folder' is no file that ends in .txt, ",
     "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
-    "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3://bucket/d, an address of s3: set the path",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set "
     "--text_key=, or write one text for each record: data/README.md, Chats",
-    "--data_files=list.jsonl": r"list.jsonl, document 1: no string at 'text' in \[1\]",
-    "--data_files=bad.jsonl": "bad.jsonl, document 2: Expecting value",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
     "--data_files=fake.parquet": "fake.parquet, document 1: .*[Pp]arquet",
-    "--data_files=two.jsonl --tokenizer=no/where": "the encoding 'no/where' .*gpt2",
     "--data_files=two.jsonl --tokenizer=folder": "--tokenizer=folder contains neither a tokenizer.json nor a",
 }
 ONE_TEXT = {
@@ -382,7 +367,6 @@ ONE_TEXT = {
     "": "could not download file://.*put the text at .*/data/shakespeare_char/input.txt",
 }
 DOCUMENTS = {
-    "--data_files=empty.txt": "2 non-empty documents or more are needed, but there are 0: use files",
     "--data_files=letter.txt": "needed, but there are 1: .*shakespeare/prepare.py splits one text",
     "--data_files=two.jsonl --tokenizer=char": "the tokenizer lacks .* set --tokenizer=gpt2, or --train_tok",
 }
@@ -401,9 +385,6 @@ def inputs(tmp_path, monkeypatch):
     for name, content in {
         "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
         "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',
-        "list.jsonl": "[1]\n",
-        "bad.jsonl": '{"text": "one"}\n{"text": \n',
-        "empty.txt": "",
         "letter.txt": "x",
         "latin.txt": "\xe9",
         "alpaca.jsonl": '{"instruction": "add", "output": "3", "id": 1}\n',
