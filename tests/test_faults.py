@@ -287,8 +287,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
 LIMITED = """
-import os, resource
+import os, resource, sys
 if os.environ["RANK"] == "1":
+    sys.dont_write_bytecode = True  # the other rank would read half a .pyc
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 """
 

@@ -1,7 +1,6 @@
 """Write a ckpt.pt with torch.save, and read nanoGPT's and ours, which may be damaged or hostile."""
 
 import math
-import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from isogpt.common.files import HashedFile, check_no_link, check_regular, reason_of
+from isogpt.common.files import check_no_link, check_regular, new_file, reason_of
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -140,12 +139,9 @@ def write_file(path: Path, state: dict) -> dict:
     """Write a ckpt.pt to the disk, in a new folder. Returns its entry in the manifest, by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_no_link(path.parent)
-    with open(path, "xb") as f:  # x: it does not follow a link (O_EXCL)
-        try:
-            hashed = HashedFile(f)
-            torch.save(state, hashed)
-        except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
-            raise OSError(reason_of(e)) from e
-        f.flush()
-        os.fsync(f.fileno())
-    return {path.name: hashed.entry()}
+    try:
+        with new_file(path) as file:
+            torch.save(state, file)
+    except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
+        raise OSError(reason_of(e)) from e
+    return {path.name: file.entry()}

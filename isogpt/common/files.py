@@ -20,7 +20,6 @@ from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 BLOCK = 2**16  # bytes that are read at once from the end of a file
-LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
 
