@@ -126,7 +126,8 @@ def make_separate(path: Path) -> None:
     if not path.exists():
         path.touch()
     elif path.is_symlink() or path.stat().st_nlink > 1:
-        write_whole(path, path.read_bytes())
+        with open(path, "rb", opener=regular_file) as file:
+            write_whole(path, file.read())
 
 
 def record(path: Path, job: dict, value: object) -> None:

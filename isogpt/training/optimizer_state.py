@@ -88,25 +88,6 @@ def create_state(
     return state_by_name(model, optimizers)
 
 
-def state_on_meta(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], names: Collection[str]
-) -> dict[str, dict[str, Tensor]]:
-    """What `create_state` would return for a model on the meta device."""
-    names_of = {p: name for name, p in model.named_parameters()}
-    states = {}
-    for optimizer in optimizers:
-        for whole, p, _ in held_by(optimizer):
-            if names_of[whole] in names:
-                kept = what_is_kept(optimizer, p)
-                values = kept.new_state(p)
-                values |= {GROUP + key: number for key, number in kept.group.items()}
-                states[names_of[whole]] = {
-                    key: value if torch.is_tensor(value) else torch.tensor(value, dtype=torch.float64)
-                    for key, value in values.items()
-                }
-    return states
-
-
 def take_numbers(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], filled: dict[str, dict[str, Tensor]]
 ) -> None:
