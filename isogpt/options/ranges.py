@@ -17,7 +17,7 @@ from isogpt.options.values import Setting, Value, problem_of_folder
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
-FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders
+FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders, separated by commas
 LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -30,7 +30,8 @@ def split_comment(comment: str) -> tuple[str, str]:
 
 def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
     """Return a sentence for each value that is not in the range of its setting."""
-    sentences = [problem_of_folder(name, values.get(name, "")) for name in FOLDERS]
+    folders = [(name, part) for name in FOLDERS for part in values.get(name, "").split(",")]
+    sentences = [problem_of_folder(name, part) for name, part in folders]
     for name, value in values.items():
         check = problem_of_choice if "|" in settings[name].range else problem_of_limits
         sentences.append(check(settings[name], value))
