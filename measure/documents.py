@@ -23,6 +23,7 @@ from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.data.dataset import Dataset, open_dataset
+from isogpt.data.documents import FILE
 from isogpt.nn.kernels import IGNORE
 from model import GPT, GPTConfig
 
@@ -32,7 +33,7 @@ ROWS = 12  # documents at once
 def documents_of(data: Dataset) -> list[torch.Tensor]:
     """The documents of the validation set, each between two end-of-text tokens, which it includes."""
     (source,) = data.sources
-    second = source.windows.index.read(np.array([1]), 1)[0]  # where it begins, with the end-of-text token
+    second = np.fromfile(source.folder / FILE, np.int64, 2)[1:]  # begins with the end-of-text token
     end_of_text = int(source.train.read(second, 1)[0, 0])
     val = torch.from_numpy(source.val.read(np.array([0]), len(source.val))[0].astype(np.int64))
     places = (val == end_of_text).nonzero().flatten().tolist()

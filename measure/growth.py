@@ -272,6 +272,7 @@ def read_ahead(sizes: tuple[int, ...] = (10**9, 10**12), windows: int = 256) -> 
     """
     from isogpt.data.dataset import open_dataset
     from isogpt.data.reader import Reader
+    from isogpt.data.token_files import opened
     from isogpt.parallel.mesh import Mesh
 
     shape = {"block_size": 1024, "vocab_size": 50304}
@@ -284,7 +285,7 @@ def read_ahead(sizes: tuple[int, ...] = (10**9, 10**12), windows: int = 256) -> 
                     file.truncate(2 * length)
             data = open_dataset(folder, block_size=1024)
             at_start = cached_bytes(data.train.path)
-            os.posix_fadvise(data.train.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(opened(data.train.files[0]).fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             before = cached_bytes(data.train.path)
             for _ in Reader(data, "random", 1, plan, Mesh(), torch.device("cpu")).evaluation(
                 "train", windows

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import TINY, assert_same_run, column, records
+from runs import TINY, records
 from test_exact import same_numbers
 from test_resume import start_until_step
 
@@ -12,30 +12,6 @@ KEYS = ("loss", "grad_norm", "train_loss", "val_loss")
 # sequences, over which the sources are spread
 MIXTURE = ["--dataset=shards:0.7,file:0.3", "--data_order=documents", "--gradient_accumulation_steps=4"]
 MIXTURE += ["--batch_size=30", "--max_iters=10", "--eval_interval=6", "--save_interval=3", "--dropout=0.1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["random", "shuffle", "documents"])
-def test_shards_have_the_bits_of_one_file(trained, order):
-    """And of each source of a mixture, the curve of one process: test_layouts.py."""
-    args = ["--gradient_accumulation_steps=4", "--batch_size=12", "--max_iters=9", f"--data_order={order}"]
-    file, shards = (trained([*args, f"--dataset={name}"]) for name in ("tiny", "shards"))
-    for key in KEYS:
-        assert column(file, key) == column(shards, key), key
-
-
-@pytest.mark.slow
-def test_a_mixture_that_was_killed_has_the_same_bits(zygote, session_work, trained, tmp_path):
-    """On the same layout, without exact."""
-    args = [*TINY, *MIXTURE, f"--out_dir={tmp_path}/killed", "--init_from=auto"]
-    for step in (4, 8):
-        kill_after_a_save(zygote, session_work, args, 2, step)
-    zygote.start(args, session_work, 2).wait()
-    straight = trained(MIXTURE, 2)
-    assert_same_run(tmp_path / "killed", straight)
-    assert resumes(tmp_path / "killed") == 2
-    for source in ("val_loss/shards", "val_loss/file"):
-        assert column(tmp_path / "killed", source) == column(straight, source)
 
 
 @pytest.mark.slow

@@ -3,14 +3,10 @@ Folders that somebody else has written: nothing in them runs, leads to a file ou
 or ends a script with a traceback.
 """
 
-import copy
 import errno
 import io
-import json
-import math
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -35,13 +31,11 @@ from isogpt.data.dataset import open_dataset
 from isogpt.launch.launchers import Launch
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.parallel.parallelize import materialize
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
-SEED = os.environ.get("SEED", "")  # tests other changes
 LIMIT_S = 20  # for what takes a fraction of a second
 DEEP = "[" * 200_000
-NASTY = [-1, 2**31, 2**63, 2**70, 0.5, math.nan, math.inf, True, None, "", "x", "\x1b[2J\n", "../../x"]
-NASTY += ["/etc/passwd", "\0", "a" * 10**4, [], {}, [[]], [None], {"a": {}}, {"": None}, [2**70], "\ud800"]
 
 
 @contextmanager
@@ -81,29 +75,10 @@ def copy_of(runs, tmp_path, at):
     return make
 
 
-def changed(value, rng):
-    """A copy of nested dicts and lists in which one value or name is a different one."""
-    value = copy.copy(value)
-    if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
-        return rng.choice(NASTY)
-    name = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-    what = rng.random()
-    if what < 0.15 and isinstance(value, dict):
-        value[rng.choice(["x", "../x", "\x1b[2J\n", *([7] if rng.random() < 0.1 else [])])] = value.pop(name)
-    elif what < 0.3:
-        del value[name]
-    else:
-        value[name] = changed(value[name], rng)
-    return value
-
-
-def seal(folder, manifest=None):
+def seal(folder, manifest):
     """Give a step folder a manifest with valid checksums, as whoever changes a file can."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    files = hash_files(folder)
-    manifest = manifest(files) if callable(manifest) else {**manifest, "files": files}
-    text = sealed(manifest) if isinstance(manifest, dict) else json.dumps(manifest)
-    (folder / "manifest.json").write_text(text)
+    (folder / "manifest.json").write_text(sealed({**manifest, "files": hash_files(folder)}))
 
 
 def use(out):
@@ -116,8 +91,9 @@ def use(out):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
     materialize(model, torch.device("cpu"))
-    restore_checkpoint(source, model, export.optimizers_of(model, source.run["config"]))
-    MetricsFile(train_defaults(out_dir=str(out)), stored.step)
+    config = train_defaults() | source.run["config"] | {"out_dir": str(out)}
+    restore_checkpoint(source, model, optim.make_optimizers(model, config))
+    MetricsFile(config, stored.step)
     return stored
 
 
@@ -134,33 +110,6 @@ def check_law(out, newest, what):
             assert "\x1b" not in shown and len(shown) < 3000, (what, shown)
             assert all(line.startswith("error: ") for line in shown.splitlines()), (what, shown)
             return False
-
-
-@pytest.mark.parametrize("kind", ["manifest", "whole", "metadata"])
-def test_whatever_a_folder_contains(copy_of, kind):
-    """The checksums are right: whoever changes files can change the manifest, too."""
-    rng, taken = random.Random(f"{kind}{SEED}"), 0
-    out = copy_of("shards" if kind == "metadata" else "whole")
-    newest = step_folders(out)[0]
-    manifest = read_manifest(newest)
-    state = torch.load(newest / "ckpt.pt") if kind == "whole" else None
-    files = [path for path in sorted(newest.iterdir()) if path.suffix != ".distcp"]
-    described = next(path for path in files if path.name != "manifest.json")
-    content = described.read_bytes()
-    for number in range(20):
-        if kind == "manifest":
-            seal(newest, lambda files: changed(manifest, rng) if rng.random() < 0.9 else {})
-        elif kind == "whole":
-            torch.save(changed(state, rng), newest / "ckpt.pt")
-            seal(newest, manifest)
-        else:
-            damaged = bytearray(content)
-            for _ in range(rng.choice([1, 20])):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            described.write_bytes(damaged[: rng.choice([None, len(damaged) // 2])])
-            seal(newest, manifest)
-        taken += check_law(out, 4, (kind, number))
-    assert taken or kind == "metadata", "some changes harm nothing, or an older checkpoint is taken"
 
 
 class Evil:

@@ -222,20 +222,13 @@ def test_the_optimizers_state_may_be_infinite_but_not_nan():
 
 def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
     """For example the .gguf file that llama.cpp's converter writes next to the model."""
-
-    def save(folder, *_):
-        (folder / "config.json").write_text("new")
-
     at.set(export.tokenizer, "save_tokenizer", lambda folder, *_: folder.mkdir())
-    at.set(export.huggingface, "save", save)
+    at.set(export.huggingface, "save", lambda folder, *_: (folder / "config.json").write_text("new"))
     (at.path / "hf").mkdir()
-    for name in ("config.json", "model.gguf"):
-        (at.path / "hf" / name).write_text("old")
-    for kept in ("hf_1", ""):
-        assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
-        assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
-        said = capsys.readouterr().err
-        assert (f"it is now {at.path / kept}\n" in said) if kept else not said
+    (at.path / "hf/model.gguf").write_text("old")
+    assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
+    assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
+    assert f"is now {at.path / 'hf_1'}\n" in capsys.readouterr().err
     assert (at.path / "hf_1/model.gguf").read_text() == "old"
 
 

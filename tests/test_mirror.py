@@ -140,22 +140,6 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
     assert steps_in(out) == [6, 3] and whole_steps(tmp_path / "there") == [6, 5, 3]
 
 
-def test_a_run_that_goes_on_copies_what_is_missing(tmp_path, at):
-    """Of the launch before, the newest one was not copied, and a part of an older one is there."""
-    for step in (1, 2):
-        newest = commit(tmp_path / "out", step, best=1)
-    part = tmp_path / "there" / "step_00000001"
-    part.mkdir(parents=True)
-    (part / "ckpt.pt").write_text("a part")
-    (part / "manifest.json").write_text("damaged")
-    copied = copies(tmp_path, step=2)
-    copied.request(newest)
-    assert [o.step for o in outcomes(copied)] == [2, 1] and whole_steps(tmp_path / "there") == [2, 1]
-    again = copies(tmp_path, step=2)
-    again.request(newest)
-    assert outcomes(again) == [], "nothing is copied twice"
-
-
 def test_steps_to_which_the_run_did_not_go_on_are_deleted(tmp_path, at):
     """After a rollback or resume_step: a later start would return to them."""
     copied = copies(tmp_path, keep_last=0)

@@ -167,12 +167,6 @@ def test_a_download_that_fails_is_not_replaced_by_an_older_step(start, at, capsy
         assert not list(Path("new").iterdir())
 
 
-def test_a_new_run_reads_nothing_of_the_mirror(start, run):
-    for init_from in ("scratch", str(run)):
-        assert not start(init_from=init_from, mirror="xyz://nothing").is_resume
-    assert not start(init_from="auto", mirror=Path("nothing").absolute().as_uri()).checkpoint
-
-
 def test_a_job_that_slurm_requeues_to_an_empty_disk_resumes(start, at):
     launch = Launch((), job="7", requeued=1)
     assert start(launch, init_from="scratch").resumed.stored.step == 8
@@ -276,19 +270,13 @@ def test_scripts_read_a_url_or_refuse_it(start, at, capsys):
     check_training(train_defaults(init_from="auto:s3://a/b"))
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("auto:s3://key:secret@bucket/run?versionId=3", "auto:s3://bucket/run"),
-        ("https://token@host/run?X-Amz-Signature=secret", "https://host/run"),
-        ("abfs://container@account.dfs.core.windows.net/run", None),
-    ],
-)
-def test_no_credentials_are_recorded(url, shown):
-    assert without_credentials(url) == (shown or url)
-    assert is_url(url.removeprefix("auto:")) == ("://" in url)
-    recorded = without_secrets(train_defaults(init_from=url, mirror=url, alert_command="curl token"))
-    assert recorded["init_from"] == recorded["mirror"] == (shown or url) and "alert_command" not in recorded
+def test_no_credentials_are_recorded():
+    for url in (
+        "auto:s3://key:secret@bucket/run?versionId=3",
+        "https://secret@host/run?X-Amz-Signature=secret",
+    ):
+        recorded = without_secrets(train_defaults(init_from=url, mirror=url, alert_command="curl secret"))
+        assert is_url(without_credentials(url).removeprefix("auto:")) and "secret" not in str(recorded)
 
 
 APART = """
@@ -316,7 +304,7 @@ def test_many_ranks_on_one_folder_or_on_several_disks(zygote, work):
     shutil.copytree(work / "mirror/step_00000004", work / "rank1/own/step_00000004")
     ddp = [*RUN, f"--dataset={work / 'data/tiny'}", f"--mirror={url}", "--init_from=resume", "--out_dir=own"]
     apart = start_changed(zygote, APART, ddp, work, 2).wait(120)
-    assert "warning: rank 0 keeps this run in" in apart.text()
+    assert "in which rank 0 keeps this run" in apart.text()
     assert all(not damage(work / f"rank{rank}/own/step_00000008") for rank in range(2))
     weights = start_changed(
         zygote, APART, [*ddp[:-3], f"--init_from={url}", "--out_dir=weights"], work, 2

@@ -6,7 +6,7 @@ from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import read_metadata
-from isogpt.data.dataset import Dataset, EvalDataset, common_vocabulary, find_sources
+from isogpt.data.dataset import Dataset, common_vocabulary, find_sources
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 from isogpt.nn.huggingface import GPT2
 
@@ -101,7 +101,7 @@ def vocabulary_for_run(
     return now, notes
 
 
-def check_eval_dataset(one: EvalDataset, vocabulary: Vocabulary, vocab_size: int) -> None:
+def check_eval_dataset(one: Dataset, vocabulary: Vocabulary, vocab_size: int) -> None:
     """
     Raise ValueError if the token ids of a further validation set do not mean what those of the run mean, as
     far as both are known, or do not fit its model with vocab_size ids.

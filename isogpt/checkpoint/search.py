@@ -21,7 +21,6 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
 )
 from isogpt.checkpoint.measures import best_step_of, bits_per_byte, changed_measures
-from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.common.console import visible
 from isogpt.launch.together import broadcast, do_together, gather_objects, is_main, own_rank
 
@@ -198,7 +197,7 @@ def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Pat
 
 def about_folder(folder: Path) -> str:
     """What to do about a folder that contains a model of transformers; '' for other folders."""
-    if not is_of_transformers(folder):
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         return ""
     return f"{folder} contains a model of transformers: set --init_from={folder}, or see export.py --from=hf"
 

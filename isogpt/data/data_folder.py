@@ -1,19 +1,18 @@
 """The folder of a data set: where it is found, what its metadata says, and how its token files are opened."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.common.console import count_text, shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
-from isogpt.data.shards import advice_about_names, files_of, how_to_prepare, open_files
+from isogpt.data.shards import files_of, open_files
 from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import declared_dtype
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
-SHA256 = re.compile("[0-9a-f]{64}")
+KINDS = {"vocab_size": int, "val_bytes": int, "val_text": str}  # of what train.py calculates with
 
 
 @dataclass(frozen=True)
@@ -50,25 +49,27 @@ def find_dataset(name: str, split: str = "train") -> Path:
         if files_of(place, split):
             return place
     prepared = f"prepared data sets: {shortened(prepared_datasets(split), 20) or 'none'}"
-    advice = [*map(how_to_prepare, places), *(advice_about_names(place, split) for place in places), prepared]
-    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {next(filter(None, advice))}")
+    advice = next(filter(None, map(how_to_prepare, places)), prepared)
+    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {advice}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:
     """Names of the data sets that contain files of a split."""
-    roots = (Path("data"), REPOSITORY / "data")
-    folders = [folder for root in roots for folder in root.glob("*/") if os.access(folder, os.R_OK)]
+    folders = [folder for root in (Path("data"), REPOSITORY / "data") for folder in root.glob("*/")]
     return sorted({visible(folder.name) for folder in folders if files_of(folder, split)})
+
+
+def how_to_prepare(folder: Path) -> str:
+    """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
+    script = folder / "prepare.py"
+    return f"run: python {script}" if os.path.exists(script) else ""
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Read what a folder says about its token ids. Raises ValueError if a file cannot be read."""
     meta = read_meta(folder)
     vocabulary = vocabulary_of_data(meta, folder)
-    vocab_size = meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)
-    if not isinstance(vocab_size, int):
-        raise ValueError(f"the metadata in {folder}: vocab_size is {vocab_size!r}, not an integer")
-    return Metadata(folder, meta, vocabulary, vocab_size)
+    return Metadata(folder, meta, vocabulary, meta.get("vocab_size", (vocabulary and vocabulary.size) or 0))
 
 
 def read_meta(folder: Path) -> dict:
@@ -77,16 +78,18 @@ def read_meta(folder: Path) -> dict:
     empty if there is neither file. The pickle may contain only plain values: nothing in it runs.
 
     Raises:
-        ValueError: one of the files cannot be read, or a meta.pkl does not contain a vocabulary.
+        ValueError: one of the files cannot be read, or an entry is of a wrong type.
     """
     pkl, ours = folder / "meta.pkl", folder / "meta.json"
     content = read_dict(pkl) if pkl.exists() else {}
     meta = {name: content[name] for name in META_PKL if name in content}
     if ours.exists():
         meta |= read_dict(ours)
-    if content and not meta.keys() & {*META_PKL, "tokenizer"}:
-        problem = f"{pkl} contains neither vocab_size nor stoi nor itos, which nanoGPT reads"
-        raise ValueError(f'{problem}: write {{"vocab_size": N}} with the number of ids to {ours}')
+    for name, kind in KINDS.items():
+        if type(meta.get(name, kind())) is not kind:
+            raise ValueError(
+                f"the metadata in {folder}: {name} is {meta[name]!r}, not of type {kind.__name__}"
+            )
     return meta
 
 
@@ -99,20 +102,6 @@ def read_dict(path: Path) -> dict:
     except Exception as e:  # a damaged pickle raises nearly anything
         raise ValueError(f"{path} cannot be read: {e}") from e
     return content
-
-
-def text_facts(meta: dict, folder: Path) -> dict:
-    """
-    The length and the digest of the validation text, as Dataset contains them. Raises ValueError if the
-    metadata contains something else under their names.
-    """
-    size, digest = meta.get("val_bytes", 0), meta.get("val_text", "")
-    advice = f"prepare the data set again, or type: python {path_of_script('count_bytes.py')} {folder}"
-    if type(size) is not int or size < 0:
-        raise ValueError(f"val_bytes in {folder / 'meta.json'} is {size!r}, not a number of bytes: {advice}")
-    if not isinstance(digest, str) or (digest and not SHA256.fullmatch(digest)):
-        raise ValueError(f"val_text in {folder / 'meta.json'} is {digest!r}, not a SHA-256: {advice}")
-    return {"val_bytes": size, "val_text": digest}
 
 
 def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> Tokens:
@@ -132,13 +121,9 @@ def open_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size
         problem = f"{tokens.path} contains {len(tokens)} tokens, but meta.json says {recorded}"
         raise ValueError(f"{problem}: they come from different prepare.py runs; prepare the data set again")
     if len(tokens) < block_size + 1:
-        need = f"block_size {block_size} needs {block_size + 1} or more"
-        shorter = f"set --block_size={len(tokens) - 1} or less, or " if len(tokens) > 1 else ""
-        more = (
-            "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
-        )
         raise ValueError(
-            f"{tokens.path} contains {count_text(len(tokens), 'token')}, but {need}: {shorter}{more}"
+            f"{tokens.path} contains {count_text(len(tokens), 'token')}, but block_size {block_size} needs "
+            f"{block_size + 1} or more: set --block_size={len(tokens) - 1} or less, or use more text"
         )
     return tokens
 
@@ -155,16 +140,16 @@ def open_tokens(folder: Path, split: str, meta: dict, vocab_size: int) -> Tokens
     """
     files = files_of(folder, split)
     if not files:
-        advice = how_to_prepare(folder) or advice_about_names(folder, split) or how_to_split(folder)
+        advice = how_to_prepare(folder) or how_to_split(folder)
         raise ValueError(f"{folder / split}.bin does not exist; {advice}")
     return open_files(files, declared_dtype(meta, folder), vocab_size)
 
 
 def how_to_split(folder: Path) -> str:
-    """What to do about a folder without token files of a split: what gives it a validation set."""
+    """What gives a folder a validation set."""
     train = files_of(folder, "train")
     if not train:
         return "give the folder that contains the token files"
-    if len(train) == 1:
-        return f"take it from the end of {train[0].name}: python {path_of_script('split.py')} {folder}"
-    return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
+    if len(train) > 1:
+        return f"to take the last shard, type: mv {train[-1]} {folder / 'val'}{train[-1].suffix}"
+    return f"take it from the end of train.bin: python {path_of_script('split.py')} {folder}"

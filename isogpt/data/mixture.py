@@ -27,35 +27,32 @@ def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str
     Raises:
         ValueError: a weight is not a positive number, or only some data sets have one.
     """
-    if is_folder(text):
-        return [(text, None)]
-    parts = [parse_part(part, is_folder) for part in map(str.strip, text.split(",")) if part]
+    names = [text] if is_folder(text) else [part.strip() for part in text.split(",") if part.strip()]
+    parts = [(name, None) if is_folder(name) else parse_part(name) for name in names or [text]]
     without = [name for name, weight in parts if weight is None]
     if 0 < len(without) < len(parts):
-        example = ",".join(f"{name}:1" for name, _ in parts)
         raise ValueError(
             f"--dataset={text} gives no weight to {', '.join(without)}: type a weight after each name, such "
-            f"as --dataset={example}, or after none, to mix them in proportion to their training tokens"
+            "as a:0.7,b:0.3, or after none, to mix them in proportion to their training tokens"
         )
-    return parts or [(text, None)]
+    return parts
 
 
-def parse_part(part: str, is_folder: Callable[[str], bool]) -> tuple[str, Fraction | None]:
+def parse_part(part: str) -> tuple[str, Fraction | None]:
     """Parse NAME or NAME:WEIGHT. Raises ValueError if the weight is not a positive number."""
-    name, colon, text = part.rpartition(":")
-    if not colon or is_folder(part):
+    name, colon, weight = part.rpartition(":")
+    if not colon:
         return part, None
     try:
         # what is 0 or infinite as a float could have a billion digits as a fraction
-        weight = Fraction(text) if 0 < float(text) < math.inf else None
+        if 0 < float(weight) < math.inf:
+            return name, Fraction(weight)
     except ValueError:
-        weight = None
-    if weight is None:
-        raise ValueError(
-            f"--dataset contains {part}, but {text!r} is not a positive number, and there is no folder "
-            f"{part}: type NAME:WEIGHT, such as {name or 'fineweb'}:0.5"
-        )
-    return name, weight
+        pass
+    raise ValueError(
+        f"--dataset contains {part}, but {weight!r} is not a positive number, and there is no folder {part}: "
+        "type NAME:WEIGHT"
+    )
 
 
 def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:

@@ -1,11 +1,10 @@
 """Read this rank's micro-batches of each training step and evaluation from the token files."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain, count, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -25,16 +24,12 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 
 
 def read_rows(
-    tokens: Tokens,
-    starts: np.ndarray,
-    block_size: int,
-    positions: Tensor | None = None,
-    vocab_size: int = MOST_IDS,
+    tokens: Tokens, starts: np.ndarray, block_size: int, vocab_size: int = MOST_IDS
 ) -> tuple[Tensor, Tensor]:
     """
-    Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
-    padding row consists of zeros with targets of -1, and so does the end of a row that reaches beyond the end
-    of the file. Raises DataError, see Tokens.read, and if an id is not below vocab_size.
+    Return inputs and targets, each (rows, block_size) int64 on the CPU. A padding row consists of zeros with
+    targets of -1, and so does the end of a row that reaches beyond the end of the file. Raises DataError, see
+    Tokens.read, and if an id is not below vocab_size.
     """
     padding = starts == PADDING
     begins = np.where(padding, 0, starts)
@@ -46,8 +41,7 @@ def read_rows(
         for values, padded in ((x, 0), (y, -1)):
             values[row] = np.append(values[row, beyond[row] :], [padded] * beyond[row])
     x[padding], y[padding] = 0, -1
-    x, y = torch.from_numpy(x), torch.from_numpy(y)
-    return (x, y) if positions is None else (x[:, positions], y[:, positions])
+    return torch.from_numpy(x), torch.from_numpy(y)
 
 
 @dataclass
@@ -64,7 +58,7 @@ class Reader:
     speeds: tuple[float, ...] | None = None
     # how many more sequences the run has read before than the steps say, because its batch size was different
     shift: int = 0
-    problem: DataError | None = None  # why this rank cannot read the rest of the training data
+    problems: list[DataError] = field(default_factory=list)  # why this rank could not read training data
 
     def __post_init__(self) -> None:
         if self.speeds is None:
@@ -111,57 +105,35 @@ class Reader:
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
-        Yield this rank's micro-batches from `step` on. If data cannot be read, padding follows, see
-        `then_padding`.
+        Yield this rank's micro-batches from `step` on, see `read`. Other ranks compute a step with this rank:
+        they hear of `problems` at the end of the step.
 
         Args:
             position: the tokens that the run has read before.
             skipped: steps that are left out.
         """
         self.shift = position // self.block_size - step * self.plan.sequences
-        steps = (number for number in count(step) if number not in skipped)
-        return self.then_padding(self.read(self.data.train, self.starts, steps, self.share))
-
-    def then_padding(self, batches: Batches) -> Batches:
-        """
-        Yield micro-batches of training. If one of them cannot be read, `problem` is set and padding follows,
-        since other ranks compute the step with this rank: they hear of it at the end of the step.
-        """
-        while not self.problem:
-            try:
-                batch = next(batches)
-            except DataError as e:
-                self.problem = e
-            else:  # outside of `try`: at the end of the process, DataError may be gone before this generator
-                yield batch
-        while True:
-            yield self.padding_batch()
+        steps = (self.starts(number) for number in count(step) if number not in skipped)
+        return self.read(self.data.train, steps, self.share, self.problems)
 
     def eval_windows(self, split: str, sequences: int) -> np.ndarray:
         """The windows that an evaluation reads, over all ranks; see `evaluation`."""
         n_tokens = len(self.data.splits[split])
-        if not sequences and split != "train":
-            return whole_windows(n_tokens, self.block_size)
-        n = self.eval_sequences(sequences)
         if split == "train":
+            n = sequences or len(whole_windows(len(self.data.val), self.block_size))
             return self.random_starts(spread_sources(self.data.quotas, n), EVAL_TRAIN, 0)
-        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, n)
+        if not sequences:
+            return whole_windows(n_tokens, self.block_size)
+        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, sequences)
 
     def eval_targets(self, split: str, sequences: int) -> int:
         """How many tokens an evaluation predicts, over all ranks."""
-        if not sequences and split != "train":
-            return len(self.data.splits[split]) - 1
-        return self.eval_sequences(sequences) * self.block_size
-
-    def eval_sequences(self, sequences: int) -> int:
-        """How many sequences an evaluation reads at random positions; 0: as many as the whole of val has."""
-        return sequences or len(whole_windows(len(self.data.val), self.block_size))
+        targets = len(self.data.splits[split]) - 1 - self.eval_windows(split, sequences)
+        return int(np.minimum(targets, self.block_size).sum())
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
-        Yield this rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks
-        that compute a model together need the same number of micro-batches: if data cannot be read, padding
-        follows, and then the error.
+        Yield this rank's micro-batches of an evaluation, which reads the same sequences every time.
 
         Args:
             split: one of Dataset.splits.
@@ -178,68 +150,58 @@ class Reader:
             share = share_of_whole(len(starts), *place)
         else:
             share = share_of(len(starts), *place, speeds=self.speeds)
-        count_read = 0
-        try:
-            for batch in self.read(tokens, lambda _: starts, [0], share):
-                yield batch
-                count_read += 1
-        except DataError:
-            for _ in range(share.micro_steps - count_read):
-                yield self.padding(share.rows)
-            raise
+        problems = []
+        yield from self.read(tokens, [starts], share, problems)
+        if problems:
+            raise problems[0]
 
     def read(
-        self, tokens: Tokens, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
+        self, tokens: Tokens, steps: Iterable[np.ndarray], share: Share, problems: list[DataError]
     ) -> Batches:
         """
-        Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of the given steps in
-        order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next
-        micro-batch is copied to the device while the current one is used.
+        Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of `steps` in
+        order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step.
 
         Args:
-            starts_of: the starts of a step's windows, for the global batch.
-
-        Raises:
-            DataError: the file was truncated or cannot be read, or an id is outside the vocabulary.
+            steps: the starts of each step's windows, for the global batch.
+            problems: if a file was truncated or cannot be read, or an id is outside the vocabulary, it
+                receives the error, and padding takes the place of the micro-batch, since ranks that compute a
+                model together need the same number of them.
         """
         positions = self.mesh.own_positions(self.block_size)
-
+        vocab_size = self.plan.model_args["vocab_size"]
         # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"
 
-        def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            starts, vocab_size = share.pick(starts_of(step), micro_step), self.plan.model_args["vocab_size"]
-            x, y = read_rows(tokens, starts, self.block_size, positions, vocab_size)
-            # copies to a GPU from memory that is not pinned block the CPU
-            return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
+        def on_cpu() -> Batches:
+            for starts in steps:
+                for micro_step in range(share.micro_steps):
+                    own = share.pick(starts, micro_step)
+                    try:
+                        x, y = read_rows(tokens, own, self.block_size, vocab_size)
+                        if positions is not None:
+                            x, y = x[:, positions], y[:, positions]
+                        if is_pinned:  # copies to a GPU from other memory block the CPU
+                            x, y = x.pin_memory(), y.pin_memory()
+                    except DataError as e:
+                        problems.append(e)
+                        x, y = self.padding_batch(len(own))
+                    yield x, y
 
-        starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
-        jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
-        copied = (
-            tuple(t.to(self.device, non_blocking=is_pinned) for t in rows)
-            for rows in in_thread(read_one, jobs)
-        )
-        for current, _ in pairwise(chain(copied, [None])):
-            yield current
+        for x, y in in_thread(on_cpu()):
+            yield x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned)
 
-    def padding_batch(self) -> tuple[Tensor, Tensor]:
-        """A micro-batch of padding rows, in the shape of a training micro-batch."""
-        return self.padding(self.share.rows)
-
-    def padding(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Padding rows as inputs and targets, see `read_rows`."""
-        shape = (rows, self.block_size // self.mesh.cp)
+    def padding_batch(self, rows: int = 0) -> tuple[Tensor, Tensor]:
+        """Padding rows as inputs and targets, see `read_rows`: `rows`, or those of a training micro-batch."""
+        shape = (rows or self.share.rows, self.block_size // self.mesh.cp)
         x = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return x, torch.full_like(x, -1)
 
 
-def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:
-    """Yield work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
+def in_thread(items: Iterator, ahead: int = 2) -> Iterator:
+    """Yield the items of an iterator, which a thread computes up to `ahead` in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-        waiting = deque()
-        for job in jobs:
-            waiting.append(thread.submit(work, *job))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        waiting = deque(thread.submit(next, items, None) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, items, None))
+            yield item

@@ -55,7 +55,7 @@ def name_of_start() -> str:
     return f"start {'.'.join(counts)}"
 
 
-def attempts(timeout_s: float, waits_for: str = "") -> Iterator[None]:
+def attempts(timeout_s: float, waits_for: str) -> Iterator[None]:
     """
     Yield until timeout_s have passed, with pauses. After WAITING_S, the first rank of each machine prints
     what it waits for.

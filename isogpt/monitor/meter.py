@@ -47,7 +47,7 @@ class Meter:
         return gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see NanPolicy.recover
-                loss=math.nan if self.reader.problem else loss,
+                loss=math.nan if self.reader.problems else loss,
                 grad_square=coarse,
                 grad_square_fine=fine,
                 step_ms=step_s * 1e3,

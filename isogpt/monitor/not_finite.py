@@ -71,8 +71,8 @@ class NanPolicy:
         """
         state.slow_network.forget()  # compression errors, which contain the step's gradient
         with exit_together(partial(saver.save_and_fail, state)):
-            if reader.problem:
-                raise reader.problem
+            if reader.problems:
+                raise reader.problems[0]
         if numbers.is_finite:  # a spike
             return skip_step(state, reader)
         decision = self.decide()
