@@ -26,8 +26,8 @@ def commit_checkpoint(
 
     Args:
         manifest: what make_manifest returned.
-        written: the manifest's entries of the files that were hashed while they were written; other files are
-            read.
+        written: the manifest's entries of all files, which were hashed while they were written; None: the
+            files are read.
         held: checkpoints that are being read, which are not deleted yet.
 
     Raises:
@@ -36,7 +36,8 @@ def commit_checkpoint(
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished, written)}))
+    files = written or hash_files(unfinished)
+    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": files}))
     check_owner(out, owner)
     if os.path.lexists(folder):  # put there by somebody else: this run writes a step once
         os.rename(folder, free_name(out, f"abandoned_{folder.name}"))

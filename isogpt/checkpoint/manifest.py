@@ -124,14 +124,9 @@ def entry_of(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def hash_files(folder: Path, written: dict | None = None) -> dict:
-    """
-    The manifest's entries of all files in a folder. Reads those that are not in `written`, the entries of the
-    files that were hashed while they were written.
-    """
-    written = written or {}
-    others = (path for path in sorted(folder.iterdir()) if path.name not in written)
-    return written | {path.name: entry_of(path) for path in others}
+def hash_files(folder: Path) -> dict:
+    """The manifest's entries of all files in a folder, which it reads."""
+    return {path.name: entry_of(path) for path in sorted(folder.iterdir())}
 
 
 def sha256_of(path: Path) -> str:
