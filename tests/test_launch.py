@@ -84,9 +84,7 @@ def test_ranks_know_each_other(at):
     assert found.rank == 1 == int(os.environ["RANK"]), "those of a machine are neighbors"
     assert found.topology() == "4 = 2 nodes (a, b) x 2" and found.network == "gloo over eth0 (10.0.0.2)"
     assert island_count(found) == 2
-    with pytest.raises(
-        ValueError, match="the numbers of processes differ: .* set --islands= to a number that"
-    ):
+    with pytest.raises(ValueError, match="the numbers of processes differ: .* set --islands= to a"):
         island_count(replace(found, local_sizes=[2, 2, 1, 1]))
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
     problem = survey([replace(told[0], gpu="GPU-1")] * 2)
