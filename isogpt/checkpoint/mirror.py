@@ -135,7 +135,7 @@ class Mirror:
             facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": others}
             self.outcomes.append(Outcome("mirror", text, step_of(folder), facts))
             skipped = []
-        steps, step_here = remote.steps(), manifest["step"]
+        steps, step_here = self.connect().steps(), manifest["step"]  # unless a later launch copies there now
         older = [step for step in steps if step <= step_here]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)}
         for step in steps:
