@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
 from isogpt.checkpoint.folder import (
@@ -309,6 +309,16 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     assert {path.stat().st_ino for path in folder.iterdir()} <= {*calls[:committed]}
     assert calls[committed + 1 :] == [tmp_path.stat().st_ino, "rename"]
     assert step_folders(tmp_path) == [folder]
+
+
+def test_a_loss_that_is_nan_is_the_same_on_all_ranks(tmp_path, monkeypatch):
+    """In float16, an evaluation can overflow. Another rank compares the manifest that rank 0 has found."""
+    checkpoint = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
+    checkpoint["manifest"]["val_loss"] = float("nan")
+    commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint)
+    found, _ = newest_checkpoint(str(tmp_path))
+    monkeypatch.setattr(search, "is_main", lambda: False)
+    assert search.verify(pickle.loads(pickle.dumps(found))) == ""  # as rank 0 sends it
 
 
 def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
