@@ -228,7 +228,7 @@ def flip_a_bit(path):
 def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
     """Groups of ranks, for instance, which other ranks would never join."""
     (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
-    run = zygote.train([*SHORT, "own.py", "--dist_timeout_s=30"], work, 2, ok=False, timeout=25)
+    run = zygote.train([*SHORT, "own.py"], work, 2, ok=False)
     text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
     assert set(run.codes) == {1} and run.text() == text
 
@@ -499,8 +499,8 @@ save.Saver.__post_init__ = die if os.environ["RANK"] == "2" else noted
 
 @pytest.mark.slow
 def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
-    args = [*SHORT, "--zero=1", "--dist_timeout_s=60"]
-    run = start_changed(zygote, DYING, args, work, 3).wait(ok=False, timeout=55)
+    """Long before dist_timeout_s, which is 600."""
+    run = start_changed(zygote, DYING, [*SHORT, "--zero=1"], work, 3).wait(ok=False)
     assert run.codes == [1, 1, -9] and "Traceback" not in run.text()
     for rank in (0, 1):
         assert re.search(rf"error: rank {rank} at step 0, .*: .*; rank 2 does not respond", run.text())
