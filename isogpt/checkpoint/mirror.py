@@ -114,7 +114,7 @@ class Mirror:
     def copy(self, newest: Path, skipped: list[str]) -> None:
         """
         Copy the newest step folder and the best one, unless they are there. Then delete what the run does not
-        keep either, and steps beyond the newest one, which the run has abandoned.
+        keep either. Steps beyond the newest one, which the run has abandoned, do not count any more.
         """
         remote, manifest = self.connect(), read_manifest(newest)
         best = best_folder(self.out, manifest) or newest
@@ -139,7 +139,9 @@ class Mirror:
         older = [step for step in steps if step <= step_here]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)}
         for step in steps:
-            if step > step_here or step not in kept:
+            if step > step_here:
+                remote.abandon(step)
+            elif step not in kept:
                 remote.remove(step)
 
     def fail(self, folder: Path | None, reason: str) -> None:

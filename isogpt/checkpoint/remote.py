@@ -84,6 +84,12 @@ class Remote:
         with suppress(FileNotFoundError):
             self.files.get([f"{source}/{name}" for name in names], [f"{folder}/{name}" for name in names])
 
+    def abandon(self, step: int) -> None:
+        """Make a step not count, until the run takes it again. Whoever wants it can rename its manifest."""
+        folder = f"{self.root}/{name_of(step)}"
+        if self.files.exists(f"{folder}/{MANIFEST}"):
+            self.files.mv(f"{folder}/{MANIFEST}", f"{folder}/abandoned_{MANIFEST}")
+
     def remove(self, step: int) -> None:
         """Delete a step, if there is one."""
         if step in self.steps():
