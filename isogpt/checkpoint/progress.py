@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data.dataset import Dataset
-from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.training.recent_steps import RecentSteps
 
 
@@ -123,7 +122,6 @@ class Progress:
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
             "kind_of_device": self.kind_of_device,
-            "shuffle_version": SHUFFLE_VERSION,
             **self.data,
         }
 
