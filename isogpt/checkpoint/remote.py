@@ -12,7 +12,7 @@ from pathlib import Path
 from isogpt.checkpoint.manifest import STEP, parse_manifest, read_manifest, sealed, step_folder, step_of
 from isogpt.common.files import reason_of
 from isogpt.common.packages import needed_by
-from isogpt.options.values import hide_credentials, without_credentials
+from isogpt.options.values import without_credentials
 
 MANIFEST = "manifest.json"
 
@@ -116,4 +116,4 @@ def check_url(url: str) -> None:
 
 def explained(url: str, error: BaseException) -> str:
     """Why something has failed, in one line without credentials."""
-    return hide_credentials(reason_of(error), url)[:300]
+    return without_credentials(reason_of(error))[:300]
