@@ -14,12 +14,11 @@ from contextlib import contextmanager, suppress
 from enum import EnumMeta
 from itertools import count
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
-BLOCK = 2**16  # bytes that are read at once from the end of a file
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
 
@@ -118,26 +117,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-def make_separate(path: Path) -> None:
-    """
-    Prepare a file for changes in place, which must not show under any other name: a link, and a file with
-    several names, are replaced by a copy. If there is no file, it is created.
-    """
-    if not path.exists():
-        path.touch()
-    elif path.is_symlink() or path.stat().st_nlink > 1:
-        with open(path, "rb", opener=regular_file) as file:
-            write_whole(path, file.read())
-
-
-def record(path: Path, job: dict, value: object) -> None:
-    """
-    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({path.stem: value, "job": job}))
-
-
 def sync_folder(folder: Path) -> None:
     """
     Make renames in this folder survive a power failure. Does nothing where the file system (CIFS, some of
@@ -228,13 +207,6 @@ def about_pointer(path: Path) -> str:
     return ""
 
 
-def recorded(path: Path, job: dict) -> object | None:
-    """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = parse_json(read_utf8(path))
-        return content[path.stem] if content["job"] == job else None
-
-
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
     with suppress(ValueError):
@@ -250,24 +222,6 @@ def read_records(path: Path) -> Iterator[dict]:
         for line in f:
             if (record := as_record(line)) is not None:
                 yield record
-
-
-def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Read an open file from its end: yields the position and the text of each line that is not empty."""
-    size, first = file.seek(0, os.SEEK_END), b""  # `first`: of a line that begins in an earlier block
-    for end in range(size, 0, -BLOCK):
-        start = max(0, end - BLOCK)
-        file.seek(start)
-        block = file.read(end - start) + first
-        position = start + len(block)
-        first, *lines = block.split(b"\n")
-        for line in reversed(lines):
-            position -= len(line)
-            if line:
-                yield position, line
-            position -= 1
-    if first:
-        yield 0, first
 
 
 def enum_member(kind: type, name: str) -> object:

@@ -11,7 +11,6 @@ from typing import BinaryIO
 from isogpt.checkpoint.manifest import is_run, steps_in
 from isogpt.common.files import (
     as_record,
-    last_lines,
     lock,
     parse_json,
     read_records,
@@ -20,7 +19,7 @@ from isogpt.common.files import (
     write_whole,
 )
 from isogpt.data.dataset import open_dataset
-from isogpt.monitor.sink_metrics import METRICS
+from isogpt.monitor.sink_metrics import METRICS, last_lines
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
