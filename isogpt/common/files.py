@@ -199,14 +199,6 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(cause or error).split()) or type(error).__name__
 
 
-def about_pointer(path: Path) -> str:
-    """What to do about a file that is a pointer of Git LFS, not the file itself; '' for other files."""
-    with suppress(OSError), open(path, "rb", opener=regular_file) as f:
-        if f.read(32).startswith(b"version https://git-lfs"):
-            return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
-    return ""
-
-
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
     with suppress(ValueError):

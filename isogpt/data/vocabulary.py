@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from isogpt.common.files import about_pointer, parse_json, read_utf8
+from isogpt.common.files import parse_json, read_utf8
 from isogpt.common.packages import needed_by
 
 GPT2_IDS = 50257
@@ -188,7 +188,7 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
             end_of_text = end_of_text.get("content")
         return replace(vocabulary, end_of_text=end_of_text) if end_of_text in vocabulary.ids else vocabulary
     except Exception as e:  # a file of any other form raises nearly anything
-        raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or e}") from e
+        raise ValueError(f"cannot load the tokenizer of {folder}: {e}") from e
 
 
 def table_in(meta: dict) -> Vocabulary | None:
