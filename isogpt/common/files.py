@@ -2,7 +2,9 @@
 
 import errno
 import hashlib
+import io
 import json
+import operator
 import os
 import pickle
 import re
@@ -10,8 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from enum import EnumMeta
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -51,55 +52,30 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_no_link(folder: Path) -> None:
-    """
-    Raise OSError if a link has taken the place of a folder to write to. It is not removed: other ranks may
-    have created the folder, and in a folder with the sticky bit only the owner of a link may remove it.
-    """
-    if folder.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link", str(folder))
-
-
-class HashedFile:
+class HashedFile(io.BufferedWriter):
     """
     A new file that is hashed while it is written, from its beginning to its end: what a disk or a network
     changes later does not match. torch.save and torch.distributed.checkpoint write to it as to a file.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(io.FileIO(path, "x"))  # x: it does not follow a link (O_EXCL)
+        self.sha256, self.bytes = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write and hash `data`."""
         self.sha256.update(data)
         self.bytes += memoryview(data).nbytes
-        return self.file.write(data)
+        return super().write(data)
 
     def fileno(self) -> int:
         """The descriptor, for fsync, which does not know what is still buffered here."""
-        self.file.flush()
-        return self.file.fileno()
-
-    def __getattr__(self, name: str) -> object:
-        """What is not hashed, such as `tell`, is the file's."""
-        return getattr(self.file, name)
+        self.flush()
+        return super().fileno()
 
     def entry(self) -> dict:
         """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
         return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[HashedFile]:
-    """A new file that is written in the block, and is on the disk after it. An OSError names the file."""
-    try:
-        with open(path, "xb") as file:  # x: it does not follow a link (O_EXCL)
-            hashed = HashedFile(file)
-            yield hashed
-            os.fsync(hashed.fileno())
-    except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk names no file
-        raise
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -109,8 +85,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     other = temporary_name(path)
     try:
-        with new_file(other) as file:
+        with HashedFile(other) as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            os.fsync(file.fileno())
         os.replace(other, path)
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a full disk
@@ -165,11 +142,6 @@ def regular_file(path: str | os.PathLike, flags: int) -> int:
     return descriptor
 
 
-def check_regular(path: Path) -> None:
-    """Raise OSError if a file that another library opens is missing or not a regular file."""
-    os.close(regular_file(path, os.O_RDONLY))
-
-
 def read_utf8(path: Path) -> str:
     """Read a file in UTF-8. Raises OSError or ValueError if this is not possible."""
     with open(path, encoding="utf-8", opener=regular_file) as f:
@@ -216,13 +188,6 @@ def read_records(path: Path) -> Iterator[dict]:
                 yield record
 
 
-def enum_member(kind: type, name: str) -> object:
-    """A member of an enum, the only attribute that a pickle may read."""
-    if not isinstance(kind, EnumMeta):
-        raise pickle.UnpicklingError(f"it would read {name} of {kind!r}; only plain values are read")
-    return kind[name]
-
-
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
     """
     Read a pickle of builtin values and of the classes in `allowed`, {module: names}. Nothing in the pickle
@@ -234,9 +199,9 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
-            # how Python 3.11.0 to 3.11.3 pickles an enum's members
+            # Python 3.11.0 to 3.11.3 pickles a member of an enum as an attribute, but an item is the same
             if (module, name) == ("builtins", "getattr"):
-                return enum_member
+                return operator.getitem
             if name in allowed.get(module, ()):
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"it would run {module}.{name}; only plain values are read")
