@@ -2,7 +2,6 @@
 
 import atexit
 import errno
-import math
 import os
 import re
 import select
@@ -39,15 +38,12 @@ def prepare() -> None:
 def is_screen(stream: TextIO | None) -> bool:
     """
     Return whether a stream is a terminal that a person looks at, on which a line can be erased and drawn
-    again. Not with TERM=dumb, nor in a CI (the variable CI), whose log would contain each drawing, nor if the
-    terminal has no size: mpirun and `docker run -t` give their processes such a terminal even when the output
-    goes to a file or a log.
+    again. Not with TERM=dumb, nor if the terminal has no size: mpirun and `docker run -t` give their
+    processes such a terminal even when the output goes to a file or a log.
     """
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    if in_ci or os.environ.get("TERM", "dumb") == "dumb" or not (stream and stream.isatty()):
-        return False
-    with suppress(OSError):
-        return os.get_terminal_size(stream.fileno()).columns > 0
+    with suppress(OSError, AttributeError):  # it is a pipe, or there is no stream
+        has_size = os.get_terminal_size(stream.fileno()).columns > 0
+        return has_size and os.environ.get("TERM", "dumb") != "dumb"
     return False
 
 
@@ -91,15 +87,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:
+def is_blocked(stream: TextIO | None, patience_s: float | None = PATIENCE_S) -> bool:
     """
-    Return whether printing would wait for longer than patience_s, because Ctrl-S has stopped the terminal or
-    a pager reads no further; always False on Windows. A run would wait, too, and end after dist_timeout_s.
+    Return whether printing would wait for longer than patience_s (None: it may), because Ctrl-S has stopped
+    the terminal or a pager reads no further. A run would wait, too, and end after dist_timeout_s.
     """
-    with suppress(OSError, AttributeError, ValueError):  # not a file, or closed
-        poll = select.poll()
-        poll.register(stream.fileno(), select.POLLOUT)
-        return not poll.poll(1000 * patience_s)
+    with suppress(OSError, TypeError, ValueError):  # not a file, closed, or on Windows
+        return not select.select([], [stream], [], patience_s)[1]
     return False
 
 
@@ -141,15 +135,15 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSError | None:
+def print_line(text: str, end: str = "\n", patience_s: float | None = None) -> OSError | None:
     """
-    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s. If nobody reads
-    stdout, this and all later output is discarded. On a full disk, the next line tries again.
+    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s (None: wait). If
+    nobody reads stdout, this and all later output is discarded. On a full disk, the next line tries again.
 
     Returns:
         why the output was not written; None: it was. It is not raised.
     """
-    if patience_s < math.inf and is_blocked(sys.stdout, patience_s):
+    if is_blocked(sys.stdout, patience_s):
         return TimeoutError("nobody reads stdout, so lines are lost")
     try:
         print(text, end=end, flush=True)
@@ -168,5 +162,4 @@ def print_result(text: str) -> None:
     error = print_line(text)
     if error and error.errno not in CLOSED:
         discard_output()  # else Python would report the same error at its end
-        print_error(f"stdout cannot be written to: {error.strerror}")
-        sys.exit(1)
+        sys.exit(f"error: stdout cannot be written to: {error.strerror}")
