@@ -44,7 +44,6 @@ OTHER_NAMES = {
     "epochs": "max_epochs",
     "max_grad_norm": "grad_clip",
 }
-SIMILAR = 0.75  # at most 1; two letters that are swapped in a name of four give 0.75
 # modules that nanoGPT's scripts have imported when they run a config
 VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
@@ -130,14 +129,13 @@ def apply_arguments(
 
 def fail(message: str) -> NoReturn:
     """Exit with status 1 because of a user's mistake. Rank 0 prints `message` to stderr immediately."""
-    source = ""
-    if not _is_rank_0():
+    rank = os.environ.get("RANK") or "0"
+    if rank != "0":
         # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so
         # other ranks must not exit before rank 0 has printed. A rank that survives the wait is the only one
         # with this problem.
         time.sleep(10)
-        source = f"rank {os.environ['RANK']}: "
-    console.print_error(message, source)
+    console.print_error(message, "" if rank == "0" else f"rank {rank}: ")
     sys.exit(1)
 
 
@@ -148,7 +146,8 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare
     docstring = ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""
     lines = [f"usage: python {os.path.basename(script)} [PATH ...] [--key=value ...]"]
     lines += ["Arguments apply from left to right; later values override earlier ones."]
-    lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
+    lines += ["--key value also works, and --key alone sets a boolean to True."]
+    lines += ["--help=all prints all settings, also those that few runs need.", ""]
     lines += [docstring.partition("\n\n")[0]]
     shown = [setting for setting in settings.values() if with_rare or not setting.is_rare]
     for section in dict.fromkeys(setting.section for setting in shown):
@@ -158,8 +157,6 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare
                 option = f"--{setting.name}={as_typed(setting.default)}"
                 allowed = f" [{setting.range}]" if setting.range else ""
                 lines.append(f"  {option:33}  {setting.meaning}{allowed}".rstrip())
-    if len(shown) < len(settings):
-        lines += ["", f"--help=all also prints the {len(settings) - len(shown)} settings that few runs need."]
     return "\n".join(lines)
 
 
@@ -251,7 +248,8 @@ def nearest(name: str, known: Mapping[str, Setting]) -> str:
     name = name.strip("-").lower().replace("-", "_").rpartition(".")[2]  # also torchtitan's optimizer.lr
     if OTHER_NAMES.get(name) in known:
         return OTHER_NAMES[name]
-    return "".join(difflib.get_close_matches(name, known, 1, SIMILAR))
+    # 0.75 of at most 1: two letters that are swapped in a name of four
+    return "".join(difflib.get_close_matches(name, known, 1, 0.75))
 
 
 def _is_rank_0() -> bool:

@@ -364,11 +364,11 @@ def printed_help(script, capsys, *argv):
 
 
 def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
-    usage, *others, end = printed_help(script, capsys, "--zzz=1", "-h")
+    usage, *others = printed_help(script, capsys, "--zzz=1", "-h")
     assert usage == "usage: python train.py [PATH ...] [--key=value ...]"
     assert {"on any number of processes.", "run:", "data:", "  --accumulation=40"} <= {*others}
     assert """  --start='"\\n"'                     the prompt, or FILE: and the name of a file""" in others
-    assert end == "--help=all also prints the 4 settings that few runs need."
+    assert not any("learning_rate" in line for line in others)
     lines = printed_help(script, capsys, "--help=all")
     assert "  --seed=1337                        data order, initial weights" in lines
     assert "  --max_iters=600000                 steps [>= 0, fractions]" in lines

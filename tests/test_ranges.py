@@ -16,7 +16,7 @@ REFUSED = [
     ("--beta1=1", "beta1 is 1.0: it must be < 1"),
     (f"--seed={10**400}", "seed is too large: it must be < 2**63"),
     ("--zero=4", "zero is 4; choose from 0 | 1 | 2 | 3"),
-    ("--out_dir=s3://k:p@b", "out_dir is s3://b: set the path of a folder, such as a mounted bucket"),
+    ("--out_dir=s3://k:p@b", "out_dir is s3://b: set the path of a folder on a disk"),
 ]
 # what has no range: text, switches, and numbers of which each value is possible
 FREE = {"resume_step"}

@@ -102,10 +102,9 @@ def print_to_stderr(text: str) -> None:
     Print lines to stderr, in place of a status line if there is one. They are lost if stderr is closed, on a
     full disk or blocked.
     """
-    if is_blocked(sys.stderr):
-        return
     with suppress(OSError):
-        print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
+        if not is_blocked(sys.stderr):
+            print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
 
 
 def print_error(message: str, source: str = "") -> None:

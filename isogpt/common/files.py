@@ -175,8 +175,7 @@ def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
     with suppress(ValueError):
         record = parse_json(line)
-        if isinstance(record, dict) and isinstance(record.get("iter", 0), int):
-            return record
+        return record if isinstance(record, dict) else None
     return None
 
 

@@ -29,7 +29,7 @@ LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders
 # user:password@, a token@, or ?query; abfs://container@account contains none of them
-CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*:[^/?#\s]*@|(?<=http://)[^/?#\s]*@|(?<=https://)[^/?#\s]*@|\?\S+")
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*:[^/?#\s]*@|((?<=http://)|(?<=https://))[^/?#\s]*@|\?\S+")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Setting:
 
     def problem(self, value: Value) -> str:
         """A sentence if a value is not in the range of the setting, else ""."""
+        if self.name in FOLDERS and is_url(value):
+            return f"{self.name} is {without_credentials(value)}: set the path of a folder on a disk"
         if "|" in self.range and str(value) not in self.range.split(" | "):
             return f"{self.name} is {value!r}; choose from {self.range}"
         if isinstance(value, int) and value >= 2**63:  # neither NumPy nor PyTorch can compute with it
@@ -94,16 +96,8 @@ class Setting:
 
 def problems_of(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
     """Return a sentence for each value that is not in the range of its setting."""
-    sentences = [problem_of_folder(name, values[name]) for name in FOLDERS if name in values]
-    sentences += [settings[name].problem(value) for name, value in values.items()]
+    sentences = [settings[name].problem(value) for name, value in values.items()]
     return [sentence for sentence in sentences if sentence]
-
-
-def problem_of_folder(option: str, path: str) -> str:
-    """A sentence if the value of `option`, which must be the path of a folder, is a URL; else ""."""
-    if not is_url(path):
-        return ""
-    return f"{option} is {without_credentials(path)}: set the path of a folder, such as a mounted bucket"
 
 
 def is_url(text: str) -> bool:
