@@ -15,7 +15,6 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +34,6 @@ OTHER_NAMES = {
     "bf16": "dtype",
     "world_size": "nproc",
     "resume": "init_from",
-    "grad_accum_steps": "gradient_accumulation_steps",
     "seq_len": "block_size",
     "gradient_checkpointing": "activation_checkpointing",
     "hidden_size": "n_embd",
@@ -243,7 +241,7 @@ def _run_config(
     return values
 
 
-def nearest(name: str, known: Mapping[str, Setting]) -> str:
+def nearest(name: str, known: dict[str, Setting]) -> str:
     """The setting that was probably meant by a name that is not one; "" if none is similar."""
     name = name.strip("-").lower().replace("-", "_").rpartition(".")[2]  # also torchtitan's optimizer.lr
     if OTHER_NAMES.get(name) in known:

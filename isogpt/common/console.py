@@ -15,7 +15,6 @@ from typing import TextIO
 ERASE = "\r\x1b[J"
 # control characters, and those that change the order in which a line is shown
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 RANKS_SHOWN = 8  # in a message; a job can have thousands
@@ -31,7 +30,6 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # neither None (no console) nor a notebook's stream
             stream.reconfigure(errors="backslashreplace")
-    atexit.unregister(flush)  # a script may call this function twice
     atexit.register(flush)  # Python itself reports an error
 
 
@@ -104,7 +102,7 @@ def print_to_stderr(text: str) -> None:
     """
     with suppress(OSError):
         if not is_blocked(sys.stderr):
-            print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
+            print(erase_line(sys.stderr) + visible(text, but="\n\t"), file=sys.stderr, flush=True)
 
 
 def print_error(message: str, source: str = "") -> None:
