@@ -34,7 +34,6 @@ from isogpt.training import optim
 from model import GPT, GPTConfig
 
 LIMIT_S = 20  # for what takes a fraction of a second
-DEEP = "[" * 200_000
 
 
 @contextmanager
@@ -147,7 +146,6 @@ SPECIAL = {
     "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": Path.mkdir,
-    "deep JSON": lambda path: path.write_text(DEEP),
     "a link to itself": lambda path: path.symlink_to(path),
 }
 FILES = ["step_00000004/ckpt.pt", "step_00000004/manifest.json", "owner", "metrics.jsonl", "tiny/meta.pkl"]

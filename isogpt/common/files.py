@@ -148,14 +148,6 @@ def read_utf8(path: Path) -> str:
         return f.read()
 
 
-def parse_json(text: str | bytes) -> object:
-    """Parse JSON. Raises ValueError also if it is nested too deeply for Python."""
-    try:
-        return json.loads(text)
-    except RecursionError as e:
-        raise ValueError("the JSON is nested too deeply") from e
-
-
 def reason_of(error: BaseException) -> str:
     """
     Return in one line why writing or reading files failed: the OSError behind an error, or else the error
@@ -174,7 +166,7 @@ def reason_of(error: BaseException) -> str:
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
     with suppress(ValueError):
-        record = parse_json(line)
+        record = json.loads(line)
         return record if isinstance(record, dict) else None
     return None
 
