@@ -85,10 +85,10 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def is_blocked(stream: TextIO | None, patience_s: float | None = PATIENCE_S) -> bool:
+def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:
     """
-    Return whether printing would wait for longer than patience_s (None: it may), because Ctrl-S has stopped
-    the terminal or a pager reads no further. A run would wait, too, and end after dist_timeout_s.
+    Return whether printing would wait for longer than patience_s, because Ctrl-S has stopped the terminal or
+    a pager reads no further. A run would wait, too, and end after dist_timeout_s.
     """
     with suppress(OSError, TypeError, ValueError):  # not a file, closed, or on Windows
         return not select.select([], [stream], [], patience_s)[1]
@@ -140,7 +140,7 @@ def print_line(text: str, end: str = "\n", patience_s: float | None = None) -> O
     Returns:
         why the output was not written; None: it was. It is not raised.
     """
-    if is_blocked(sys.stdout, patience_s):
+    if patience_s is not None and is_blocked(sys.stdout, patience_s):
         return TimeoutError("nobody reads stdout, so lines are lost")
     try:
         print(text, end=end, flush=True)
