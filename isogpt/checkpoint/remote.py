@@ -114,6 +114,6 @@ def check_url(url: str) -> None:
         raise ValueError(f"{without_credentials(url)}: {e}; URLs are for example {known}") from e
 
 
-def explained(url: str, error: BaseException) -> str:
+def explained(error: BaseException) -> str:
     """Why something has failed, in one line without credentials."""
     return without_credentials(reason_of(error))[:300]
