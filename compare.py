@@ -33,7 +33,7 @@ json = False  # print everything as JSON instead of the table
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this script without a traceback
 arguments = with_equals_signs(sys.argv[1:], settings_of(__file__))
 folders = [argument for argument in arguments if not argument.startswith("-")]
-configure(globals(), [option for option in arguments if option not in folders], words="FOLDER ...")
+configure(globals(), [option for option in arguments if option not in folders])
 train_settings = settings_of(Path(__file__).with_name("train.py"))
 defaults = {name: setting.default for name, setting in train_settings.items()}
 try:

@@ -3,7 +3,7 @@
 A script's settings are the plain globals between its first section comment (`# -- run ---`) and a line of
 dashes. The comment after each setting describes it and is printed by --help. The settings under a comment
 that begins with `# ==` are rare: only --help=all prints them. At its end, a comment may contain the range
-of the values in square brackets, see isogpt/options/ranges.py.
+of the values in square brackets, see isogpt/options/values.py.
 """
 
 import ast
@@ -15,6 +15,7 @@ import re
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +23,25 @@ import numpy as np
 import torch
 
 from isogpt.common import console
-from isogpt.options import ranges
-from isogpt.options.suggestions import nearest
-from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
+from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed, problems_of
 
 SECTION = re.compile(r"# -- (.+?) -+")
-SETTING = re.compile(r"([A-Za-z]\w*) = (.+?)(?:\s+#\s*(.*))?")
-CONFIGS = "[config/FILE.py ...]"  # in --help: what a command line contains besides settings
+# name = value  # meaning [range]
+SETTING = re.compile(r"([A-Za-z]\w*) = (.+?)(?:\s+#\s*(.*?)(?:\s*\[([^][]*)\])?)?")
+# what everyone types who comes from transformers, Lightning, torchtitan or nanochat. docs/migrating.md lists
+# more names, with their values
+OTHER_NAMES = {
+    "bf16": "dtype",
+    "world_size": "nproc",
+    "resume": "init_from",
+    "seq_len": "block_size",
+    "gradient_checkpointing": "activation_checkpointing",
+    "hidden_size": "n_embd",
+    "lr": "learning_rate",
+    "max_steps": "max_iters",
+    "epochs": "max_epochs",
+    "max_grad_norm": "grad_clip",
+}
 # modules that nanoGPT's scripts have imported when they run a config
 VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
@@ -44,22 +57,16 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
         elif line.startswith("# =="):
             is_rare = True
         elif section and (match := SETTING.fullmatch(line)):
-            name, text, comment = match.groups("")
-            try:
+            name, text, meaning, allowed = match.groups("")
+            with suppress(Exception):  # it is computed from other values
                 value = eval(text, {"__builtins__": {}})  # perhaps 5 * 8
-            except Exception:  # computed from other values
-                continue
-            if type(value) in WANTED:
-                meaning, allowed = ranges.split_comment(comment)
-                settings[name] = Setting(name, value, meaning, section, is_rare, allowed)
+                if type(value) in WANTED:
+                    settings[name] = Setting(name, value, meaning, section, is_rare, allowed)
     return settings
 
 
 def configure(
-    script_globals: dict[str, Any],
-    argv: list[str] | None = None,
-    extra: dict[str, Setting] | None = None,
-    words: str = CONFIGS,
+    script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None
 ) -> dict[str, Value]:
     """
     Apply `argv` to the settings in `script_globals` and return their final values. All errors are reported
@@ -71,7 +78,6 @@ def configure(
             the only form that code which passes the arguments on to other processes must understand.
         extra: settings of a different script that are also accepted. Those that were set are returned, but
             never assigned to the globals. Their defaults are only shown by --help and read by configs.
-        words: what the command line contains besides settings, for --help.
     """
     console.prepare()
     script = script_globals["__file__"]
@@ -81,7 +87,7 @@ def configure(
     arguments = sys.argv[1:] if argv is None else argv
     if any(argument == "-h" or argument.startswith("--help") for argument in arguments):
         if _is_rank_0():
-            console.print_result(help_text(script, known, "--help=all" in arguments, words))
+            console.print_result(help_text(script, known, "--help=all" in arguments))
         sys.exit(0)
 
     arguments = with_equals_signs(arguments, known)
@@ -116,45 +122,39 @@ def apply_arguments(
                 final |= _run_config(argument, path, VISIBLE | script_globals | defaults | final, known)
         except ValueError as e:
             problems += [f"{os.path.basename(script)}: {problem}" for problem in str(e).splitlines()]
-    return final, problems + ranges.problems(known, final)
+    return final, problems + problems_of(known, final)
 
 
 def fail(message: str) -> NoReturn:
     """Exit with status 1 because of a user's mistake. Rank 0 prints `message` to stderr immediately."""
-    source = ""
-    if not _is_rank_0():
+    rank = os.environ.get("RANK") or "0"
+    if rank != "0":
         # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so
         # other ranks must not exit before rank 0 has printed. A rank that survives the wait is the only one
         # with this problem.
         time.sleep(10)
-        source = f"rank {os.environ['RANK']}: "
-    console.print_error(message, source)
+    console.print_error(message, "" if rank == "0" else f"rank {rank}: ")
     sys.exit(1)
 
 
-def help_text(
-    script: str | os.PathLike, settings: dict[str, Setting], with_rare: bool = False, words: str = CONFIGS
-) -> str:
+def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare: bool = False) -> str:
     """
     Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section.
     """
     docstring = ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""
-    lines = [f"usage: python {os.path.basename(script)} {words} [--key=value ...]"]
+    lines = [f"usage: python {os.path.basename(script)} [PATH ...] [--key=value ...]"]
     lines += ["Arguments apply from left to right; later values override earlier ones."]
-    lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
+    lines += ["--key value also works, and --key alone sets a boolean to True."]
+    lines += ["--help=all prints all settings, also those that few runs need.", ""]
     lines += [docstring.partition("\n\n")[0]]
     shown = [setting for setting in settings.values() if with_rare or not setting.is_rare]
-    options = {setting: f"  --{setting.name}={as_typed(setting.default)}  " for setting in shown}
-    # a long default must not shift every description
-    width = min(50, max(map(len, options.values()), default=0))
     for section in dict.fromkeys(setting.section for setting in shown):
         lines += ["", f"{section}:"]
-        for setting, option in options.items():
+        for setting in shown:
             if setting.section == section:
+                option = f"--{setting.name}={as_typed(setting.default)}"
                 allowed = f" [{setting.range}]" if setting.range else ""
-                lines.append(f"{option:{width}}{setting.meaning}{allowed}".rstrip())
-    if len(shown) < len(settings):
-        lines += ["", f"--help=all also prints the {len(settings) - len(shown)} settings that few runs need."]
+                lines.append(f"  {option:33}  {setting.meaning}{allowed}".rstrip())
     return "\n".join(lines)
 
 
@@ -182,7 +182,7 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
     if name in ("local_rank", "local-rank") and name not in known:  # added by launchers
         return {}
     if name not in known or name == typed:  # also -seed=1 and seed=1
-        meant = nearest(name.lstrip("-"), known)
+        meant = nearest(name, known)
         advice = f"; did you mean --{meant}?" if meant else ""
         raise ValueError(f"command line: {typed}: no such setting{advice}")
     if not equals:
@@ -198,16 +198,10 @@ def _find_config(config: str, script: str) -> Path:
     Return the full path of a config, which is relative to the working directory or to the script's. Raise
     ValueError if there is none.
     """
-    if config.lower().endswith((".yaml", ".yml", ".json", ".toml")):
-        raise ValueError(f"{config}: a config is a Python file of lines such as seed = 1 (docs/migrating.md)")
-    folders = [Path.cwd(), Path(script).absolute().parent]
-    for folder in folders:
+    for folder in (Path.cwd(), Path(script).absolute().parent):
         if (folder / config).is_file():
             return folder / config
-    configs = [str(path.relative_to(folder)) for folder in folders for path in folder.glob("config/*.py")]
-    similar = difflib.get_close_matches(config, configs, 1)
-    meant = f"; did you mean {similar[0]}?" if similar else ""
-    raise ValueError(f"{config}: no such config file{meant}")
+    raise ValueError(f"{config}: no such config file")
 
 
 def _run_config(
@@ -230,11 +224,11 @@ def _run_config(
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    _note_unused(config, {name: namespace.get(name) for name in assigned - read - known.keys()}, known)
+    for name in sorted(assigned - read - known.keys()):
+        # nanoGPT accepts it: it may be meant as a setting, or be a variable that a different program reads
+        if (meant := nearest(name, known)) and _is_rank_0() and not console.is_worker_of_nproc():
+            console.print_to_stderr(f"note: {config}: {name} is not used; did you mean {meant}?")
     values, problems = {}, []
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            problems.append(f"{config}: {ast.unparse(node)} sets nothing: type = for the colon")
     for name, setting in known.items():
         value = namespace.get(name)
         if name in assigned or value is not visible[name]:  # the latter by import *, or globals()[name]
@@ -247,18 +241,13 @@ def _run_config(
     return values
 
 
-def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting]) -> None:
-    """
-    Print a note about each name that `config` assigns and does not read, if it resembles a setting. It may be
-    meant as one, or be a variable that a different program reads: nanoGPT accepts both.
-    """
-    # rank 0, or the process that started torchrun for --nproc, prints
-    if not _is_rank_0() or console.is_worker_of_nproc():
-        return
-    for name, value in sorted(unused.items()):
-        meant = nearest(name, known)
-        if meant and isinstance(value, Value) and not name.startswith("_"):
-            console.print_to_stderr(f"note: {config}: {name} is not used; did you mean {meant}?")
+def nearest(name: str, known: dict[str, Setting]) -> str:
+    """The setting that was probably meant by a name that is not one; "" if none is similar."""
+    name = name.strip("-").lower().replace("-", "_").rpartition(".")[2]  # also torchtitan's optimizer.lr
+    if OTHER_NAMES.get(name) in known:
+        return OTHER_NAMES[name]
+    # 0.75 of at most 1: two letters that are swapped in a name of four
+    return "".join(difflib.get_close_matches(name, known, 1, 0.75))
 
 
 def _is_rank_0() -> bool:

@@ -29,7 +29,6 @@ from isogpt.common.packages import needed_by
 from isogpt.data.shards import open_files
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, table_in, tokenizer_in
-from isogpt.options.values import problem_of_folder
 
 TOKENIZER_HELP = (
     "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
@@ -201,8 +200,6 @@ def write(
         source: what meta.json records of the text's origin.
         parts: part by part, the text and the ids by split.
     """
-    if problem := problem_of_folder("--out", args.out):
-        raise ValueError(problem)
     folder, size = Path(args.out).expanduser(), tokenizer.n_ids
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:

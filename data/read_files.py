@@ -3,6 +3,7 @@
 import glob
 import gzip
 import hashlib
+import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from isogpt.common.files import parse_json, write_whole
+from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
 from isogpt.data.text_files import read_text
 
@@ -80,7 +81,7 @@ def texts_in(path: Path, text_key: str, separator: str) -> Iterator[Any]:
     else:  # `datasets` would read a text that is a date as a date, and records of one form only
         with (gzip.open if name.endswith(".gz") else open)(path, "rb") as lines:
             for line in filter(bytes.strip, lines):
-                record = parse_json(line)
+                record = json.loads(line)
                 yield record.get(text_key, record) if isinstance(record, dict) else record
 
 

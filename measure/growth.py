@@ -375,7 +375,7 @@ def counting(hashed: Counter) -> Iterator[None]:
 
     class Counted(HashedFile):
         def write(self, data: bytes | memoryview) -> int:
-            hashed[rank_of(self.file.name)] += memoryview(data).nbytes
+            hashed[rank_of(self.name)] += memoryview(data).nbytes
             return super().write(data)
 
     with patch.object(manifest, "sha256_of", sha256_of):

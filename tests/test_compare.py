@@ -181,7 +181,7 @@ def test_what_no_run_writes_is_left_out_or_reported(tmp_path, at, capsys, lines)
         (["file"], "error: file is a file: give the folder of a run, in which train.py has written"),
         (["nanogpt"], "run with python train.py --init_from=resume --out_dir=nanogpt"),
         (["fifo"], "error: fifo/metrics.jsonl cannot be read: it is not a regular file"),
-        (["good", "--x=epochs"], "error: x is 'epochs'; choose from steps, tokens, seconds and flops"),
+        (["good", "--x=epochs"], "error: x is 'epochs'; choose from steps | tokens | seconds | flops"),
         (["good", "--losss=1"], "no such setting; did you mean --loss?"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     """Steps are shown in place, other lines stay above, and no status line is longer than a row."""
     terminal = Terminal(columns)
     args = ["--max_iters=11", "--eval_interval=4", "--out_dir=out"]
-    env = {"TERM": "xterm", "CI": "", "COLUMNS": ""}  # pytest-xdist sets COLUMNS
+    env = {"TERM": "xterm", "COLUMNS": ""}  # pytest-xdist sets COLUMNS
     run = start_changed(zygote, OTHERS, args, work, env=env, out=os.ttyname(terminal.slave))
     run.wait(ok=False)
     output = terminal.close()
@@ -115,8 +115,8 @@ def test_a_run_on_a_terminal(zygote, work, columns):
 
 @pytest.mark.parametrize(
     ("env", "columns"),
-    [({"TERM": "dumb"}, 80), ({"TERM": "xterm", "CI": "true"}, 80), ({"TERM": "xterm", "CI": ""}, 0)],
-    ids=["dumb", "CI", "mpirun's terminal, which a file reads"],
+    [({"TERM": "dumb"}, 80), ({"TERM": "xterm"}, 0)],
+    ids=["dumb", "mpirun's terminal, which a file reads"],
 )
 def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work, env, columns):
     terminal = Terminal(columns)

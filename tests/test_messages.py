@@ -24,7 +24,6 @@ import export
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.state import TrainState
-from isogpt.common.files import about_pointer
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.crashes import explain_crashes
@@ -92,12 +91,6 @@ def data_in(folder, meta=None, pkl=None, train=range(65)):
 
 # ------------------------------------------------------------------------------------------------------------
 # checkpoints
-
-
-def test_a_pointer_of_git_lfs(tmp_path):
-    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1")
-    text = f"a pointer of Git LFS, not the file itself: run git lfs pull in {tmp_path}"
-    assert about_pointer(tmp_path / "x") == text
 
 
 def test_a_faulty_network(at, capsys):

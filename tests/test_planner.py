@@ -14,7 +14,6 @@ import torch
 from edits import COUNTED_SHAPE, edited_gpt
 from runs import REPO, column, default_plan, records, train_defaults
 
-from isogpt.common.files import record
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
@@ -483,7 +482,7 @@ def test_what_somebody_else_has_recorded_is_no_plan(tmp_path):
     """An optimizer from a file would run code, and other values would end the start with a traceback."""
     plan = default_plan()
     for rows, expected in ((3, 3), (0, 12), (-5, 12), ("1", 12), (None, 12)):
-        record(tmp_path / planner.MICRO_BATCH, plan.job(), rows)
+        planner.record(tmp_path / planner.MICRO_BATCH, plan.job(), rows)
         assert planner.recorded_micro_batch(plan, str(tmp_path)) == expected
     good = plan.layout_settings()
     assert planner.is_layout(good, plan)

@@ -6,20 +6,17 @@ import pytest
 from runs import REPO
 
 from configurator import configure, settings_of
-from isogpt.options.ranges import problems, split_comment
-from isogpt.options.values import Setting
+from isogpt.options.values import Setting, problems_of
 
-MOUNT = "set the path of a folder, such as a mounted bucket"
 # argument of train.py, the error's line
 REFUSED = [
     ("--batch_size=0", "batch_size is 0: it must be >= 1"),
     ("--max_iters=-0.5", "max_iters is -0.5: it must be >= 0"),
     ("--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
     ("--beta1=1", "beta1 is 1.0: it must be < 1"),
-    (f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
-    ("--zero=4", "zero is 4; choose from 0, 1, 2 and 3"),
-    ("--out_dir=s3://k:p@b", f"out_dir is s3://b, an address of s3: {MOUNT}"),
-    ("--dataset=a\n", r"dataset is 'a\n': rename the file or folder, whose name contains control characters"),
+    (f"--seed={10**400}", "seed is too large: it must be < 2**63"),
+    ("--zero=4", "zero is 4; choose from 0 | 1 | 2 | 3"),
+    ("--out_dir=s3://k:p@b", "out_dir is s3://b: set the path of a folder on a disk"),
 ]
 # what has no range: text, switches, and numbers of which each value is possible
 FREE = {"resume_step"}
@@ -48,7 +45,7 @@ def test_settings_of_a_different_script_are_checked(capsys):
 @pytest.mark.parametrize("script", ["train.py", "sample.py", "bench.py"])
 def test_every_number_has_a_range_that_contains_its_default(script):
     settings = settings_of(REPO / script)
-    assert not problems(settings, {name: setting.default for name, setting in settings.items()})
+    assert not problems_of(settings, {name: setting.default for name, setting in settings.items()})
     for name, setting in settings.items():
         is_number = isinstance(setting.default, numbers.Real) and not isinstance(setting.default, bool)
         assert bool(setting.range) == (name not in FREE) or not is_number, name
@@ -65,12 +62,6 @@ def test_every_number_has_a_range_that_contains_its_default(script):
 def test_the_notation(values, inside, outside):
     setting = Setting("x", inside[0], "meaning", "run", range=values)
     for value in inside:
-        assert not problems({"x": setting}, {"x": value})
+        assert not problems_of({"x": setting}, {"x": value})
     for value in outside:
-        assert len(problems({"x": setting}, {"x": value})) == 1
-
-
-def test_a_range_is_the_end_of_a_comment():
-    assert split_comment("steps (0: none) [>= 0, < 1]") == ("steps (0: none)", ">= 0, < 1")
-    for comment in ("gpt2[-medium|-large], or a folder", "no range", ""):
-        assert split_comment(comment) == (comment, "")
+        assert len(problems_of({"x": setting}, {"x": value})) == 1

@@ -324,4 +324,4 @@ def test_names_and_lines_of_an_evaluation():
 def test_the_address_of_a_server_is_refused(capsys):
     with pytest.raises(SystemExit):
         accepted("train.py", "--eval_datasets=a,s3://bucket/b")
-    assert capsys.readouterr().err.startswith("error: eval_datasets is s3://bucket/b, an address of s3")
+    assert capsys.readouterr().err.startswith("error: eval_datasets is a,s3://bucket/b: set the path")

@@ -1,6 +1,7 @@
 """Write a ckpt.pt with torch.save, and read nanoGPT's and ours, which may be damaged or hostile."""
 
 import math
+import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from isogpt.common.files import check_no_link, check_regular, new_file, reason_of
+from isogpt.common.files import HashedFile, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -55,7 +56,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
         ValueError: the file is damaged, would run code, or is not a checkpoint.
     """
     with reading(path):
-        check_regular(path)
+        open(path, "rb", opener=regular_file).close()
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         with torch.serialization.safe_globals(PLAIN):
@@ -138,10 +139,10 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
 def write_file(path: Path, state: dict) -> dict:
     """Write a ckpt.pt to the disk, in a new folder. Returns its entry in the manifest, by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_no_link(path.parent)
     try:
-        with new_file(path) as file:
+        with HashedFile(path) as file:
             torch.save(state, file)
+            os.fsync(file.fileno())
     except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
         raise OSError(reason_of(e)) from e
     return {path.name: file.entry()}

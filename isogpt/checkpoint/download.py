@@ -39,7 +39,7 @@ def reading(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(url, e)})") from e
+        raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(e)})") from e
 
 
 def open_run(url: str) -> tuple[Remote, list[int]]:

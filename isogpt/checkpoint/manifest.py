@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.common.files import parse_json, read_utf8, regular_file
+from isogpt.common.files import read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
 # errors after which a file that cannot be read may still be intact, unlike one that is missing
@@ -104,7 +104,7 @@ def parse_manifest(text: str) -> dict:
     names is outside of the folder: a checksum says nothing about who has written the manifest.
     """
     try:
-        manifest = parse_json(text)
+        manifest = json.loads(text)
         del manifest["manifest_sha256"]
         files = manifest["files"]
         is_valid = (

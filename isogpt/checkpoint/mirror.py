@@ -109,7 +109,7 @@ class Mirror:
                 self.copy(newest, skipped)
             except Exception as e:  # each file system raises different types
                 if newest.exists():  # it has not been renamed by a rollback
-                    self.fail(newest, f"{explained(self.url, e)}; the next checkpoint is tried")
+                    self.fail(newest, f"{explained(e)}; the next checkpoint is tried")
 
     def copy(self, newest: Path, skipped: list[str]) -> None:
         """
@@ -201,4 +201,4 @@ def start_mirror(mirror: Mirror) -> None:
     except ValueError:
         raise
     except Exception as e:  # each file system raises different types
-        mirror.fail(None, f"{explained(mirror.url, e)}; the next checkpoint is tried")
+        mirror.fail(None, f"{explained(e)}; the next checkpoint is tried")

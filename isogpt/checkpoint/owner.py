@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from isogpt.common.files import parse_json, read_utf8, write_whole
+from isogpt.common.files import read_utf8, write_whole
 from isogpt.launch.launchers import Launch
 
 VIEW_S = 5.0  # how late a network file system may show a new file
@@ -24,7 +24,7 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file, or something else is in it."""
     with suppress(OSError, ValueError):
-        record = parse_json(read_utf8(out / "owner"))
+        record = json.loads(read_utf8(out / "owner"))
         return record if isinstance(record, dict) and isinstance(record.get("owner"), str) else {}
     return {}
 

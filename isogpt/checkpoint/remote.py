@@ -12,7 +12,7 @@ from pathlib import Path
 from isogpt.checkpoint.manifest import STEP, parse_manifest, read_manifest, sealed, step_folder, step_of
 from isogpt.common.files import reason_of
 from isogpt.common.packages import needed_by
-from isogpt.options.values import hide_credentials, without_credentials
+from isogpt.options.values import without_credentials
 
 MANIFEST = "manifest.json"
 
@@ -120,6 +120,6 @@ def check_url(url: str) -> None:
         raise ValueError(f"{without_credentials(url)}: {e}; URLs are for example {known}") from e
 
 
-def explained(url: str, error: BaseException) -> str:
+def explained(error: BaseException) -> str:
     """Why something has failed, in one line without credentials."""
-    return hide_credentials(reason_of(error), url)[:300]
+    return without_credentials(reason_of(error))[:300]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from isogpt.common.console import shortened
-from isogpt.common.files import HashedFile, check_no_link, check_regular, load_pickle, reason_of
+from isogpt.common.files import HashedFile, load_pickle, reason_of, regular_file
 from isogpt.launch.together import gather_objects, is_main
 from isogpt.parallel.local_parts import LocalPart
 
@@ -134,14 +134,12 @@ class Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[bytes] | HashedFile]:
         if mode == "rb":
-            check_regular(Path(path))
-            with super().create_stream(path, mode) as file:
+            with open(path, mode, opener=regular_file) as file:
                 yield file
             return
-        with super().create_stream(path, mode.replace("w", "x")) as file:
-            hashed = HashedFile(file)
-            yield hashed
-        self.entries[Path(path).name.removesuffix(".tmp")] = hashed.entry()  # .metadata is renamed
+        with HashedFile(path) as file:
+            yield file
+        self.entries[Path(path).name.removesuffix(".tmp")] = file.entry()  # .metadata is renamed
 
 
 class Writer(dcp.FileSystemWriter):
@@ -154,7 +152,6 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, *args: object) -> object:
         try:
-            check_no_link(Path(self.path))
             return super().write_data(*args)
         # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
         except Exception as e:

@@ -2,7 +2,6 @@
 
 import atexit
 import errno
-import math
 import os
 import re
 import select
@@ -16,7 +15,6 @@ from typing import TextIO
 ERASE = "\r\x1b[J"
 # control characters, and those that change the order in which a line is shown
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 RANKS_SHOWN = 8  # in a message; a job can have thousands
@@ -32,22 +30,18 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # neither None (no console) nor a notebook's stream
             stream.reconfigure(errors="backslashreplace")
-    atexit.unregister(flush)  # a script may call this function twice
     atexit.register(flush)  # Python itself reports an error
 
 
 def is_screen(stream: TextIO | None) -> bool:
     """
     Return whether a stream is a terminal that a person looks at, on which a line can be erased and drawn
-    again. Not with TERM=dumb, nor in a CI (the variable CI), whose log would contain each drawing, nor if the
-    terminal has no size: mpirun and `docker run -t` give their processes such a terminal even when the output
-    goes to a file or a log.
+    again. Not with TERM=dumb, nor if the terminal has no size: mpirun and `docker run -t` give their
+    processes such a terminal even when the output goes to a file or a log.
     """
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    if in_ci or os.environ.get("TERM", "dumb") == "dumb" or not (stream and stream.isatty()):
-        return False
-    with suppress(OSError):
-        return os.get_terminal_size(stream.fileno()).columns > 0
+    with suppress(OSError, AttributeError):  # it is a pipe, or there is no stream
+        has_size = os.get_terminal_size(stream.fileno()).columns > 0
+        return has_size and os.environ.get("TERM", "dumb") != "dumb"
     return False
 
 
@@ -94,12 +88,10 @@ def duration(seconds: float) -> str:
 def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:
     """
     Return whether printing would wait for longer than patience_s, because Ctrl-S has stopped the terminal or
-    a pager reads no further; always False on Windows. A run would wait, too, and end after dist_timeout_s.
+    a pager reads no further. A run would wait, too, and end after dist_timeout_s.
     """
-    with suppress(OSError, AttributeError, ValueError):  # not a file, or closed
-        poll = select.poll()
-        poll.register(stream.fileno(), select.POLLOUT)
-        return not poll.poll(1000 * patience_s)
+    with suppress(OSError, TypeError, ValueError):  # not a file, closed, or on Windows
+        return not select.select([], [stream], [], patience_s)[1]
     return False
 
 
@@ -108,10 +100,9 @@ def print_to_stderr(text: str) -> None:
     Print lines to stderr, in place of a status line if there is one. They are lost if stderr is closed, on a
     full disk or blocked.
     """
-    if is_blocked(sys.stderr):
-        return
     with suppress(OSError):
-        print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
+        if not is_blocked(sys.stderr):
+            print(erase_line(sys.stderr) + visible(text, but="\n\t"), file=sys.stderr, flush=True)
 
 
 def print_error(message: str, source: str = "") -> None:
@@ -141,15 +132,15 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_line(text: str, end: str = "\n", patience_s: float = math.inf) -> OSError | None:
+def print_line(text: str, end: str = "\n", patience_s: float | None = None) -> OSError | None:
     """
-    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s. If nobody reads
-    stdout, this and all later output is discarded. On a full disk, the next line tries again.
+    Print a line to stdout and flush it, unless stdout is blocked for longer than patience_s (None: wait). If
+    nobody reads stdout, this and all later output is discarded. On a full disk, the next line tries again.
 
     Returns:
         why the output was not written; None: it was. It is not raised.
     """
-    if patience_s < math.inf and is_blocked(sys.stdout, patience_s):
+    if patience_s is not None and is_blocked(sys.stdout, patience_s):
         return TimeoutError("nobody reads stdout, so lines are lost")
     try:
         print(text, end=end, flush=True)
@@ -168,5 +159,4 @@ def print_result(text: str) -> None:
     error = print_line(text)
     if error and error.errno not in CLOSED:
         discard_output()  # else Python would report the same error at its end
-        print_error(f"stdout cannot be written to: {error.strerror}")
-        sys.exit(1)
+        sys.exit(f"error: stdout cannot be written to: {error.strerror}")

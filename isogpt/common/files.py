@@ -2,7 +2,9 @@
 
 import errno
 import hashlib
+import io
 import json
+import operator
 import os
 import pickle
 import re
@@ -10,16 +12,14 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from enum import EnumMeta
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
-BLOCK = 2**16  # bytes that are read at once from the end of a file
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
 
@@ -52,55 +52,30 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_no_link(folder: Path) -> None:
-    """
-    Raise OSError if a link has taken the place of a folder to write to. It is not removed: other ranks may
-    have created the folder, and in a folder with the sticky bit only the owner of a link may remove it.
-    """
-    if folder.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link", str(folder))
-
-
-class HashedFile:
+class HashedFile(io.BufferedWriter):
     """
     A new file that is hashed while it is written, from its beginning to its end: what a disk or a network
     changes later does not match. torch.save and torch.distributed.checkpoint write to it as to a file.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(io.FileIO(path, "x"))  # x: it does not follow a link (O_EXCL)
+        self.sha256, self.bytes = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write and hash `data`."""
         self.sha256.update(data)
         self.bytes += memoryview(data).nbytes
-        return self.file.write(data)
+        return super().write(data)
 
     def fileno(self) -> int:
         """The descriptor, for fsync, which does not know what is still buffered here."""
-        self.file.flush()
-        return self.file.fileno()
-
-    def __getattr__(self, name: str) -> object:
-        """What is not hashed, such as `tell`, is the file's."""
-        return getattr(self.file, name)
+        self.flush()
+        return super().fileno()
 
     def entry(self) -> dict:
         """The entry of a checkpoint's manifest, as manifest.entry_of reads it from a file."""
         return {"bytes": self.bytes, "sha256": self.sha256.hexdigest()}
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[HashedFile]:
-    """A new file that is written in the block, and is on the disk after it. An OSError names the file."""
-    try:
-        with open(path, "xb") as file:  # x: it does not follow a link (O_EXCL)
-            hashed = HashedFile(file)
-            yield hashed
-            os.fsync(hashed.fileno())
-    except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk names no file
-        raise
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -110,32 +85,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     other = temporary_name(path)
     try:
-        with new_file(other) as file:
+        with HashedFile(other) as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            os.fsync(file.fileno())
         os.replace(other, path)
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a full disk
     sync_folder(path.parent)
-
-
-def make_separate(path: Path) -> None:
-    """
-    Prepare a file for changes in place, which must not show under any other name: a link, and a file with
-    several names, are replaced by a copy. If there is no file, it is created.
-    """
-    if not path.exists():
-        path.touch()
-    elif path.is_symlink() or path.stat().st_nlink > 1:
-        with open(path, "rb", opener=regular_file) as file:
-            write_whole(path, file.read())
-
-
-def record(path: Path, job: dict, value: object) -> None:
-    """
-    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({path.stem: value, "job": job}))
 
 
 def sync_folder(folder: Path) -> None:
@@ -186,23 +142,10 @@ def regular_file(path: str | os.PathLike, flags: int) -> int:
     return descriptor
 
 
-def check_regular(path: Path) -> None:
-    """Raise OSError if a file that another library opens is missing or not a regular file."""
-    os.close(regular_file(path, os.O_RDONLY))
-
-
 def read_utf8(path: Path) -> str:
     """Read a file in UTF-8. Raises OSError or ValueError if this is not possible."""
     with open(path, encoding="utf-8", opener=regular_file) as f:
         return f.read()
-
-
-def parse_json(text: str | bytes) -> object:
-    """Parse JSON. Raises ValueError also if it is nested too deeply for Python."""
-    try:
-        return json.loads(text)
-    except RecursionError as e:
-        raise ValueError("the JSON is nested too deeply") from e
 
 
 def reason_of(error: BaseException) -> str:
@@ -220,27 +163,11 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(cause or error).split()) or type(error).__name__
 
 
-def about_pointer(path: Path) -> str:
-    """What to do about a file that is a pointer of Git LFS, not the file itself; '' for other files."""
-    with suppress(OSError), open(path, "rb", opener=regular_file) as f:
-        if f.read(32).startswith(b"version https://git-lfs"):
-            return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
-    return ""
-
-
-def recorded(path: Path, job: dict) -> object | None:
-    """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = parse_json(read_utf8(path))
-        return content[path.stem] if content["job"] == job else None
-
-
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
     with suppress(ValueError):
-        record = parse_json(line)
-        if isinstance(record, dict) and isinstance(record.get("iter", 0), int):
-            return record
+        record = json.loads(line)
+        return record if isinstance(record, dict) else None
     return None
 
 
@@ -250,31 +177,6 @@ def read_records(path: Path) -> Iterator[dict]:
         for line in f:
             if (record := as_record(line)) is not None:
                 yield record
-
-
-def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Read an open file from its end: yields the position and the text of each line that is not empty."""
-    size, first = file.seek(0, os.SEEK_END), b""  # `first`: of a line that begins in an earlier block
-    for end in range(size, 0, -BLOCK):
-        start = max(0, end - BLOCK)
-        file.seek(start)
-        block = file.read(end - start) + first
-        position = start + len(block)
-        first, *lines = block.split(b"\n")
-        for line in reversed(lines):
-            position -= len(line)
-            if line:
-                yield position, line
-            position -= 1
-    if first:
-        yield 0, first
-
-
-def enum_member(kind: type, name: str) -> object:
-    """A member of an enum, the only attribute that a pickle may read."""
-    if not isinstance(kind, EnumMeta):
-        raise pickle.UnpicklingError(f"it would read {name} of {kind!r}; only plain values are read")
-    return kind[name]
 
 
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
@@ -288,9 +190,9 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
-            # how Python 3.11.0 to 3.11.3 pickles an enum's members
+            # Python 3.11.0 to 3.11.3 pickles a member of an enum as an attribute, but an item is the same
             if (module, name) == ("builtins", "getattr"):
-                return enum_member
+                return operator.getitem
             if name in allowed.get(module, ()):
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"it would run {module}.{name}; only plain values are read")

@@ -2,13 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
-Result = TypeVar("Result")
+from concurrent.futures import Future, wait
+from typing import Any
 
 
-def within(limit_s: float, work: Callable[..., Result], *arguments: object) -> Result:
+def within(limit_s: float, work: Callable, *arguments: object) -> Any:
     """
     Return what `work(*arguments)` returns or raises. It runs in a thread, which does not keep the process
     from exiting: a request to a store, a service or a disk may never return, not even after its own timeout.
@@ -25,7 +23,6 @@ def within(limit_s: float, work: Callable[..., Result], *arguments: object) -> R
             answer.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        return answer.result(limit_s)
-    except TimeoutError as e:
-        raise TimeoutError(str(e) or f"no answer within {limit_s:g} s") from e
+    if not wait([answer], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return answer.result()

@@ -1,11 +1,12 @@
 """The folder of a data set: where it is found, what its metadata says, and how its token files are opened."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.common.console import count_text, shortened, visible
-from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
+from isogpt.common.files import REPOSITORY, load_pickle, path_of_script, read_utf8
 from isogpt.data.shards import files_of, open_files
 from isogpt.data.token_array import Tokens
 from isogpt.data.token_files import declared_dtype
@@ -96,7 +97,7 @@ def read_meta(folder: Path) -> dict:
 def read_dict(path: Path) -> dict:
     """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
     try:
-        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else parse_json(read_utf8(path))
+        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else json.loads(read_utf8(path))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not a dict")
     except Exception as e:  # a damaged pickle raises nearly anything

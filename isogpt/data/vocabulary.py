@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from isogpt.common.files import about_pointer, parse_json, read_utf8
+from isogpt.common.files import read_utf8
 from isogpt.common.packages import needed_by
 
 GPT2_IDS = 50257
@@ -39,7 +39,7 @@ class Vocabulary:
     @cached_property
     def characters(self) -> dict[str, int]:
         """The table from which `of_characters` has made the vocabulary; {} for others."""
-        model = parse_json(self.content).get("model", {}) if self.kind == "tokenizer.json" else {}
+        model = json.loads(self.content).get("model", {}) if self.kind == "tokenizer.json" else {}
         return model["vocab"] if model.get("unk_token") == UNTRAINED else {}
 
     @cached_property
@@ -175,7 +175,7 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     try:
         text = read_utf8(path)
         if UNTRAINED in text:
-            content = parse_json(text)
+            content = json.loads(text)
             added = content["added_tokens"]
             content["added_tokens"] = [token for token in added if token["content"] != UNTRAINED]
             if content["model"].get("unk_token") == UNTRAINED:
@@ -183,12 +183,12 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
             text = json.dumps(content)
         vocabulary = Vocabulary("tokenizer.json", text)
         config = path.with_name("tokenizer_config.json")
-        end_of_text = parse_json(read_utf8(config)).get("eos_token") if config.exists() else None
+        end_of_text = json.loads(read_utf8(config)).get("eos_token") if config.exists() else None
         if isinstance(end_of_text, dict):
             end_of_text = end_of_text.get("content")
         return replace(vocabulary, end_of_text=end_of_text) if end_of_text in vocabulary.ids else vocabulary
     except Exception as e:  # a file of any other form raises nearly anything
-        raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or e}") from e
+        raise ValueError(f"cannot load the tokenizer of {folder}: {e}") from e
 
 
 def table_in(meta: dict) -> Vocabulary | None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 
 from isogpt.common import console
-from isogpt.common.files import record
 from isogpt.data.reader import Reader
 from isogpt.launch.process_group import rank_names
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
-from isogpt.speed.planner import MICRO_BATCH
+from isogpt.speed.planner import MICRO_BATCH, record
 
 
 def is_out_of_memory(error: BaseException) -> bool:

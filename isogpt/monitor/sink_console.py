@@ -39,7 +39,7 @@ class Console:
             text = evaluation_line(record)
         elif is_step and not self.has_status:
             text = step_line(record)
-        output = f"{console.visible(text, but=console.LAYOUT)}\n" if text else ""
+        output = console.visible(text, but="\n\t") + "\n" if text else ""
         if self.has_status:
             if is_step:
                 self.status = status_text(record, self.max_iters, self.val_loss)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from isogpt.checkpoint.owner import check_owner
-from isogpt.common.files import as_record, last_lines, make_separate, regular_file
+from isogpt.common.files import as_record, regular_file, write_whole
 from isogpt.monitor.records import as_json
 
 METRICS = "metrics.jsonl"
@@ -85,6 +86,18 @@ class MetricsFile:
         self.open_to_append()
 
 
+def make_separate(path: Path) -> None:
+    """
+    Prepare a file for changes in place, which must not show under any other name: a link, and a file with
+    several names, are replaced by a copy. If there is no file, it is created.
+    """
+    if not path.exists():
+        path.touch()
+    elif path.is_symlink() or path.stat().st_nlink > 1:
+        with open(path, "rb", opener=regular_file) as file:
+            write_whole(path, file.read())
+
+
 def cut_back(path: Path, step: int, repeats_evaluation: bool) -> None:
     """
     Cut metrics.jsonl back to a step, in place. Lines of this and later steps, which will be repeated, are
@@ -115,6 +128,17 @@ def last_records(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes, dict]]
             yield start, line, record
             if is_before(record, step):
                 return
+
+
+def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Read an open file from its end: yields the position and the text of each line that is not empty."""
+    end = file.seek(0, os.SEEK_END)
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if end else b""
+    while end > 0:
+        start = content.rfind(b"\n", 0, end) + 1
+        if start < end:
+            yield start, content[start:end]
+        end = start - 1
 
 
 def is_before(record: dict, step: int) -> bool:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from isogpt.common.files import about_pointer
 from isogpt.common.packages import needed_by
 from isogpt.nn.architecture import MOST, GPTConfig
 from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
@@ -162,9 +161,6 @@ def check_adapter(folder: Path) -> None:
 
 def reason_of(name: str, error: Exception) -> str:
     """Why transformers could not load a model, and what to do about it."""
-    for path in Path(name).glob("*"):
-        if pointer := about_pointer(path):
-            return f"{path.name} is {pointer}"
     if "trust_remote_code" in str(error):
         return f"its model_type needs custom Python code, which is not run: {possible_types()}"
     if name in GPT2 and isinstance(error, OSError) and "connect" in str(error):

@@ -1,35 +1,40 @@
-"""A setting of a script, and how its values are typed."""
+"""
+A setting of a script: how its values are typed, and which are allowed.
+
+The range of its values is in square brackets at the end of the comment that describes the setting:
+
+    grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
+    beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
+    on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+    max_iters = 600000  # number of the last step, perhaps computed as 3e9 / 491520 [>= 0, fractions]
+"""
 
 import ast
 import json
-import math
 import numbers
+import operator
 import os
 import re
 import shlex
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import unquote
-
-from isogpt.common.console import visible
 
 Value = int | float | bool | str
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
-# in the range of a number of steps: a config of nanoGPT may compute max_iters = 3e9 / 491520
-FRACTIONS = "fractions"
-# user:password@, or a token@; abfs://container@account contains neither
-CREDENTIALS = re.compile(r"(?<=://)[^/?#]*:[^/?#]*@|(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
+LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
+COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders
+# user:password@, a token@, or ?query; abfs://container@account contains none of them
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*:[^/?#\s]*@|((?<=http://)|(?<=https://))[^/?#\s]*@|\?\S+")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """
-    A setting of a script, which --help prints under its section, or only --help=all if it is rare. For the
-    range of its values see ranges.py.
-    """
+    """A setting of a script, which --help prints under its section, or only --help=all if it is rare."""
 
     name: str
     default: Value
@@ -45,10 +50,13 @@ class Setting:
 
     def parse(self, text: str) -> Value:
         """Convert text that was typed on the command line. Raise ValueError if this is not possible."""
-        if self.kind is str:
-            return self.convert(without_quotes(text))
         if self.kind is bool:
             return self.convert(BOOLS.get(text.lower()))
+        if self.kind is str and text[:1] in ("'", '"'):
+            with suppress(SyntaxError, ValueError):
+                return self.convert(ast.literal_eval(text))
+        if self.kind is str:
+            return self.convert(text)
         try:
             return self.convert(int(text, 0))
         except ValueError:
@@ -60,16 +68,36 @@ class Setting:
         setting. Raise ValueError if the conversion is not exact.
         """
         if self.kind is str and isinstance(value, str | os.PathLike):
-            text = str(value)  # a shell replaces ~ in `--key ~/x`, but not in `--key=~/x`
-            return os.path.expanduser(text) if text.startswith("~/") else text
+            return os.path.expanduser(value)  # a shell replaces ~ in `--key ~/x`, but not in `--key=~/x`
         if self.kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
             return bool(value)
         if self.kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
             if self.kind is int and value == value // 1:  # false for nan and inf
                 return int(value)
-            if math.isfinite(value) and (self.kind is float or FRACTIONS in self.range):
+            # neither nan nor inf, nor a whole number that no float can represent
+            is_finite = abs(value) <= sys.float_info.max
+            if is_finite and (self.kind is float or "fractions" in self.range):
                 return float(value)
         raise ValueError(f"{value!r} is not {WANTED[self.kind]}")
+
+    def problem(self, value: Value) -> str:
+        """A sentence if a value is not in the range of the setting, else ""."""
+        if self.name in FOLDERS and is_url(value):
+            return f"{self.name} is {without_credentials(value)}: set the path of a folder on a disk"
+        if "|" in self.range and str(value) not in self.range.split(" | "):
+            return f"{self.name} is {value!r}; choose from {self.range}"
+        if isinstance(value, int) and value >= 2**63:  # neither NumPy nor PyTorch can compute with it
+            return f"{self.name} is too large: it must be < 2**63"
+        for sign, bound in LIMIT.findall(self.range):
+            if not COMPARISONS[sign](value, float(bound)):
+                return f"{self.name} is {value}: it must be {sign} {bound}"
+        return ""
+
+
+def problems_of(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
+    """Return a sentence for each value that is not in the range of its setting."""
+    sentences = [settings[name].problem(value) for name, value in values.items()]
+    return [sentence for sentence in sentences if sentence]
 
 
 def is_url(text: str) -> bool:
@@ -78,45 +106,11 @@ def is_url(text: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """A URL, also after auto:, without what gives access to it: user:password@ and ?query."""
-    if not is_url(text):
-        return text
-    return CREDENTIALS.sub("", text).partition("?")[0]
-
-
-def is_inside(url: str, folder: str) -> bool:
-    """Whether a URL is that of a folder on this machine which is `folder` or inside of it."""
-    protocol, _, path = url.partition("://")
-    path = Path(path).expanduser().resolve()
-    return protocol in ("file", "local") and path.is_relative_to(Path(folder).expanduser().resolve())
-
-
-def hide_credentials(text: str, url: str) -> str:
-    """A text about a URL, such as an error message, without what gives access to the URL."""
-    text = text.replace(url, without_credentials(url))
-    secrets = [url.partition("?")[2], *(c[:-1].rpartition(":")[2] for c in CREDENTIALS.findall(url))]
-    for secret in filter(None, [*secrets, *map(unquote, secrets)]):
-        text = text.replace(secret, "...")
-    return text
-
-
-def problem_of_folder(option: str, path: str) -> str:
-    """A sentence if `path`, the value of `option`, cannot be meant as the path of a folder; else ""."""
-    if re.match(r"\w\w+:/", path):  # Path has removed a slash
-        shown = f"{without_credentials(path)}, an address of {path.partition(':')[0]}"
-        return f"{option} is {shown}: set the path of a folder, such as a mounted bucket"
-    if path != visible(path):
-        return f"{option} is {path!r}: rename the file or folder, whose name contains control characters"
-    return ""
-
-
-def without_quotes(text: str) -> str:
-    """The string that `text` is in Python, if it begins with a quote; otherwise `text` itself."""
-    if text[:1] in ("'", '"'):
-        with suppress(SyntaxError, ValueError):
-            value = ast.literal_eval(text)
-            return value if isinstance(value, str) else text
-    return text
+    """
+    Return a URL, or a text about one such as an error message, without what gives access to it:
+    user:password@ and ?query.
+    """
+    return CREDENTIALS.sub("", text)
 
 
 def as_typed(value: Value) -> str:

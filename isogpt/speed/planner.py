@@ -3,7 +3,9 @@ The planner: decide what the settings of a training run leave open, once, at the
 parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto chooses.
 """
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import nn
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
 from isogpt.common import console
-from isogpt.common.files import record, recorded
+from isogpt.common.files import read_utf8, write_whole
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks, island_count
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
@@ -77,6 +79,21 @@ def recorded_micro_batch(plan: Plan, out_dir: str) -> int:
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, plan.job())
     return rows if isinstance(rows, int) and rows > 0 else plan.batch_size
+
+
+def record(path: Path, job: dict, value: object) -> None:
+    """
+    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({path.stem: value, "job": job}))
+
+
+def recorded(path: Path, job: dict) -> object | None:
+    """What `record` wrote for the same job; None if there is nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(read_utf8(path))
+        return content[path.stem] if content["job"] == job else None
 
 
 def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:

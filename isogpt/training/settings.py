@@ -1,6 +1,6 @@
 """
 How the scripts' settings fit each other, and which shape of a model they describe. The range of a single
-setting is given in its line of the script, see options/ranges.py.
+setting is given in its line of the script, see options/values.py.
 """
 
 import json
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
-from isogpt.options.values import is_inside, is_url, without_credentials
+from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.recompute import fits_schedule
@@ -95,8 +95,8 @@ def rules_of_start(c: Settings) -> Iterator[str]:
         yield "mirror copies what save_checkpoint writes: set --save_checkpoint=True, or --mirror="
     if c.mirror and not is_url(c.mirror):
         yield f"mirror is {c.mirror!r}, not a URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
-    if c.mirror and is_inside(c.mirror, c.out_dir):
-        yield f"mirror is in out_dir {c.out_dir} and would be lost with it: set a URL of a different folder"
+    if c.mirror and os.path.realpath(c.mirror.removeprefix("file://")) == os.path.realpath(c.out_dir):
+        yield f"mirror is the URL of out_dir {c.out_dir}: set that of a different folder"
     if c.grad_sync == "never" and c.save_checkpoint:
         yield (
             "grad_sync 'never' is for measuring communication, and lets the ranks' weights drift apart: set "
