@@ -319,19 +319,3 @@ def test_nproc_without_a_launcher(zygote, work):
     os.kill(rank_1, signal.SIGKILL)
     run.wait(ok=False)
     assert run.codes == [1] and run.text().endswith("error: rank 1 was ended by SIGKILL\n")
-
-
-@pytest.mark.parametrize(
-    ("given", "rank", "said"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "0", ""),
-        ({"ACCELERATE_USE_FSDP": "true"}, "1", ""),
-        ({"ACCELERATE_USE_FSDP": "true"}, "0", "warning: train.py does not read ACCELERATE_USE_FSDP=true, "),
-    ],
-)
-def test_what_accelerate_was_told_is_not_dropped_silently(monkeypatch, capsys, given, rank, said):
-    for name, value in (given | {"RANK": rank, "ACCELERATE_DYNAMO_BACKEND": "NO"}).items():
-        monkeypatch.setenv(name, value)
-    launchers.print_unapplied_settings()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)

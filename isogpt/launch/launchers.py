@@ -32,9 +32,6 @@ OF_A_PROCESS = re.compile(
 # what network.choose_interface sets on a single machine. A command that a rank starts does not get it, since
 # it may submit a job for several machines
 OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-# the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
-ACCELERATE = re.compile("ACCELERATE_(USE|MIXED|GRADIENT)_|PARALLELISM_CONFIG_[TC]P_SIZE")
-NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
 # the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
 STOP_SIGNALS = (
     *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),  # those that torchrun passes on unless it is told otherwise
@@ -188,18 +185,6 @@ def stop_signals() -> list[signal.Signals]:
     """
     known = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
     return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
-
-
-def print_unapplied_settings() -> None:
-    """Warn of choices made with `accelerate launch`, which this run does not read (rank 0 prints)."""
-    ignored = [
-        f"{name}={value}"
-        for name, value in os.environ.items()
-        if ACCELERATE.match(name) and value.lower() not in NOT_CHOSEN
-    ]
-    if ignored and os.environ.get("RANK", "0") == "0":
-        text = f"train.py does not read {', '.join(ignored)}, but only its settings: docs/migrating.md"
-        console.print_to_stderr(f"warning: {text}")
 
 
 def rank_variables() -> tuple[int, int, int, int]:
