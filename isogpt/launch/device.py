@@ -1,7 +1,6 @@
 """The device of this process, and the backend for the collectives of such devices."""
 
 import ctypes
-import os
 import sys
 from datetime import timedelta
 
@@ -23,7 +22,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 
     'auto' is cuda, else mps (only for a single process, since MPS supports no collectives), else cpu. 'cuda'
     is the GPU with the number of the local rank, modulo the number of GPUs that the process sees, since a
-    scheduler may let each process see only one, number 0. problem_with_gpus finds processes that share a GPU.
+    scheduler may let each process see only one, number 0. NCCL refuses processes that share a GPU.
 
     Raises:
         ValueError: the device is not available.
@@ -62,16 +61,6 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
             "set --backend=gloo or --backend=auto"
         )
     return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
-
-
-def gpu_identity(device: torch.device) -> str:
-    """The name of a GPU, and what distinguishes it from other GPUs of the machine; '' for other devices."""
-    if device.type != "cuda":
-        return ""
-    gpu = torch.cuda.get_device_properties(device)
-    # all slices of a GPU may have its UUID, but a process sees only one slice
-    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in gpu.name else ""
-    return f"{gpu.name} {gpu.uuid} {visible_slice}".strip()
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,6 @@
 """
 What the processes know about each other before there is a process group: their machines, the ranks' numbers,
-shared cores and GPUs.
+shared cores.
 """
 
 import ipaddress
@@ -18,7 +18,6 @@ class Process:
     cores: int = 1  # on which the process may run: a mask with a bit for each
     local_size: int = 1  # number of processes on its machine, as the launcher says
     agent: str = ""  # torchrun's agent, see launchers.own_agent
-    gpu: str = ""  # name and identifier; "" on other devices
     master: str = ""  # the address to which MASTER_ADDR resolves on its machine
 
     @property
@@ -41,7 +40,6 @@ def survey(processes: Sequence[Process]) -> dict:
         "core_sharers": count_core_sharers(processes),
         # None: there is only one machine
         "master": address_of_master(processes) if len(numbers) > 1 else None,
-        "problem": problem_with_gpus(processes),
     }
 
 
@@ -52,20 +50,6 @@ def address_of_master(processes: Sequence[Process]) -> str:
     """
     masters = {process.master for process in processes} - {""}
     return min((m for m in masters if not ipaddress.ip_address(m).is_loopback), default="")
-
-
-def problem_with_gpus(processes: Sequence[Process]) -> str:
-    """A sentence if two processes use the same GPU, else ''."""
-    users = {}
-    for rank, process in enumerate(processes):
-        user = users.setdefault((process.machine, process.gpu), rank)
-        if process.gpu and user != rank:
-            return (
-                f"rank {user} and rank {rank} use the same GPU of {process.host}, {process.gpu}: start fewer "
-                "processes there, let them see different GPUs (CUDA_VISIBLE_DEVICES, srun "
-                "--gpus-per-task=1), or set --device=cpu"
-            )
-    return ""
 
 
 def count_core_sharers(processes: Sequence[Process]) -> list[int]:

@@ -16,13 +16,7 @@ import torch.distributed as dist
 from isogpt.common.console import shortened
 from isogpt.common.patience import within
 from isogpt.launch import network, open_files, pretended_ranks
-from isogpt.launch.device import (
-    collectives_timeout,
-    gpu_identity,
-    keep_freed_memory,
-    pick_backend,
-    pick_device,
-)
+from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
 from isogpt.launch.machines import Process
 
@@ -107,8 +101,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
-        ValueError: the device or the backend is not available here, other ranks are missing after timeout_s,
-            or two of them use the same GPU.
+        ValueError: the device or the backend is not available here, or ranks are missing after timeout_s.
     """
     if pretended := pretended_ranks.pretended_rank():
         return pretend_ranks(*pretended)
@@ -127,7 +120,6 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         cores=sum(1 << core for core in network.own_cores()),
         local_size=local_world_size,
         agent=own_agent(),
-        gpu=gpu_identity(picked),
         master=network.address_of(os.environ["MASTER_ADDR"]),
     )
     store, others = meet_ranks(rank, world_size, process, timeout_s)
@@ -184,8 +176,6 @@ def meet_ranks(rank: int, world_size: int, process: Process, timeout_s: float) -
             f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: "
             f"{problem}{network.LEFT_OVER}"
         ) from e
-    if others["problem"]:
-        raise ValueError(others["problem"])
     return store, others
 
 
