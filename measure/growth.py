@@ -56,7 +56,6 @@ from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
 from isogpt.launch import network
 from isogpt.launch.launchers import Launch
-from isogpt.launch.machines import Process
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets, shard
 from isogpt.parallel.local_parts import LocalPart, local
@@ -237,11 +236,10 @@ def gloo(sizes: Sequence[int] = (64, 256)) -> list[Cost]:
 def start_rank(rank: int, stores: list[RankStore]) -> dict:
     """Meet the other ranks, as network.join does."""
     size, machine = len(stores), rank // 8
-    process = Process(
-        f"node-{machine}.cluster.example.org",
-        f"{uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))} net:[4026531840]",
+    boot = uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))
+    process = network.Process(
+        f"node-{machine}.cluster.example.org {boot} net:[4026531840]",
         cores=2**96 - 1,
-        local_size=8,
         agent=f"node-{machine} {machine} {12345678 + machine}",
         master="10.77.0.1",
     )

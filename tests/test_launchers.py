@@ -25,7 +25,7 @@ from isogpt.launch.launchers import (
     start_workers,
     tasks_of_nodes,
 )
-from isogpt.launch.machines import Process, survey
+from isogpt.launch.network import Process, survey
 from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
@@ -162,18 +162,19 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
         (["127.0.1.1", "10.0.0.1"], "", "eth0 (10.0.0.7)"),  # rank 0 resolves its own name
         (["10.0.0.1"], "", "lo (127.0.0.1)"),
         (["10.0.0.1", "10.0.0.1"], "docker0", "docker0"),
-        (["::1", "fd00::1"], "", "eth1 (fd00::7)"),  # machines without IPv4
+        (["", ""], "", ""),  # without IPv4
         (["10.0.0.9", "10.0.0.9"], "", ""),  # no route: gloo chooses
     ],
 )
 def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch, masters, given, interface):
-    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0", "fd00::7": "eth1"}
+    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
-    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7", "fd00::1": "fd00::7"}.get)
+    routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(network, "address_towards", routes.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    others = survey([Process(f"h{i}", "", master=master) for i, master in enumerate(masters)])
+    others = survey([Process(f"h{i}", master=master) for i, master in enumerate(masters)])
     assert network.choose_interface(others["master"]) == interface
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface.partition(" ")[0]
     assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(masters) == 1 else None)

@@ -2,23 +2,22 @@
 The network and this machine: rendezvous of the processes, interfaces, cores.
 """
 
-import ipaddress
 import json
 import os
 import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from isogpt.common import console
-from isogpt.launch.machines import Process, survey
 
 WAITING_S = 15  # seconds until a rank says which ranks it waits for
 LOOPBACK = "127.0.0.1"
@@ -27,6 +26,33 @@ LEFT_OVER = (
     ". If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
     "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
 )
+
+
+class Process(NamedTuple):
+    """What a process tells rank 0 about itself."""
+
+    machine: str  # see this_machine
+    cores: int = 1  # on which the process may run: a mask with a bit for each
+    agent: str = ""  # torchrun's agent, see launchers.own_agent
+    master: str = ""  # the address to which MASTER_ADDR resolves on its machine
+
+
+def survey(processes: Sequence[Process]) -> dict:
+    """
+    Return what rank 0 tells all ranks about the processes, in the order of the launcher's ranks. Each machine
+    is named once, since the store sends this to every rank.
+    """
+    numbers = {}  # of the machines, in the order of their first ranks
+    machines = [numbers.setdefault(process.machine, len(numbers)) for process in processes]
+    sharers = Counter((process.machine, process.cores) for process in processes)
+    # rank 0's machine often resolves MASTER_ADDR to a loopback address, but the others never do
+    masters = {process.master for process in processes if not process.master.startswith("127.")}
+    return {
+        "machines": machines,
+        "hosts": [machine.partition(" ")[0] for machine in numbers],
+        "core_sharers": [sharers[process.machine, process.cores] for process in processes],
+        "master": max(masters, default="") if len(numbers) > 1 else LOOPBACK,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -60,13 +86,13 @@ def attempts(timeout_s: float, waits_for: str) -> Iterator[None]:
     Yield until timeout_s have passed, with pauses. After WAITING_S, the first rank of each machine prints
     what it waits for.
     """
-    began, has_said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    began, is_quiet = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
     while (waited_s := time.monotonic() - began) < timeout_s:
         yield
-        if waited_s >= WAITING_S and not has_said:
-            has_said = True
-            name = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
-            console.print_to_stderr(f"note: {name} waits for {waits_for} at {store_address()}{LEFT_OVER}")
+        if waited_s >= WAITING_S and not is_quiet:
+            is_quiet = True
+            text = f"note: rank {os.environ['RANK']} on {socket.gethostname()} waits for {waits_for}"
+            console.print_to_stderr(f"{text} at {store_address()}{LEFT_OVER}")
         time.sleep(min(max(waited_s, 0.005), 0.25))
 
 
@@ -131,13 +157,13 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     Raises:
         ValueError: some ranks are missing after timeout_s.
     """
-    store.set(f"process/{rank}", json.dumps(asdict(process)))
+    store.set(f"process/{rank}", json.dumps(process))
     if rank:
         return json.loads(zlib.decompress(store.get("survey"))) | {"agents": [process.agent]}
     keys = [f"process/{other}" for other in range(world_size)]
     for _ in attempts(timeout_s, "the other ranks"):
         if store.check(keys):
-            processes = [Process(**json.loads(told)) for told in store.multi_get(keys)]
+            processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
             answer = survey(processes)
             store.set("survey", zlib.compress(json.dumps(answer).encode()))
             return answer | {"agents": [other.agent for other in processes]}
@@ -149,10 +175,12 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
 # machines and cores
 
 
-def this_machine() -> tuple[str, str]:
-    """Return (host name, identifier that differs between machines of equal name)."""
-    # containers can share a kernel and a host name; a container with a separate network counts as a machine
-    return socket.gethostname(), namespace("net")
+def this_machine() -> str:
+    """
+    The host name, and what differs between machines of equal name. Containers can share a kernel and a host
+    name; a container with a separate network counts as a machine.
+    """
+    return f"{socket.gethostname()} {namespace('net')}"
 
 
 def this_process() -> tuple[str, int]:
@@ -191,7 +219,7 @@ def own_cores() -> list[int]:
 # network interfaces
 
 
-def choose_interface(master: str | None = None) -> str:
+def choose_interface(master: str = LOOPBACK) -> str:
     """
     Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
     on a single machine. By default, gloo takes the interface of the host name's address, which on many
@@ -199,24 +227,24 @@ def choose_interface(master: str | None = None) -> str:
     also gets loopback: both listen at an address of the interface, where no other machine has to reach them.
 
     Args:
-        master: the address of rank 0's machine, "" if it is not known; None: all ranks are on this machine.
+        master: the address of rank 0's machine, "" if it is not known; LOOPBACK if all ranks are on it.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
-    address = LOOPBACK if master is None else address_towards(master)
+    address = address_towards(master) if master else ""
     name = interfaces().get(address)
     if not name:
         return ""
     os.environ["GLOO_SOCKET_IFNAME"] = name
-    if master is None:
+    if master == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
     return f"{name} ({address})"
 
 
 def interfaces() -> dict[str, str]:
-    """The names of network interfaces, by their addresses (Linux; empty elsewhere)."""
+    """The names of network interfaces, by their IPv4 addresses (Linux; empty elsewhere)."""
     names = {}
     if sys.platform == "linux":
         import fcntl
@@ -227,25 +255,19 @@ def interfaces() -> dict[str, str]:
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
                     names[socket.inet_ntoa(reply[20:24])] = name
-        with suppress(OSError):  # a kernel without IPv6
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                digits, *_, name = line.split()
-                names[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
     return names
 
 
 def address_of(host: str) -> str:
-    """The address, of IPv4 if there is one, to which the host name resolves on this machine; '' if none."""
+    """The IPv4 address to which the host name resolves on this machine; '' if there is none."""
     with suppress(OSError):
-        entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-        return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0].partition("%")[0]
+        return socket.gethostbyname(host)
     return ""
 
 
 def address_towards(address: str) -> str:
     """This machine's address on the route to `address`; '' if there is none."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((address, 9))  # connecting a datagram socket sends nothing
         return s.getsockname()[0]
     return ""
