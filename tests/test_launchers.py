@@ -18,13 +18,7 @@ from torch.distributed import run as torchrun
 
 from configurator import settings_of
 from isogpt.launch import launchers, network
-from isogpt.launch.launchers import (
-    adopt_launcher_variables,
-    first_node,
-    rank_variables,
-    start_workers,
-    tasks_of_nodes,
-)
+from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import Process, survey
 from isogpt.monitor.sink_alerts import Alerts
 
@@ -134,11 +128,20 @@ def test_srun_with_a_terminal(monkeypatch, has_terminal):
     assert ("RANK" in os.environ) != has_terminal
 
 
-def test_slurm_node_lists():
-    nodes = {"n1,n2": "n1", "gpu[03-05,9],login": "gpu03", "a100-[12]": "a100-12"}
-    nodes |= {"rack[1-2]node[03-04,7],login": "rack1node03", "": ""}
-    assert [first_node(listed) for listed in nodes] == [*nodes.values()]
-    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("8") == [8]
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1,n2", "n1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a100-[12]", "a100-12"),
+        ("rack[1-2]node[03-04,7],login", "rack1node03"),
+    ],
+)
+def test_slurm_node_lists(monkeypatch, nodes, first):
+    tasks = {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}
+    variables(monkeypatch, SLURM | tasks)
+    adopt_launcher_variables()
+    assert os.environ["MASTER_ADDR"] == first and os.environ["LOCAL_WORLD_SIZE"] == "1"
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):

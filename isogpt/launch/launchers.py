@@ -6,13 +6,11 @@ elastic run, continues a launch: see Launch.
 import os
 import re
 import signal
-import socket
 import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
@@ -84,17 +82,16 @@ def variables_of_mpirun() -> tuple[str, ...] | None:
     the job; None without mpirun.
     """
     env = os.environ
-    names = next((names for names in (OPEN_MPI, MPICH) if set(names) <= env.keys()), None)
-    if not names:
+    names = OPEN_MPI if OPEN_MPI[0] in env else MPICH
+    if not set(names) <= env.keys():
         return None
-    _, world_size, _, local_size = numbers = tuple(env[name] for name in names)
-    if world_size == local_size:
-        return *numbers, network.LOOPBACK, str(os.getppid())  # mpirun itself, the same for all its processes
+    numbers = [env[name] for name in names]
+    if numbers[1] == numbers[3]:  # one machine; mpirun itself is the parent of all its processes
+        return *numbers, network.LOOPBACK, str(os.getppid())
     if "MASTER_ADDR" not in env:
         raise ValueError(
-            f"mpirun started {world_size} processes, {local_size} of them on {socket.gethostname()}, but "
-            "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
-            "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
+            "mpirun started processes on several machines, but rank 0's address is not known: start with "
+            "mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv MASTER_ADDR HOST (MPICH)"
         )
     return *numbers, "", env.get("PMIX_NAMESPACE", "")
 
@@ -106,26 +103,19 @@ def variables_of_srun() -> tuple[str, ...] | None:
     is_typed = "SLURM_PTY_PORT" in env and sys.stdin.isatty()
     if is_typed or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return None
-    tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    # the numbers of tasks, such as 2(x3),1 for four nodes, and the nodes, such as rack[1-2]gpu[03-05,9],login
+    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = [count for count, times in tasks for _ in range(int(times or 1))]
+    nodes = re.match(r"(\[[^\]]*\]|[^,\[])*", env.get("SLURM_STEP_NODELIST", ""))
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[0])
     return (
         env["SLURM_PROCID"],
         env["SLURM_STEP_NUM_TASKS"],
         env.get("SLURM_LOCALID", "0"),
-        str(tasks[int(env.get("SLURM_NODEID", 0))]),
-        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.LOOPBACK,
+        tasks[int(env.get("SLURM_NODEID", 0))],
+        first if len(tasks) > 1 else network.LOOPBACK,
         f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
     )
-
-
-def first_node(nodes: str) -> str:
-    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login'."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
-
-
-def tasks_of_nodes(tasks: str) -> list[int]:
-    """The number of tasks on each node, from Slurm's '2(x3),1'."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def environment_without_launcher() -> dict[str, str]:
@@ -198,17 +188,17 @@ def rank_variables() -> tuple[int, int, int, int]:
     env = os.environ
     if "RANK" not in env:
         return 0, 1, 0, 1
-    values = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    values["LOCAL_RANK"] = env.get("LOCAL_RANK", values["RANK"])
+    given = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    given["LOCAL_RANK"] = env.get("LOCAL_RANK", given["RANK"])
     # LOCAL_SIZE is DeepSpeed's name
-    values["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", values["WORLD_SIZE"]))
+    given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", given["WORLD_SIZE"]))
     with suppress(ValueError):  # not a number
-        numbers = {name: int(value) for name, value in values.items() if name != "MASTER_ADDR"}
-        rank, world_size, port, local_rank, local_size = numbers.values()
+        numbers = [int(value) for name, value in given.items() if name != "MASTER_ADDR"]
+        rank, world_size, port, local_rank, local_size = numbers
         is_valid = 0 <= rank < world_size and 0 <= local_rank < local_size and 0 < port < 2**16
-        if is_valid and values["MASTER_ADDR"]:
+        if is_valid and given["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_size
-    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    listed = ", ".join(f"{name}={value}" for name, value in given.items())
     raise ValueError(
         f"RANK is set, but the launcher's variables are incomplete or contradict each other: {listed}. Start "
         "with torchrun, or if RANK is left over in the shell, type unset RANK"
@@ -220,10 +210,8 @@ def agent_start() -> int | None:
     When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None if this is
     not known.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError, ValueError, IndexError):  # there is no /proc
-            return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return None
+    facts = network.facts_of_process(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else []
+    return int(facts[19]) if facts else None
 
 
 def own_agent() -> str:
@@ -232,7 +220,7 @@ def own_agent() -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    return f"{' '.join(network.this_machine())} {os.getppid()} {agent_start()}"
+    return f"{network.this_machine()} {os.getppid()} {agent_start()}"
 
 
 def has_lost_agent(launch: Launch) -> bool:
@@ -242,7 +230,5 @@ def has_lost_agent(launch: Launch) -> bool:
 
 def make_launch(agents: Sequence[str]) -> Launch:
     """The launch that started this process, with the own_agent of each rank that is known."""
-    env = os.environ
-    job = f"{env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
-    requeued = env.get("SLURM_RESTART_COUNT", "0")
-    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued) if requeued.isdigit() else 0)
+    job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued))

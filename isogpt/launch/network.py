@@ -194,15 +194,20 @@ def namespace(kind: str) -> str:
     return f"{boot.read_text().strip()} {os.readlink(link)}" if boot.exists() and link.is_symlink() else ""
 
 
+def facts_of_process(number: int) -> list[str]:
+    """What Linux tells about a process, from its state on (proc_pid_stat); [] if it has exited."""
+    with suppress(OSError):
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
+
+
 def has_exited(process: tuple[str, int]) -> bool:
     """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
     if not numbered_by or numbered_by != namespace("pid"):
         return False
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
+    facts = facts_of_process(number)
+    return not facts or facts[0] in "ZX"
 
 
 def own_cores() -> list[int]:
