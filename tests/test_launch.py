@@ -36,7 +36,7 @@ def test_device_choice(monkeypatch):
     assert pick_device("auto", 0, 1).type == "mps"
     assert pick_device("auto", 1, 2).type == "cpu", "mps has no collectives"
     for wrong in ("cuda", "cuda:0", "mps", "tpu", "cuda:x"):
-        with pytest.raises(ValueError, match="auto|cpu"):
+        with pytest.raises(ValueError, match=f"^device is '{wrong}', which is not available here: set --dev"):
             pick_device(wrong, 0, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -76,7 +76,7 @@ def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 1) == "gloo"
-    with pytest.raises(ValueError, match="needs GPUs and a PyTorch that contains NCCL.*--backend=gloo"):
+    with pytest.raises(ValueError, match="needs GPUs and a PyTorch that contains NCCL: set --backend=auto"):
         pick_backend("nccl", gpu, 2)
 
 

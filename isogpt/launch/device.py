@@ -27,17 +27,15 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     Raises:
         ValueError: the device is not available.
     """
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    has_mps = torch.backends.mps.is_available() and world_size == 1
+    is_available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
     if name == "auto":
-        name = "cuda" if has_cuda else "mps" if has_mps and world_size == 1 else "cpu"
+        name = next(kind for kind, is_here in is_available.items() if is_here)
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
-        raise ValueError(f"device is {name!r}; choose from auto, cpu, cuda, cuda:N and mps")
-    if kind == "cuda" and not has_cuda:
-        raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
-    if kind == "mps" and not (has_mps and world_size == 1):
+    if not is_available.get(kind) or not (index or "0").isdigit():
         raise ValueError(
-            "device is 'mps', which is for a single process on a Mac: set --device=cpu or --device=auto"
+            f"device is {name!r}, which is not available here: set --device=cpu, or choose from auto, cpu, "
+            "cuda, cuda:N and mps (one process)"
         )
     if kind != "cuda":
         return torch.device(kind)
@@ -56,10 +54,7 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
-        raise ValueError(
-            f"backend 'nccl' needs GPUs and a PyTorch that contains NCCL, but the device is {device.type}: "
-            "set --backend=gloo or --backend=auto"
-        )
+        raise ValueError("backend 'nccl' needs GPUs and a PyTorch that contains NCCL: set --backend=auto")
     return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
 
 
