@@ -410,10 +410,15 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
     with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
         check_alike(facts, names)
     check_alike([facts[0], facts[0] | {"mirror": "s3://another"}], names)  # only rank 0 copies
-    for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2), ("mirror", "")):
+    for key, value in (
+        ("the code's digest", "x"),
+        ("the data's digest", "b"),
+        ("seed", 2),
+        ("a mirror", False),
+    ):
         with pytest.raises(ValueError, match=f"{key} is (?!.*secret).* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}], names)
-    with pytest.raises(ValueError, match=r"1 on rank 0, 2 on rank 900, 1 on rank 1, .* and 992 more$"):
+    with pytest.raises(ValueError, match=r"seed is 1 on rank 0, 2 on rank 900$"):
         check_alike([{"seed": 2 if rank == 900 else 1} for rank in range(1000)], rank_names(["a"] * 1000))
 
 
