@@ -16,7 +16,7 @@ from isogpt.options.values import without_credentials
 # scripts that train nothing, and the room that only they use
 OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py")
 # paths may differ between machines; a run's name for wandb, too, since it may contain the time
-MAY_DIFFER = ("out_dir", "dataset", "eval_datasets", "alert_command", "mirror")
+MAY_DIFFER = ("out_dir", "dataset", "eval_datasets", "alert_command")
 
 
 def check_start(ranks: Ranks, config: dict) -> str:
@@ -45,7 +45,7 @@ def start_facts(config: dict) -> dict:
         "torch": torch.__version__,
         "the code's digest": f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}",
         "init_from": without_credentials(config.get("init_from", "")),
-        "a mirror": bool(config.get("mirror")),  # only rank 0 copies
+        "mirror": bool(config.get("mirror")),  # only rank 0 copies
     }
     weights = Path(facts["init_from"].removeprefix("auto:"))
     if weights.exists():  # under a path that may differ; search.verify compares runs
