@@ -410,12 +410,8 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
     facts[2] |= {"torch": "2.11.0"}
     with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
         check_alike(facts, names)
-    for key, value in (
-        ("the code's digest", "x"),
-        ("the data's digest", "b"),
-        ("seed", 2),
-        ("mirror", False),
-    ):
+    changes = {"the code's digest": "x", "the data's digest": "b", "seed": 2, "mirror": False}
+    for key, value in changes.items():
         with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}], names)
     with pytest.raises(ValueError, match=r"seed is 1 on rank 0, 2 on rank 900$"):
