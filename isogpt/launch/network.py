@@ -9,7 +9,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,9 @@ import torch.distributed as dist
 
 from isogpt.common import console
 
-WAITING_S = 15  # seconds until a rank says which ranks it waits for
 LOOPBACK = "127.0.0.1"
 # the end of messages about variables of a launcher that has exited; configurator.fail names the rank
-LEFT_OVER = (
-    ". If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
-    "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
-)
+LEFT_OVER = ". If no launcher started this process, RANK is left over in the shell: type unset RANK"
 
 
 class Process(NamedTuple):
@@ -81,21 +77,6 @@ def name_of_start() -> str:
     return f"start {'.'.join(counts)}"
 
 
-def attempts(timeout_s: float, waits_for: str) -> Iterator[None]:
-    """
-    Yield until timeout_s have passed, with pauses. After WAITING_S, the first rank of each machine prints
-    what it waits for.
-    """
-    began, is_quiet = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
-    while (waited_s := time.monotonic() - began) < timeout_s:
-        yield
-        if waited_s >= WAITING_S and not is_quiet:
-            is_quiet = True
-            text = f"note: rank {os.environ['RANK']} on {socket.gethostname()} waits for {waits_for}"
-            console.print_to_stderr(f"{text} at {store_address()}{LEFT_OVER}")
-        time.sleep(min(max(waited_s, 0.005), 0.25))
-
-
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
     Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
@@ -130,13 +111,14 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
     Wait until a process listens there. TCPStore also waits, but prints a page of C++ frames at each attempt.
     """
-    problem = None
-    for _ in attempts(timeout_s, "rank 0, but nothing listens"):
+    end = time.monotonic() + timeout_s
+    while True:
         try:
             return socket.create_connection((address, port), timeout=5).close()
-        except OSError as e:
-            problem = e
-    raise problem
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.05)
 
 
 def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
@@ -160,15 +142,17 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     store.set(f"process/{rank}", json.dumps(process))
     if rank:
         return json.loads(zlib.decompress(store.get("survey"))) | {"agents": [process.agent]}
-    keys = [f"process/{other}" for other in range(world_size)]
-    for _ in attempts(timeout_s, "the other ranks"):
-        if store.check(keys):
-            processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
-            answer = survey(processes)
-            store.set("survey", zlib.compress(json.dumps(answer).encode()))
-            return answer | {"agents": [other.agent for other in processes]}
-    missing = console.ranks_text([other for other, key in enumerate(keys) if not store.check([key])])
-    raise ValueError(f"{missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
+    keys, end = [f"process/{other}" for other in range(world_size)], time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() >= end:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            text = f"{console.ranks_text(missing)} of {world_size} did not join within {timeout_s:g} s"
+            raise ValueError(text + LEFT_OVER)
+        time.sleep(0.02)
+    processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
+    answer = survey(processes)
+    store.set("survey", zlib.compress(json.dumps(answer).encode()))
+    return answer | {"agents": [other.agent for other in processes]}
 
 
 # ------------------------------------------------------------------------------------------------------------
