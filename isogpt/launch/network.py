@@ -218,14 +218,14 @@ def choose_interface(master: str = LOOPBACK) -> str:
     Args:
         master: the address of rank 0's machine, "" if it is not known; LOOPBACK if all ranks are on it.
 
-    Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
+    Returns the interface and its address, as 'eth0 (10.0.0.1)'.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
     address = address_towards(master) if master else ""
     name = interfaces().get(address)
     if not name:
-        return ""
+        return "an interface that gloo chooses"
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if master == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix

@@ -83,7 +83,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, picked, world_size)
-    prepare_device(picked)
+    if picked.type == "cuda":
+        torch.cuda.set_device(picked)
+    else:
+        keep_freed_memory()
     if "RANK" not in os.environ:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
@@ -100,7 +103,6 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     # GPUs: with cpu_offload the optimizer runs on the CPU
     if machines.count(machines[rank]) > 1:
         torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
-    gloo = f"gloo over {interface}" if interface else "gloo"
     return Ranks(
         rank=order.index(rank),
         world_size=world_size,
@@ -109,23 +111,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         store=store,
         hosts=[others["hosts"][machines[other]] for other in order],
         machines=sorted(machines),
-        network="nccl" if "nccl" in group_backend else gloo,
+        network="nccl" if "nccl" in group_backend else f"gloo over {interface}",
         launch=make_launch(others["agents"]),
         core_sharers=core_sharers,
     )
-
-
-def prepare_device(device: torch.device) -> None:
-    """Set this process's GPU, or what makes a CPU faster."""
-    if device.type == "cpu":
-        keep_freed_memory()
-    if device.type == "cuda":
-        try:
-            torch.cuda.set_device(device)
-            torch.ones(1, device=device)  # runs a kernel
-        except RuntimeError as e:
-            problem = str(e).partition("\n")[0]
-            raise ValueError(f"{device} cannot be used: {problem}") from e
 
 
 def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dict]:
