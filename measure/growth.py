@@ -240,7 +240,7 @@ def start_rank(rank: int, stores: list[RankStore]) -> dict:
         f"node-{machine}.cluster.example.org {boot} net:[4026531840]",
         cores=2**96 - 1,
         agent=f"node-{machine} {machine} {12345678 + machine}",
-        master="10.77.0.1",
+        address=f"10.77.0.{machine}",
     )
     return network.meet(stores[rank], rank, size, process, timeout_s=600.0)
 

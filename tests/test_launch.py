@@ -47,9 +47,9 @@ def test_device_choice(monkeypatch):
 
 def test_ranks_know_each_other(at):
     """Two machines, whose ranks mpirun --map-by node has interleaved; the ranks of one share their cores."""
-    cores, masters = (0b11, 0b01, 0b11, 0b10), ("127.0.0.1", "10.0.0.1", "127.0.0.1", "")
+    cores, addresses = (0b11, 0b01, 0b11, 0b10), ("127.0.0.1", "10.0.0.2", "127.0.0.1", "")
     store, ranks = dist.HashStore(), range(4)
-    told = [Process("ab"[r % 2] + " k", cores[r], f"agent {r % 2}", masters[r]) for r in ranks]
+    told = [Process("ab"[r % 2] + " k", cores[r], f"agent {r % 2}", addresses[r]) for r in ranks]
     at.env("RANK", "0")
     with ThreadPoolExecutor(4) as pool:
         meet = [pool.submit(network.meet, store, rank, 4, told[rank], 30) for rank in reversed(ranks)]
@@ -57,16 +57,16 @@ def test_ranks_know_each_other(at):
     assert others[0].pop("agents") == ["agent 0", "agent 1"] * 2 and others[1].pop("agents") == ["agent 1"]
     assert others[0] == others[1] and others[0]["machines"] == [0, 1, 0, 1]
     assert others[0]["hosts"] == ["a", "b"]
-    assert others[0]["core_sharers"] == [2, 1, 2, 1] and others[0]["master"] == "10.0.0.1"
+    assert others[0]["core_sharers"] == [2, 1, 2, 1] and others[0]["network"] == "10.0.0.2"
     at.set(network, "join", lambda *args: (store, others[2] | {"agents": []}))
-    at.set(network, "choose_interface", lambda master: "eth0 (10.0.0.2)")
+    at.set(network, "choose_interface", lambda other: "eth0 (10.0.0.2)")
     as_rank(at, 2, 4, 1)
     found = connect_ranks("cpu", "auto", 30)
     assert found.rank == 1 == int(os.environ["RANK"]), "those of a machine are neighbors"
     assert banner.topology(found) == "4 = 2 nodes (a, b) x 2" and island_count(found) == 2
     assert found.network == "gloo over eth0 (10.0.0.2)"
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
-    assert survey(told[:1] * 2)["master"] == network.LOOPBACK, "there is one machine"
+    assert survey(told[:1] * 2)["network"] == network.LOOPBACK, "there is one machine"
 
 
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):

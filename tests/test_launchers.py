@@ -163,7 +163,7 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("masters", "given", "interface"),
+    ("addresses", "given", "interface"),
     [
         (["127.0.1.1", "10.0.0.1"], "", "eth0 (10.0.0.7)"),  # rank 0 resolves its own name
         (["10.0.0.1"], "", "lo (127.0.0.1)"),
@@ -172,7 +172,7 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
         (["10.0.0.9", "10.0.0.9"], "", GLOOS),  # no route
     ],
 )
-def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch, masters, given, interface):
+def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, addresses, given, interface):
     cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
     routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
@@ -180,17 +180,17 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch, masters, given, 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    others = survey([Process(f"h{i}", master=master) for i, master in enumerate(masters)])
-    assert network.choose_interface(others["master"]) == interface
+    others = survey([Process(f"h{i}", address=address) for i, address in enumerate(addresses)])
+    assert network.choose_interface(others["network"]) == interface
     assert os.environ["GLOO_SOCKET_IFNAME"] == ("" if interface == GLOOS else interface.partition(" ")[0])
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(masters) == 1 else None)
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(addresses) == 1 else None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are Linux's")
 def test_addresses_of_this_machine():
     assert network.interfaces()["127.0.0.1"] == "lo"
-    assert network.address_of("127.0.0.1") == network.address_towards("127.0.0.1") == "127.0.0.1"
-    assert network.address_of("no.such.host.invalid") == ""
+    assert network.address_towards("localhost") == network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.address_towards("no.such.host.invalid") == ""
 
 
 def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):

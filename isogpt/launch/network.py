@@ -30,7 +30,7 @@ class Process(NamedTuple):
     machine: str  # see this_machine
     cores: int = 1  # on which the process may run: a mask with a bit for each
     agent: str = ""  # torchrun's agent, see launchers.own_agent
-    master: str = ""  # the address to which MASTER_ADDR resolves on its machine
+    address: str = ""  # of its machine, on the route to MASTER_ADDR
 
 
 def survey(processes: Sequence[Process]) -> dict:
@@ -42,12 +42,12 @@ def survey(processes: Sequence[Process]) -> dict:
     machines = [numbers.setdefault(process.machine, len(numbers)) for process in processes]
     sharers = Counter((process.machine, process.cores) for process in processes)
     # rank 0's machine often resolves MASTER_ADDR to a loopback address, but the others never do
-    masters = {process.master for process in processes if not process.master.startswith("127.")}
+    addresses = {process.address for process in processes if not process.address.startswith("127.")}
     return {
         "machines": machines,
         "hosts": [machine.partition(" ")[0] for machine in numbers],
         "core_sharers": [sharers[process.machine, process.cores] for process in processes],
-        "master": max(masters, default="") if len(numbers) > 1 else LOOPBACK,
+        "network": max(addresses, default="") if len(numbers) > 1 else LOOPBACK,
     }
 
 
@@ -103,8 +103,7 @@ def listen_on_one_machine(address: str, port: int) -> int | None:
     local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
     if not address.startswith("127.") and local_size != os.environ["WORLD_SIZE"]:
         return None
-    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family).detach()
+    return socket.create_server((address, port)).detach()
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
@@ -188,10 +187,9 @@ def facts_of_process(number: int) -> list[str]:
 def has_exited(process: tuple[str, int]) -> bool:
     """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
-    if not numbered_by or numbered_by != namespace("pid"):
-        return False
-    facts = facts_of_process(number)
-    return not facts or facts[0] in "ZX"
+    is_visible = numbered_by != "" and numbered_by == namespace("pid")
+    state = facts_of_process(number)[:1]
+    return is_visible and state in ([], ["Z"], ["X"])
 
 
 def own_cores() -> list[int]:
@@ -208,26 +206,26 @@ def own_cores() -> list[int]:
 # network interfaces
 
 
-def choose_interface(master: str = LOOPBACK) -> str:
+def choose_interface(other: str = LOOPBACK) -> str:
     """
-    Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
-    on a single machine. By default, gloo takes the interface of the host name's address, which on many
-    systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
+    Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to other machines, or to loopback on
+    a single machine. By default, gloo takes the interface of the host name's address, which on many systems
+    is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
     also gets loopback: both listen at an address of the interface, where no other machine has to reach them.
 
     Args:
-        master: the address of rank 0's machine, "" if it is not known; LOOPBACK if all ranks are on it.
+        other: the address of a machine; "" if it is not known, LOOPBACK if there is only one machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
-    address = address_towards(master) if master else ""
+    address = address_towards(other) if other else ""
     name = interfaces().get(address)
     if not name:
         return "an interface that gloo chooses"
     os.environ["GLOO_SOCKET_IFNAME"] = name
-    if master == LOOPBACK:
+    if other == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
     return f"{name} ({address})"
 
@@ -247,16 +245,9 @@ def interfaces() -> dict[str, str]:
     return names
 
 
-def address_of(host: str) -> str:
-    """The IPv4 address to which the host name resolves on this machine; '' if there is none."""
-    with suppress(OSError):
-        return socket.gethostbyname(host)
-    return ""
-
-
-def address_towards(address: str) -> str:
-    """This machine's address on the route to `address`; '' if there is none."""
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address on the route to `host`; '' if there is none."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((address, 9))  # connecting a datagram socket sends nothing
+        s.connect((host, 9))  # connecting a datagram socket sends nothing
         return s.getsockname()[0]
     return ""

@@ -98,7 +98,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
     order = sorted(range(world_size), key=machines.__getitem__)
     os.environ["RANK"] = str(order.index(rank))
-    interface = network.choose_interface(others["master"])
+    interface = network.choose_interface(others["network"])
     # thread pools on the same cores slow each other down, and torchrun's default is one thread; also with
     # GPUs: with cpu_offload the optimizer runs on the CPU
     if machines.count(machines[rank]) > 1:
@@ -126,7 +126,7 @@ def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store
         network.this_machine(),
         cores=sum(1 << core for core in network.own_cores()),
         agent=own_agent(),
-        master=network.address_of(os.environ["MASTER_ADDR"]),
+        address=network.address_towards(os.environ["MASTER_ADDR"]),
     )
     try:
         return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
