@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -117,15 +116,6 @@ def test_mpirun_on_several_machines_needs_an_address(monkeypatch):
     variables(monkeypatch, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     with pytest.raises(ValueError, match="address is not known: start with mpirun -x MASTER_ADDR=HOST"):
         adopt_launcher_variables()
-
-
-@pytest.mark.parametrize("has_terminal", [True, False])
-def test_srun_with_a_terminal(monkeypatch, has_terminal):
-    """Typed in the shell of `srun --pty`, and a task of an srun that is typed there."""
-    variables(monkeypatch, SLURM | {"SLURM_PTY_PORT": "1"})
-    monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: has_terminal))
-    adopt_launcher_variables()
-    assert ("RANK" in os.environ) != has_terminal
 
 
 @pytest.mark.parametrize(

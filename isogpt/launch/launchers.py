@@ -97,11 +97,9 @@ def variables_of_mpirun() -> tuple[str, ...] | None:
 
 
 def variables_of_srun() -> tuple[str, ...] | None:
-    """The same from srun's variables; None without srun, and in the shell of `srun --pty` or salloc."""
+    """The same from srun's variables; None without srun."""
     env = os.environ
-    # an `srun` that is typed in the shell of `srun --pty` passes SLURM_PTY_PORT on to its tasks
-    is_typed = "SLURM_PTY_PORT" in env and sys.stdin.isatty()
-    if is_typed or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return None
     # the numbers of tasks, such as 2(x3),1 for four nodes, and the nodes, such as rack[1-2]gpu[03-05,9],login
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))

@@ -79,31 +79,24 @@ def name_of_start() -> str:
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
-    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
+    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`. If all ranks
+    are on this machine, as the launcher says, it listens only there. Else others may know this machine by an
+    address to which MASTER_ADDR does not resolve here, so TCPStore listens at all addresses.
 
     Raises:
         OSError or DistError: nobody serves the store within timeout_s, or this process cannot.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = listen_on_one_machine(address, port) if serves else None
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
+    # not the name localhost, which Kubeflow gives to the first of several pods
+    is_one_machine = address.startswith("127.") or local_size == os.environ["WORLD_SIZE"]
+    # only `meet` waits for the other ranks, and names the ranks that are missing
+    options = {"wait_for_workers": False}
     if not serves:
         wait_for_server(address, port, timeout_s)
-    # only `meet` waits for the other ranks, and names the ranks that are missing
-    options = {"wait_for_workers": False, "master_listen_fd": listener}
+    elif is_one_machine:
+        options["master_listen_fd"] = socket.create_server((address, port)).detach()
     return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
-
-
-def listen_on_one_machine(address: str, port: int) -> int | None:
-    """
-    Listen for a store of ranks that are all on this machine, as the launcher says. Returns the file
-    descriptor, or None if ranks may be on other machines: they may know this machine by an address to which
-    MASTER_ADDR does not resolve here, so TCPStore has to listen at all addresses.
-    """
-    # not the name localhost, which Kubeflow gives to the first of several pods
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
-    if not address.startswith("127.") and local_size != os.environ["WORLD_SIZE"]:
-        return None
-    return socket.create_server((address, port)).detach()
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:

@@ -4,10 +4,7 @@ import os
 from contextlib import suppress
 
 TOO_MANY = "Too many open files"  # as the C library says it
-ADVICE = (
-    "type ulimit -n 65536 as root before the command, or start the container with --ulimit nofile=65536; "
-    "under Slurm, set LimitNOFILE=65536 in the systemd unit of slurmd"
-)
+ADVICE = "type ulimit -n 65536 as root before the command, or raise the limit of the container or of slurmd"
 
 
 def allow_connections() -> None:

@@ -5,7 +5,7 @@ be a copy of it. A collective completes at once with what such copies would send
 
 import os
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 BACKEND = "pretended"
-Run = TypeVar("Run")
 VARIABLE = "ISOGPT_DRY_RUN"  # 'rank of ranks' in a process that is a dry run
 
 
@@ -52,18 +51,17 @@ def is_pretended() -> bool:
     return dist.is_initialized() and dist.get_backend() == BACKEND
 
 
-def pretend(rank: int, ranks: int, run: Run) -> Run:
+def pretend(rank: int, ranks: int, run: Any) -> None:
     """
     From here on, let process groups of BACKEND be those of `rank` among `ranks` ranks. They append each
-    collective to the list `run.collectives`. Returns `run`.
+    collective to the list `run.collectives`.
     """
     os.environ[VARIABLE] = f"{rank} of {ranks}"
     create = partial(create_group, run)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
-    return run
 
 
-def create_group(run: Run, options: object, _: object) -> ProcessGroup:
+def create_group(run: Any, options: object, _: object) -> ProcessGroup:
     """Create a process group, as torch.distributed asks a backend to."""
     ranks = options.global_ranks_in_group or range(options.group_size)
     return PretendedGroup(options.group_rank, tuple(ranks), options.group_id, run)

@@ -64,9 +64,8 @@ class Ranks:
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
     """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
-    if len(set(hosts)) == 1:
-        return [f"rank {rank}" for rank in range(len(hosts))]
-    return [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+    are_several = len(set(hosts)) > 1
+    return [f"rank {rank} ({host})" if are_several else f"rank {rank}" for rank, host in enumerate(hosts)]
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
