@@ -39,9 +39,8 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         )
     if kind != "cuda":
         return torch.device(kind)
-    if index and world_size == 1:
-        return torch.device("cuda", int(index))
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    is_chosen = index != "" and world_size == 1
+    return torch.device("cuda", int(index) if is_chosen else local_rank % torch.cuda.device_count())
 
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:

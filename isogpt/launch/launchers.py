@@ -132,38 +132,29 @@ def start_workers(nproc: int, script: str) -> None:
     join. Returns if nproc is 0 or this process is already a worker, since workers call this function, too.
 
     Raises:
-        ValueError: the launcher started a different number of processes.
+        ValueError: the launcher started a different number of processes, or its variables contradict each
+            other.
     """
     if not nproc or console.is_worker_of_nproc():  # a worker of this function; its config may set nproc again
         return
-    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
-        if nproc != (started := rank_variables()[3]):
+    env = os.environ
+    node, nodes, _, started = rank_variables()
+    if "RANK" in env and "LOCAL_RANK" in env:
+        if nproc != started:
             raise ValueError(f"nproc is {nproc}, but the launcher's WORLD_SIZE is {started}: omit --nproc")
         return
-    os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
+    # newer versions of Kubeflow set PET_NNODES, PET_NODE_RANK and others, which torchrun reads
+    machines = [] if "PET_NNODES" in env else ["--standalone"]
+    if "RANK" in env:  # older ones and Volcano number the pods with RANK and WORLD_SIZE
+        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
+        machines = [f"--nnodes={nodes}", f"--node_rank={node}", *master]
+    env["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     console.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
-    torchrun = [sys.executable, "-c", code, *machine_options(), f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-c", code, *machines, f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])
-
-
-def machine_options() -> list[str]:
-    """
-    torchrun's options for the machines: this one alone, unless a launcher has started one process on each.
-    Kubeflow and Volcano then number the pods with RANK and WORLD_SIZE, without LOCAL_RANK, and newer versions
-    of Kubeflow with PET_NODE_RANK and others, which torchrun reads.
-
-    Raises:
-        ValueError: some of the variables are missing or contradict each other.
-    """
-    env = os.environ
-    if "RANK" in env:
-        node, nodes, *_ = rank_variables()
-        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
-        return [f"--nnodes={nodes}", f"--node_rank={node}", *master]
-    return [] if "PET_NNODES" in env else ["--standalone"]
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -121,34 +121,23 @@ def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store
     Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
     store's machine was cut off or suspended.
     """
-    process = network.Process(
-        network.this_machine(),
-        cores=sum(1 << core for core in network.own_cores()),
-        agent=own_agent(),
-        address=network.address_towards(os.environ["MASTER_ADDR"]),
-    )
+    cores = sum(1 << core for core in network.own_cores())
+    address = network.address_towards(os.environ["MASTER_ADDR"])
+    process = network.Process(network.this_machine(), cores, own_agent(), address)
     try:
         return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
         problem = open_files.explained(str(e).partition("\n")[0])
-        raise ValueError(
-            f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: "
-            f"{problem}{network.LEFT_OVER}"
-        ) from e
+        text = f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: {problem}"
+        raise ValueError(text + network.LEFT_OVER) from e
 
 
 def pretend_ranks(rank: int, world_size: int) -> Ranks:
     """The ranks of a dry run, eight on each machine."""
     machines = [other // gcd(world_size, 8) for other in range(world_size)]
-    return Ranks(
-        rank,
-        world_size,
-        torch.device("cpu"),
-        pretended_ranks.BACKEND,
-        hosts=[f"machine {number}" for number in machines],
-        machines=machines,
-        network="a dry run",
-    )
+    hosts = [f"machine {number}" for number in machines]
+    device, backend = torch.device("cpu"), pretended_ranks.BACKEND
+    return Ranks(rank, world_size, device, backend, None, hosts, machines, "a dry run")
 
 
 def stop_with_launcher() -> None:
