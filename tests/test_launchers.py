@@ -134,7 +134,7 @@ def test_slurm_node_lists(monkeypatch, nodes, first):
     assert os.environ["MASTER_ADDR"] == first and os.environ["LOCAL_WORLD_SIZE"] == "1"
 
 
-GLOOS = "an interface that gloo chooses"
+GLOOS = "an interface of its choice"
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):

@@ -216,7 +216,7 @@ def choose_interface(other: str = LOOPBACK) -> str:
     address = address_towards(other) if other else ""
     name = interfaces().get(address)
     if not name:
-        return "an interface that gloo chooses"
+        return "an interface of its choice"
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if other == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
