@@ -3,6 +3,7 @@
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -61,10 +62,16 @@ def test_ranks_know_each_other(at):
     at.set(network, "join", lambda *args: (store, others[2] | {"agents": []}))
     at.set(network, "choose_interface", lambda other: "eth0 (10.0.0.2)")
     as_rank(at, 2, 4, 1)
+    threads = []
+    at.set(torch, "set_num_threads", threads.append)
+    at.set(network, "own_cores", lambda: [0, 1, 2, 3])
     found = connect_ranks("cpu", "auto", 30)
+    assert threads == [2], "ranks that share cores divide them"
     assert found.rank == 1 == int(os.environ["RANK"]), "those of a machine are neighbors"
     assert banner.topology(found) == "4 = 2 nodes (a, b) x 2" and island_count(found) == 2
     assert found.network == "gloo over eth0 (10.0.0.2)"
+    with pytest.raises(ValueError, match="the numbers of processes differ: .* set --islands= to a"):
+        island_count(replace(found, machines=[0, 0, 1, 2]))
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
     assert survey(told[:1] * 2)["network"] == network.LOOPBACK, "there is one machine"
 
