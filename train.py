@@ -180,7 +180,6 @@ try:
     config = settings.check_training(configure(globals()))
     dry_run.start(config, __file__)  # with dry_run_ranks: runs this script as one of them, reports, and exits
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
-    launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
     # sets this process's device, meets the other ranks at a store, and numbers those of a machine one after
     # the other; no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import hashlib
 import json
-import math
 import mmap
 import os
 import pickle
@@ -56,7 +55,6 @@ from isogpt.common.files import HashedFile, read_records
 from isogpt.common.random_numbers import random_words
 from isogpt.launch import network
 from isogpt.launch.launchers import Launch
-from isogpt.launch.machines import Process
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets, shard
 from isogpt.parallel.local_parts import LocalPart, local
@@ -237,14 +235,12 @@ def gloo(sizes: Sequence[int] = (64, 256)) -> list[Cost]:
 def start_rank(rank: int, stores: list[RankStore]) -> dict:
     """Meet the other ranks, as network.join does."""
     size, machine = len(stores), rank // 8
-    process = Process(
-        f"node-{machine}.cluster.example.org",
-        f"{uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))} net:[4026531840]",
+    boot = uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))
+    process = network.Process(
+        f"node-{machine}.cluster.example.org {boot} net:[4026531840]",
         cores=2**96 - 1,
-        local_size=8,
         agent=f"node-{machine} {machine} {12345678 + machine}",
-        gpu=f"NVIDIA H100 80GB HBM3 GPU-{uuid.uuid4()}",
-        master="10.77.0.1",
+        address=f"10.77.0.{machine}",
     )
     return network.meet(stores[rank], rank, size, process, timeout_s=600.0)
 
@@ -255,8 +251,7 @@ def store(sizes: Sequence[int] = (256, 1024)) -> list[Cost]:
     for size in sizes:
         shared = torch.distributed.HashStore()
         stores = [RankStore(shared) for _ in range(size)]
-        with patch.object(network, "WAITING_S", math.inf):  # threads may take longer than ranks do
-            others = on_each_rank(partial(start_rank, stores=stores), size)
+        others = on_each_rank(partial(start_rank, stores=stores), size)
         assert all(other["machines"] == [rank // 8 for rank in range(size)] for other in others)
         costs += asked(size, stores)
     return costs

@@ -67,11 +67,12 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
         h.close()
 
 
-def test_two_hosts_without_ipv4(hosts, work):
+def test_two_hosts_without_ipv4(hosts, work, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     h = hosts(2, has_ipv4=False)
     processes = h.train([*TINY, "--max_iters=3", f"--out_dir={work}/out"])
     assert [p.wait(120) for p in processes.values()] == [0, 0], "".join(map(h.text, h.spaces))
-    assert "ranks:   2 = 2 nodes (h1, h2) x 1 on cpu, gloo over eth0 (fd77::1)" in h.text("h1")
+    assert "ranks:   2 = 2 nodes (h1, h2) x 1 on cpu, gloo over eth0, " in h.text("h1")
 
 
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -18,14 +17,8 @@ from torch.distributed import run as torchrun
 
 from configurator import settings_of
 from isogpt.launch import launchers, network
-from isogpt.launch.launchers import (
-    adopt_launcher_variables,
-    first_node,
-    rank_variables,
-    start_workers,
-    tasks_of_nodes,
-)
-from isogpt.launch.machines import Process, survey
+from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
+from isogpt.launch.network import Process, survey
 from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
@@ -125,20 +118,23 @@ def test_mpirun_on_several_machines_needs_an_address(monkeypatch):
         adopt_launcher_variables()
 
 
-@pytest.mark.parametrize("has_terminal", [True, False])
-def test_srun_with_a_terminal(monkeypatch, has_terminal):
-    """Typed in the shell of `srun --pty`, and a task of an srun that is typed there."""
-    variables(monkeypatch, SLURM | {"SLURM_PTY_PORT": "1"})
-    monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: has_terminal))
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1,n2", "n1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a100-[12]", "a100-12"),
+        ("rack[1-2]node[03-04,7],login", "rack1node03"),
+    ],
+)
+def test_slurm_node_lists(monkeypatch, nodes, first):
+    tasks = {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}
+    variables(monkeypatch, SLURM | tasks)
     adopt_launcher_variables()
-    assert ("RANK" in os.environ) != has_terminal
+    assert os.environ["MASTER_ADDR"] == first and os.environ["LOCAL_WORLD_SIZE"] == "1"
 
 
-def test_slurm_node_lists():
-    nodes = {"n1,n2": "n1", "gpu[03-05,9],login": "gpu03", "a100-[12]": "a100-12"}
-    nodes |= {"rack[1-2]node[03-04,7],login": "rack1node03", "": ""}
-    assert [first_node(listed) for listed in nodes] == [*nodes.values()]
-    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("8") == [8]
+GLOOS = "an interface of its choice"
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
@@ -157,33 +153,34 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("masters", "given", "interface"),
+    ("addresses", "given", "interface"),
     [
         (["127.0.1.1", "10.0.0.1"], "", "eth0 (10.0.0.7)"),  # rank 0 resolves its own name
         (["10.0.0.1"], "", "lo (127.0.0.1)"),
         (["10.0.0.1", "10.0.0.1"], "docker0", "docker0"),
-        (["::1", "fd00::1"], "", "eth1 (fd00::7)"),  # machines without IPv4
-        (["10.0.0.9", "10.0.0.9"], "", ""),  # no route: gloo chooses
+        (["", ""], "", GLOOS),  # without IPv4
+        (["10.0.0.9", "10.0.0.9"], "", GLOOS),  # no route
     ],
 )
-def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch, masters, given, interface):
-    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0", "fd00::7": "eth1"}
+def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, addresses, given, interface):
+    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
-    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7", "fd00::1": "fd00::7"}.get)
+    routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(network, "address_towards", routes.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    others = survey([Process(f"h{i}", "", master=master) for i, master in enumerate(masters)])
-    assert network.choose_interface(others["master"]) == interface
-    assert os.environ["GLOO_SOCKET_IFNAME"] == interface.partition(" ")[0]
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(masters) == 1 else None)
+    others = survey([Process(f"h{i}", address=address) for i, address in enumerate(addresses)])
+    assert network.choose_interface(others["network"]) == interface
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ("" if interface == GLOOS else interface.partition(" ")[0])
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(addresses) == 1 else None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are Linux's")
 def test_addresses_of_this_machine():
     assert network.interfaces()["127.0.0.1"] == "lo"
-    assert network.address_of("127.0.0.1") == network.address_towards("127.0.0.1") == "127.0.0.1"
-    assert network.address_of("no.such.host.invalid") == ""
+    assert network.address_towards("localhost") == network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.address_towards("no.such.host.invalid") == ""
 
 
 def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
@@ -327,19 +324,3 @@ def test_nproc_without_a_launcher(zygote, work):
     os.kill(rank_1, signal.SIGKILL)
     run.wait(ok=False)
     assert run.codes == [1] and run.text().endswith("error: rank 1 was ended by SIGKILL\n")
-
-
-@pytest.mark.parametrize(
-    ("given", "rank", "said"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "0", ""),
-        ({"ACCELERATE_USE_FSDP": "true"}, "1", ""),
-        ({"ACCELERATE_USE_FSDP": "true"}, "0", "warning: train.py does not read ACCELERATE_USE_FSDP=true, "),
-    ],
-)
-def test_what_accelerate_was_told_is_not_dropped_silently(monkeypatch, capsys, given, rank, said):
-    for name, value in (given | {"RANK": rank, "ACCELERATE_DYNAMO_BACKEND": "NO"}).items():
-        monkeypatch.setenv(name, value)
-    launchers.print_unapplied_settings()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)

@@ -159,8 +159,7 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
 def test_srun_time_limit_and_scancel(slurm, zygote, work):
     five = [*TINY, "--max_iters=4"]
     zygote.start([*five, "--out_dir=five"], work).wait()
-    # only Slurm knows the names n1 and n2; the port is that of a shell of srun --pty, in which srun is typed
-    env = slurm.env | {"MASTER_ADDR": "127.0.0.1", "SLURM_PTY_PORT": "12345"}
+    env = slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # only Slurm knows the names n1 and n2
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py")]
     run = subprocess.run(
         [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=240

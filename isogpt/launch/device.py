@@ -1,7 +1,6 @@
 """The device of this process, and the backend for the collectives of such devices."""
 
 import ctypes
-import os
 import sys
 from datetime import timedelta
 
@@ -23,28 +22,25 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 
     'auto' is cuda, else mps (only for a single process, since MPS supports no collectives), else cpu. 'cuda'
     is the GPU with the number of the local rank, modulo the number of GPUs that the process sees, since a
-    scheduler may let each process see only one, number 0. problem_with_gpus finds processes that share a GPU.
+    scheduler may let each process see only one, number 0. NCCL refuses processes that share a GPU.
 
     Raises:
         ValueError: the device is not available.
     """
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    has_mps = torch.backends.mps.is_available() and world_size == 1
+    is_available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
     if name == "auto":
-        name = "cuda" if has_cuda else "mps" if has_mps and world_size == 1 else "cpu"
+        name = next(kind for kind, is_here in is_available.items() if is_here)
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
-        raise ValueError(f"device is {name!r}; choose from auto, cpu, cuda, cuda:N and mps")
-    if kind == "cuda" and not has_cuda:
-        raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
-    if kind == "mps" and not (has_mps and world_size == 1):
+    if not is_available.get(kind) or not (index or "0").isdigit():
         raise ValueError(
-            "device is 'mps', which is for a single process on a Mac: set --device=cpu or --device=auto"
+            f"device is {name!r}, which is not available here: set --device=cpu, or choose from auto, cpu, "
+            "cuda, cuda:N and mps (one process)"
         )
     if kind != "cuda":
         return torch.device(kind)
-    if index and world_size == 1:
-        return torch.device("cuda", int(index))
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    is_chosen = index != "" and world_size == 1
+    return torch.device("cuda", int(index) if is_chosen else local_rank % torch.cuda.device_count())
 
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
@@ -57,21 +53,8 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
-        raise ValueError(
-            f"backend 'nccl' needs GPUs and a PyTorch that contains NCCL, but the device is {device.type}: "
-            "set --backend=gloo or --backend=auto"
-        )
+        raise ValueError("backend 'nccl' needs GPUs and a PyTorch that contains NCCL: set --backend=auto")
     return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
-
-
-def gpu_identity(device: torch.device) -> str:
-    """The name of a GPU, and what distinguishes it from other GPUs of the machine; '' for other devices."""
-    if device.type != "cuda":
-        return ""
-    gpu = torch.cuda.get_device_properties(device)
-    # all slices of a GPU may have its UUID, but a process sees only one slice
-    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in gpu.name else ""
-    return f"{gpu.name} {gpu.uuid} {visible_slice}".strip()
 
 
 def keep_freed_memory() -> None:

@@ -6,13 +6,11 @@ elastic run, continues a launch: see Launch.
 import os
 import re
 import signal
-import socket
 import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
@@ -32,9 +30,6 @@ OF_A_PROCESS = re.compile(
 # what network.choose_interface sets on a single machine. A command that a rank starts does not get it, since
 # it may submit a job for several machines
 OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-# the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
-ACCELERATE = re.compile("ACCELERATE_(USE|MIXED|GRADIENT)_|PARALLELISM_CONFIG_[TC]P_SIZE")
-NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
 # the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
 STOP_SIGNALS = (
     *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),  # those that torchrun passes on unless it is told otherwise
@@ -87,48 +82,38 @@ def variables_of_mpirun() -> tuple[str, ...] | None:
     the job; None without mpirun.
     """
     env = os.environ
-    names = next((names for names in (OPEN_MPI, MPICH) if set(names) <= env.keys()), None)
-    if not names:
+    names = OPEN_MPI if OPEN_MPI[0] in env else MPICH
+    if not set(names) <= env.keys():
         return None
-    _, world_size, _, local_size = numbers = tuple(env[name] for name in names)
-    if world_size == local_size:
-        return *numbers, network.LOOPBACK, str(os.getppid())  # mpirun itself, the same for all its processes
+    numbers = [env[name] for name in names]
+    if numbers[1] == numbers[3]:  # one machine; mpirun itself is the parent of all its processes
+        return *numbers, network.LOOPBACK, str(os.getppid())
     if "MASTER_ADDR" not in env:
         raise ValueError(
-            f"mpirun started {world_size} processes, {local_size} of them on {socket.gethostname()}, but "
-            "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
-            "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
+            "mpirun started processes on several machines, but rank 0's address is not known: start with "
+            "mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv MASTER_ADDR HOST (MPICH)"
         )
     return *numbers, "", env.get("PMIX_NAMESPACE", "")
 
 
 def variables_of_srun() -> tuple[str, ...] | None:
-    """The same from srun's variables; None without srun, and in the shell of `srun --pty` or salloc."""
+    """The same from srun's variables; None without srun."""
     env = os.environ
-    # an `srun` that is typed in the shell of `srun --pty` passes SLURM_PTY_PORT on to its tasks
-    is_typed = "SLURM_PTY_PORT" in env and sys.stdin.isatty()
-    if is_typed or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return None
-    tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    # the numbers of tasks, such as 2(x3),1 for four nodes, and the nodes, such as rack[1-2]gpu[03-05,9],login
+    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = [count for count, times in tasks for _ in range(int(times or 1))]
+    nodes = re.match(r"(\[[^\]]*\]|[^,\[])*", env.get("SLURM_STEP_NODELIST", ""))
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[0])
     return (
         env["SLURM_PROCID"],
         env["SLURM_STEP_NUM_TASKS"],
         env.get("SLURM_LOCALID", "0"),
-        str(tasks[int(env.get("SLURM_NODEID", 0))]),
-        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.LOOPBACK,
+        tasks[int(env.get("SLURM_NODEID", 0))],
+        first if len(tasks) > 1 else network.LOOPBACK,
         f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
     )
-
-
-def first_node(nodes: str) -> str:
-    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login'."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
-
-
-def tasks_of_nodes(tasks: str) -> list[int]:
-    """The number of tasks on each node, from Slurm's '2(x3),1'."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def environment_without_launcher() -> dict[str, str]:
@@ -147,38 +132,29 @@ def start_workers(nproc: int, script: str) -> None:
     join. Returns if nproc is 0 or this process is already a worker, since workers call this function, too.
 
     Raises:
-        ValueError: the launcher started a different number of processes.
+        ValueError: the launcher started a different number of processes, or its variables contradict each
+            other.
     """
     if not nproc or console.is_worker_of_nproc():  # a worker of this function; its config may set nproc again
         return
-    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
-        if nproc != (started := rank_variables()[3]):
+    env = os.environ
+    node, nodes, _, started = rank_variables()
+    if "RANK" in env and "LOCAL_RANK" in env:
+        if nproc != started:
             raise ValueError(f"nproc is {nproc}, but the launcher's WORLD_SIZE is {started}: omit --nproc")
         return
-    os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
+    # newer versions of Kubeflow set PET_NNODES, PET_NODE_RANK and others, which torchrun reads
+    machines = [] if "PET_NNODES" in env else ["--standalone"]
+    if "RANK" in env:  # older ones and Volcano number the pods with RANK and WORLD_SIZE
+        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
+        machines = [f"--nnodes={nodes}", f"--node_rank={node}", *master]
+    env["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     console.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
-    torchrun = [sys.executable, "-c", code, *machine_options(), f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-c", code, *machines, f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])
-
-
-def machine_options() -> list[str]:
-    """
-    torchrun's options for the machines: this one alone, unless a launcher has started one process on each.
-    Kubeflow and Volcano then number the pods with RANK and WORLD_SIZE, without LOCAL_RANK, and newer versions
-    of Kubeflow with PET_NODE_RANK and others, which torchrun reads.
-
-    Raises:
-        ValueError: some of the variables are missing or contradict each other.
-    """
-    env = os.environ
-    if "RANK" in env:
-        node, nodes, *_ = rank_variables()
-        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
-        return [f"--nnodes={nodes}", f"--node_rank={node}", *master]
-    return [] if "PET_NNODES" in env else ["--standalone"]
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -188,18 +164,6 @@ def stop_signals() -> list[signal.Signals]:
     """
     known = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
     return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
-
-
-def print_unapplied_settings() -> None:
-    """Warn of choices made with `accelerate launch`, which this run does not read (rank 0 prints)."""
-    ignored = [
-        f"{name}={value}"
-        for name, value in os.environ.items()
-        if ACCELERATE.match(name) and value.lower() not in NOT_CHOSEN
-    ]
-    if ignored and os.environ.get("RANK", "0") == "0":
-        text = f"train.py does not read {', '.join(ignored)}, but only its settings: docs/migrating.md"
-        console.print_to_stderr(f"warning: {text}")
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -213,17 +177,17 @@ def rank_variables() -> tuple[int, int, int, int]:
     env = os.environ
     if "RANK" not in env:
         return 0, 1, 0, 1
-    values = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    values["LOCAL_RANK"] = env.get("LOCAL_RANK", values["RANK"])
+    given = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    given["LOCAL_RANK"] = env.get("LOCAL_RANK", given["RANK"])
     # LOCAL_SIZE is DeepSpeed's name
-    values["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", values["WORLD_SIZE"]))
+    given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", given["WORLD_SIZE"]))
     with suppress(ValueError):  # not a number
-        numbers = {name: int(value) for name, value in values.items() if name != "MASTER_ADDR"}
-        rank, world_size, port, local_rank, local_size = numbers.values()
+        numbers = [int(value) for name, value in given.items() if name != "MASTER_ADDR"]
+        rank, world_size, port, local_rank, local_size = numbers
         is_valid = 0 <= rank < world_size and 0 <= local_rank < local_size and 0 < port < 2**16
-        if is_valid and values["MASTER_ADDR"]:
+        if is_valid and given["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_size
-    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    listed = ", ".join(f"{name}={value}" for name, value in given.items())
     raise ValueError(
         f"RANK is set, but the launcher's variables are incomplete or contradict each other: {listed}. Start "
         "with torchrun, or if RANK is left over in the shell, type unset RANK"
@@ -235,10 +199,8 @@ def agent_start() -> int | None:
     When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None if this is
     not known.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError, ValueError, IndexError):  # there is no /proc
-            return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return None
+    facts = network.facts_of_process(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else []
+    return int(facts[19]) if facts else None
 
 
 def own_agent() -> str:
@@ -247,7 +209,7 @@ def own_agent() -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    return f"{' '.join(network.this_machine())} {os.getppid()} {agent_start()}"
+    return f"{network.this_machine()} {os.getppid()} {agent_start()}"
 
 
 def has_lost_agent(launch: Launch) -> bool:
@@ -257,7 +219,5 @@ def has_lost_agent(launch: Launch) -> bool:
 
 def make_launch(agents: Sequence[str]) -> Launch:
     """The launch that started this process, with the own_agent of each rank that is known."""
-    env = os.environ
-    job = f"{env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
-    requeued = env.get("SLURM_RESTART_COUNT", "0")
-    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued) if requeued.isdigit() else 0)
+    job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued))

@@ -2,31 +2,53 @@
 The network and this machine: rendezvous of the processes, interfaces, cores.
 """
 
-import ipaddress
 import json
 import os
 import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from isogpt.common import console
-from isogpt.launch.machines import Process, survey
 
-WAITING_S = 15  # seconds until a rank says which ranks it waits for
 LOOPBACK = "127.0.0.1"
 # the end of messages about variables of a launcher that has exited; configurator.fail names the rank
-LEFT_OVER = (
-    ". If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
-    "LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
-)
+LEFT_OVER = ". If no launcher started this process, RANK is left over in the shell: type unset RANK"
+
+
+class Process(NamedTuple):
+    """What a process tells rank 0 about itself."""
+
+    machine: str  # see this_machine
+    cores: int = 1  # on which the process may run: a mask with a bit for each
+    agent: str = ""  # torchrun's agent, see launchers.own_agent
+    address: str = ""  # of its machine, on the route to MASTER_ADDR
+
+
+def survey(processes: Sequence[Process]) -> dict:
+    """
+    Return what rank 0 tells all ranks about the processes, in the order of the launcher's ranks. Each machine
+    is named once, since the store sends this to every rank.
+    """
+    numbers = {}  # of the machines, in the order of their first ranks
+    machines = [numbers.setdefault(process.machine, len(numbers)) for process in processes]
+    sharers = Counter((process.machine, process.cores) for process in processes)
+    # rank 0's machine often resolves MASTER_ADDR to a loopback address, but the others never do
+    addresses = {process.address for process in processes if not process.address.startswith("127.")}
+    return {
+        "machines": machines,
+        "hosts": [machine.partition(" ")[0] for machine in numbers],
+        "core_sharers": [sharers[process.machine, process.cores] for process in processes],
+        "network": max(addresses, default="") if len(numbers) > 1 else LOOPBACK,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -55,62 +77,40 @@ def name_of_start() -> str:
     return f"start {'.'.join(counts)}"
 
 
-def attempts(timeout_s: float, waits_for: str) -> Iterator[None]:
-    """
-    Yield until timeout_s have passed, with pauses. After WAITING_S, the first rank of each machine prints
-    what it waits for.
-    """
-    began, has_said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
-    while (waited_s := time.monotonic() - began) < timeout_s:
-        yield
-        if waited_s >= WAITING_S and not has_said:
-            has_said = True
-            name = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
-            console.print_to_stderr(f"note: {name} waits for {waits_for} at {store_address()}{LEFT_OVER}")
-        time.sleep(min(max(waited_s, 0.005), 0.25))
-
-
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
-    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
+    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`. If all ranks
+    are on this machine, as the launcher says, it listens only there. Else others may know this machine by an
+    address to which MASTER_ADDR does not resolve here, so TCPStore listens at all addresses.
 
     Raises:
         OSError or DistError: nobody serves the store within timeout_s, or this process cannot.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = listen_on_one_machine(address, port) if serves else None
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
+    # not the name localhost, which Kubeflow gives to the first of several pods
+    is_one_machine = address.startswith("127.") or local_size == os.environ["WORLD_SIZE"]
+    # only `meet` waits for the other ranks, and names the ranks that are missing
+    options = {"wait_for_workers": False}
     if not serves:
         wait_for_server(address, port, timeout_s)
-    # only `meet` waits for the other ranks, and names the ranks that are missing
-    options = {"wait_for_workers": False, "master_listen_fd": listener}
+    elif is_one_machine:
+        options["master_listen_fd"] = socket.create_server((address, port)).detach()
     return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
-
-
-def listen_on_one_machine(address: str, port: int) -> int | None:
-    """
-    Listen for a store of ranks that are all on this machine, as the launcher says. Returns the file
-    descriptor, or None if ranks may be on other machines: they may know this machine by an address to which
-    MASTER_ADDR does not resolve here, so TCPStore has to listen at all addresses.
-    """
-    # not the name localhost, which Kubeflow gives to the first of several pods
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
-    if not address.startswith("127.") and local_size != os.environ["WORLD_SIZE"]:
-        return None
-    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(place[:2], family=family).detach()
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
     Wait until a process listens there. TCPStore also waits, but prints a page of C++ frames at each attempt.
     """
-    problem = None
-    for _ in attempts(timeout_s, "rank 0, but nothing listens"):
+    end = time.monotonic() + timeout_s
+    while True:
         try:
             return socket.create_connection((address, port), timeout=5).close()
-        except OSError as e:
-            problem = e
-    raise problem
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.05)
 
 
 def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
@@ -131,28 +131,32 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     Raises:
         ValueError: some ranks are missing after timeout_s.
     """
-    store.set(f"process/{rank}", json.dumps(asdict(process)))
+    store.set(f"process/{rank}", json.dumps(process))
     if rank:
         return json.loads(zlib.decompress(store.get("survey"))) | {"agents": [process.agent]}
-    keys = [f"process/{other}" for other in range(world_size)]
-    for _ in attempts(timeout_s, "the other ranks"):
-        if store.check(keys):
-            processes = [Process(**json.loads(told)) for told in store.multi_get(keys)]
-            answer = survey(processes)
-            store.set("survey", zlib.compress(json.dumps(answer).encode()))
-            return answer | {"agents": [other.agent for other in processes]}
-    missing = console.ranks_text([other for other, key in enumerate(keys) if not store.check([key])])
-    raise ValueError(f"{missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
+    keys, end = [f"process/{other}" for other in range(world_size)], time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() >= end:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            text = f"{console.ranks_text(missing)} of {world_size} did not join within {timeout_s:g} s"
+            raise ValueError(text + LEFT_OVER)
+        time.sleep(0.02)
+    processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
+    answer = survey(processes)
+    store.set("survey", zlib.compress(json.dumps(answer).encode()))
+    return answer | {"agents": [other.agent for other in processes]}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # machines and cores
 
 
-def this_machine() -> tuple[str, str]:
-    """Return (host name, identifier that differs between machines of equal name)."""
-    # containers can share a kernel and a host name; a container with a separate network counts as a machine
-    return socket.gethostname(), namespace("net")
+def this_machine() -> str:
+    """
+    The host name, and what differs between machines of equal name. Containers can share a kernel and a host
+    name; a container with a separate network counts as a machine.
+    """
+    return f"{socket.gethostname()} {namespace('net')}"
 
 
 def this_process() -> tuple[str, int]:
@@ -166,15 +170,19 @@ def namespace(kind: str) -> str:
     return f"{boot.read_text().strip()} {os.readlink(link)}" if boot.exists() and link.is_symlink() else ""
 
 
+def facts_of_process(number: int) -> list[str]:
+    """What Linux tells about a process, from its state on (proc_pid_stat); [] if it has exited."""
+    with suppress(OSError):
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
+
+
 def has_exited(process: tuple[str, int]) -> bool:
     """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
-    if not numbered_by or numbered_by != namespace("pid"):
-        return False
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
+    is_visible = numbered_by != "" and numbered_by == namespace("pid")
+    state = facts_of_process(number)[:1]
+    return is_visible and state in ([], ["Z"], ["X"])
 
 
 def own_cores() -> list[int]:
@@ -191,32 +199,32 @@ def own_cores() -> list[int]:
 # network interfaces
 
 
-def choose_interface(master: str | None = None) -> str:
+def choose_interface(other: str = LOOPBACK) -> str:
     """
-    Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
-    on a single machine. By default, gloo takes the interface of the host name's address, which on many
-    systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
+    Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to other machines, or to loopback on
+    a single machine. By default, gloo takes the interface of the host name's address, which on many systems
+    is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
     also gets loopback: both listen at an address of the interface, where no other machine has to reach them.
 
     Args:
-        master: the address of rank 0's machine, "" if it is not known; None: all ranks are on this machine.
+        other: the address of a machine; "" if it is not known, LOOPBACK if there is only one machine.
 
-    Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
+    Returns the interface and its address, as 'eth0 (10.0.0.1)'.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
-    address = LOOPBACK if master is None else address_towards(master)
+    address = address_towards(other) if other else ""
     name = interfaces().get(address)
     if not name:
-        return ""
+        return "an interface of its choice"
     os.environ["GLOO_SOCKET_IFNAME"] = name
-    if master is None:
+    if other == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
     return f"{name} ({address})"
 
 
 def interfaces() -> dict[str, str]:
-    """The names of network interfaces, by their addresses (Linux; empty elsewhere)."""
+    """The names of network interfaces, by their IPv4 addresses (Linux; empty elsewhere)."""
     names = {}
     if sys.platform == "linux":
         import fcntl
@@ -227,25 +235,12 @@ def interfaces() -> dict[str, str]:
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
                     names[socket.inet_ntoa(reply[20:24])] = name
-        with suppress(OSError):  # a kernel without IPv6
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                digits, *_, name = line.split()
-                names[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
     return names
 
 
-def address_of(host: str) -> str:
-    """The address, of IPv4 if there is one, to which the host name resolves on this machine; '' if none."""
-    with suppress(OSError):
-        entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-        return min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0].partition("%")[0]
-    return ""
-
-
-def address_towards(address: str) -> str:
-    """This machine's address on the route to `address`; '' if there is none."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
-        s.connect((address, 9))  # connecting a datagram socket sends nothing
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address on the route to `host`; '' if there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # connecting a datagram socket sends nothing
         return s.getsockname()[0]
     return ""

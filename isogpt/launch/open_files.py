@@ -3,12 +3,8 @@
 import os
 from contextlib import suppress
 
-TOO_MANY = "too many open files"  # as the C library says it, in lower case
-ADVICE = (
-    "the limit on open files is too low: type ulimit -n 65536 as root before the command, start the "
-    "container with --ulimit nofile=65536, or set LimitNOFILE=65536 in the systemd unit of the launcher "
-    "(Slurm's slurmd)"
-)
+TOO_MANY = "Too many open files"  # as the C library says it
+ADVICE = "type ulimit -n 65536 as root before the command, or raise the limit of the container or of slurmd"
 
 
 def allow_connections() -> None:
@@ -26,7 +22,4 @@ def allow_connections() -> None:
 
 def explained(message: str) -> str:
     """The message of an error, with what to do if it is about the limit on open files."""
-    if TOO_MANY not in message.lower():
-        return message
-    first, newline, rest = message.partition("\n")  # often only the first line of torch's errors is shown
-    return f"{first} ({ADVICE}){newline}{rest}"
+    return message.replace(TOO_MANY, f"{TOO_MANY} ({ADVICE})")

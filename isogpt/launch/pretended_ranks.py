@@ -5,7 +5,7 @@ be a copy of it. A collective completes at once with what such copies would send
 
 import os
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 BACKEND = "pretended"
-Run = TypeVar("Run")
 VARIABLE = "ISOGPT_DRY_RUN"  # 'rank of ranks' in a process that is a dry run
 
 
@@ -43,10 +42,8 @@ class Collective(NamedTuple):
 
 def pretended_rank() -> tuple[int, int] | None:
     """(rank, number of ranks) in a dry run, else None."""
-    if VARIABLE not in os.environ:
-        return None
-    rank, ranks = os.environ[VARIABLE].split(" of ")
-    return int(rank), int(ranks)
+    text = os.environ.get(VARIABLE)
+    return tuple(map(int, text.split(" of "))) if text else None
 
 
 def is_pretended() -> bool:
@@ -54,18 +51,17 @@ def is_pretended() -> bool:
     return dist.is_initialized() and dist.get_backend() == BACKEND
 
 
-def pretend(rank: int, ranks: int, run: Run) -> Run:
+def pretend(rank: int, ranks: int, run: Any) -> None:
     """
     From here on, let process groups of BACKEND be those of `rank` among `ranks` ranks. They append each
-    collective to the list `run.collectives`. Returns `run`.
+    collective to the list `run.collectives`.
     """
     os.environ[VARIABLE] = f"{rank} of {ranks}"
     create = partial(create_group, run)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
-    return run
 
 
-def create_group(run: Run, options: object, _: object) -> ProcessGroup:
+def create_group(run: Any, options: object, _: object) -> ProcessGroup:
     """Create a process group, as torch.distributed asks a backend to."""
     ranks = options.global_ranks_in_group or range(options.group_size)
     return PretendedGroup(options.group_rank, tuple(ranks), options.group_id, run)
@@ -103,104 +99,83 @@ class PretendedGroup(ProcessGroup):
     def _get_backend(self, device: torch.device) -> "PretendedGroup":
         return self
 
-    def record(self, operation: str, tensors: list[Tensor]) -> None:
-        """Note a collective of tensors that together are the whole."""
+    def record(self, operation: str, tensors: list[Tensor], results: list[Tensor] | None = None) -> Work:
+        """Note a collective of tensors that together are the whole. Its results are these unless given."""
         size = sum(tensor.nbytes for tensor in tensors)
         self.run.collectives.append(Collective(operation, self.ranks, size))
+        return completed(results or tensors)
+
+    def add_copies(self, tensor: Tensor, options: Any) -> None:
+        """Let a tensor become the sum of as many copies as there are ranks, unless their mean is wanted."""
+        if options is None or options.reduceOp == ReduceOp.SUM:
+            tensor.mul_(self.size())
 
     @torch.no_grad()
-    def allreduce(self, tensors: list[Tensor], options: object = None) -> Work:
-        self.record("all_reduce", tensors)
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         for tensor in tensors:
-            if options is None or options.reduceOp == ReduceOp.SUM:
-                tensor.mul_(self.size())
-        return completed(tensors)
+            self.add_copies(tensor, options)
+        return self.record("all_reduce", tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], options: object = None) -> Work:
-        return self.allreduce(tensors, options)
-
-    def broadcast(self, tensors: list[Tensor], options: object = None) -> Work:
-        self.record("broadcast", tensors)
-        return completed(tensors)
+    def broadcast(self, tensors: list[Tensor], *_: Any) -> Work:
+        return self.record("broadcast", tensors)
 
     @torch.no_grad()
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: object = None) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> Work:
         for parts, part in zip(outputs, inputs, strict=True):
-            self.record("all_gather", parts)
             for copy in parts:
                 copy.copy_(part)
-        return completed(outputs[0])
+            work = self.record("all_gather", parts)
+        return work
 
     @torch.no_grad()
-    def all_gather_single(self, output: Tensor, part: Tensor, options: object = None) -> Work:
-        self.record("all_gather", [output])
-        copies = output.view(self.size(), -1)
-        before, after = copies[: self.rank()], copies[self.rank() + 1 :]  # the part may be a view of its copy
-        copies[self.rank()].copy_(part.flatten())
-        before.copy_(part.view(1, -1))
-        after.copy_(part.view(1, -1))
-        return completed([output])
+    def all_gather_single(self, output: Tensor, part: Tensor, *_: Any) -> Work:
+        rank, copies = self.rank(), output.view(self.size(), -1)
+        # this rank's copy first, of which the part may be a view
+        for place in copies[rank : rank + 1], copies[:rank], copies[rank + 1 :]:
+            place.copy_(part.view(1, -1))
+        return self.record("all_gather", [output])
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], parts: list[Tensor], options: object = None
-    ) -> Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> Work:
         for output, part in zip(outputs, parts, strict=True):
             self.all_gather_single(output, part)
         return completed(outputs)
 
     @torch.no_grad()
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], options: object = None
-    ) -> Work:
-        for output, parts in zip(outputs, inputs, strict=True):
-            self.record("reduce_scatter", parts)
-            self.put_sum(output, parts[self.rank()], options)
-        return completed(outputs)
-
-    @torch.no_grad()
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: object = None) -> Work:
-        self.record("reduce_scatter", [whole])
-        self.put_sum(output, whole.view(self.size(), -1)[self.rank()], options)
-        return completed([output])
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Work:
+        output.copy_(whole.view(self.size(), -1)[self.rank()].view_as(output))
+        self.add_copies(output, options)
+        return self.record("reduce_scatter", [whole], [output])
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], wholes: list[Tensor], options: object = None
+        self, outputs: list[Tensor], wholes: list[Tensor], options: Any
     ) -> Work:
         for output, whole in zip(outputs, wholes, strict=True):
             self.reduce_scatter_single(output, whole, options)
         return completed(outputs)
 
-    def put_sum(self, output: Tensor, part: Tensor, options: object) -> None:
-        """Write the sum or the mean of as many equal parts as there are ranks."""
-        output.copy_(part.view_as(output))
-        if options is None or options.reduceOp == ReduceOp.SUM:
-            output.mul_(self.size())
-
     @torch.no_grad()
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], options: object = None
+        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], *_: Any
     ) -> Work:
-        self.record("all_to_all", [whole])
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
         for part in output.split(output_sizes) if output_sizes else output.chunk(self.size()):
             part[: len(mine)].copy_(mine[: len(part)])  # their lengths may differ by one
-        return completed([output])
+        return self.record("all_to_all", [whole], [output])
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        self.record("send", tensors)
-        return completed(tensors)
+    def send(self, tensors: list[Tensor], *_: Any) -> Work:
+        return self.record("send", tensors)
 
     @torch.no_grad()
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        self.record("recv", tensors)
+    def recv(self, tensors: list[Tensor], *_: Any) -> Work:
         for tensor in tensors:
             tensor.fill_(0 if tensor.is_floating_point() else 1)  # 1: a stage votes for shapes that are known
-        return completed(tensors)
+        return self.record("recv", tensors)
 
-    def barrier(self, options: object = None) -> Work:
+    def barrier(self, *_: Any) -> Work:
         return completed([])
 
+    allreduce_coalesced = allreduce
     # the names before torch 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

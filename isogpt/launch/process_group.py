@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -13,18 +12,10 @@ from math import gcd
 import torch
 import torch.distributed as dist
 
-from isogpt.common.console import shortened
 from isogpt.common.patience import within
 from isogpt.launch import network, open_files, pretended_ranks
-from isogpt.launch.device import (
-    collectives_timeout,
-    gpu_identity,
-    keep_freed_memory,
-    pick_backend,
-    pick_device,
-)
+from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
-from isogpt.launch.machines import Process
 
 ANSWER_S = 10  # seconds beyond dist_timeout_s after which the store counts as dead
 
@@ -39,10 +30,9 @@ class Ranks:
     backend: str  # argument of init_process_group
     store: dist.Store | None = None  # reaches all ranks of this start; None: no launcher
     hosts: Sequence[str] = ("this host",)  # host name, by rank
+    machines: Sequence[int] = (0,)  # number of the machine, by rank: host names may be equal
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
-    # number of processes on each rank's machine, as the launcher says
-    local_sizes: Sequence[int] = (1,)
     core_sharers: int = 1  # ranks that may run on this rank's CPU cores, with this rank
 
     @property
@@ -57,13 +47,6 @@ class Ranks:
         run, the one process is any rank.
         """
         return self.rank == 0 or self.backend == pretended_ranks.BACKEND
-
-    def topology(self) -> str:
-        """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
-        counts = Counter(self.hosts)
-        sizes = [str(count) for count in counts.values()]
-        nodes = f"{len(counts)} nodes ({shortened([*counts], 4)})" if len(counts) > 1 else "1 node"
-        return f"{self.world_size} = {nodes} x {sizes[0] if len(set(sizes)) == 1 else '+'.join(sizes)}"
 
     def group_options(self, timeout_s: float) -> dict:
         """
@@ -81,24 +64,8 @@ class Ranks:
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
     """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
-    if len(set(hosts)) == 1:
-        return [f"rank {rank}" for rank in range(len(hosts))]
-    return [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
-
-
-def island_count(ranks: Ranks) -> int:
-    """
-    Return the number of islands if each machine is an island.
-
-    Raises:
-        ValueError: the launcher has started different numbers of processes on the machines.
-    """
-    if len(set(ranks.local_sizes)) > 1:
-        raise ValueError(
-            "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
-            f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
-        )
-    return max(1, ranks.world_size // ranks.local_sizes[0])
+    are_several = len(set(hosts)) > 1
+    return [f"rank {rank} ({host})" if are_several else f"rank {rank}" for rank, host in enumerate(hosts)]
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
@@ -107,42 +74,34 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
-        ValueError: the device or the backend is not available here, other ranks are missing after timeout_s,
-            or two of them use the same GPU.
+        ValueError: the device or the backend is not available here, or ranks are missing after timeout_s.
     """
     if pretended := pretended_ranks.pretended_rank():
         return pretend_ranks(*pretended)
-    rank, world_size, local_rank, local_world_size = rank_variables()
+    rank, world_size, local_rank, _ = rank_variables()
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, picked, world_size)
-    prepare_device(picked)
+    if picked.type == "cuda":
+        torch.cuda.set_device(picked)
+    else:
+        keep_freed_memory()
     if "RANK" not in os.environ:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     open_files.allow_connections()
-    process = Process(
-        *network.this_machine(),
-        cores=sum(1 << core for core in network.own_cores()),
-        local_size=local_world_size,
-        agent=own_agent(),
-        gpu=gpu_identity(picked),
-        master=network.address_of(os.environ["MASTER_ADDR"]),
-    )
-    store, others = meet_ranks(rank, world_size, process, timeout_s)
+    store, others = meet_ranks(rank, world_size, timeout_s)
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
-    machines = others["machines"]
+    machines, core_sharers = others["machines"], others["core_sharers"][rank]
     order = sorted(range(world_size), key=machines.__getitem__)
     os.environ["RANK"] = str(order.index(rank))
-    interface = network.choose_interface(others["master"])
-    core_sharers = others["core_sharers"][rank]
+    interface = network.choose_interface(others["network"])
     # thread pools on the same cores slow each other down, and torchrun's default is one thread; also with
     # GPUs: with cpu_offload the optimizer runs on the CPU
-    if max(core_sharers, local_world_size) > 1:
+    if machines.count(machines[rank]) > 1:
         torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
-    gloo = f"gloo over {interface}" if interface else "gloo"
     return Ranks(
         rank=order.index(rank),
         world_size=world_size,
@@ -150,57 +109,35 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         backend=group_backend,
         store=store,
         hosts=[others["hosts"][machines[other]] for other in order],
-        network="nccl" if "nccl" in group_backend else gloo,
+        machines=sorted(machines),
+        network="nccl" if "nccl" in group_backend else f"gloo over {interface}",
         launch=make_launch(others["agents"]),
-        local_sizes=[others["local_sizes"][other] for other in order],
         core_sharers=core_sharers,
     )
 
 
-def prepare_device(device: torch.device) -> None:
-    """Set this process's GPU, or what makes a CPU faster."""
-    if device.type == "cpu":
-        keep_freed_memory()
-    if device.type == "cuda":
-        try:
-            torch.cuda.set_device(device)
-            torch.ones(1, device=device)  # runs a kernel
-        except RuntimeError as e:
-            problem = str(e).partition("\n")[0]
-            advice = "look at nvidia-smi for other programs on it, or set --device=cpu"
-            raise ValueError(f"{device} cannot be used ({problem}): {advice}") from e
-
-
-def meet_ranks(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
+def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dict]:
     """
     Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
     store's machine was cut off or suspended.
     """
+    cores = sum(1 << core for core in network.own_cores())
+    address = network.address_towards(os.environ["MASTER_ADDR"])
+    process = network.Process(network.this_machine(), cores, own_agent(), address)
     try:
-        store, others = within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
+        return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
         problem = open_files.explained(str(e).partition("\n")[0])
-        raise ValueError(
-            f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: "
-            f"{problem}{network.LEFT_OVER}"
-        ) from e
-    if others["problem"]:
-        raise ValueError(others["problem"])
-    return store, others
+        text = f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: {problem}"
+        raise ValueError(text + network.LEFT_OVER) from e
 
 
 def pretend_ranks(rank: int, world_size: int) -> Ranks:
     """The ranks of a dry run, eight on each machine."""
-    local_size = gcd(world_size, 8)
-    return Ranks(
-        rank,
-        world_size,
-        torch.device("cpu"),
-        pretended_ranks.BACKEND,
-        hosts=tuple(f"machine {other // local_size}" for other in range(world_size)),
-        network="a dry run",
-        local_sizes=(local_size,) * world_size,
-    )
+    machines = [other // gcd(world_size, 8) for other in range(world_size)]
+    hosts = [f"machine {number}" for number in machines]
+    device, backend = torch.device("cpu"), pretended_ranks.BACKEND
+    return Ranks(rank, world_size, device, backend, None, hosts, machines, "a dry run")
 
 
 def stop_with_launcher() -> None:

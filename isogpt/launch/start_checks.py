@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.common.files import REPOSITORY
 from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.process_group import Ranks, rank_names
@@ -16,6 +15,8 @@ from isogpt.options.values import without_credentials
 
 # scripts that train nothing, and the room that only they use
 OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py")
+# paths may differ between machines; a run's name for wandb, too, since it may contain the time
+MAY_DIFFER = ("out_dir", "dataset", "eval_datasets", "alert_command")
 
 
 def check_start(ranks: Ranks, config: dict) -> str:
@@ -35,7 +36,7 @@ def check_start(ranks: Ranks, config: dict) -> str:
 
 
 def start_facts(config: dict) -> dict:
-    """Return what should be the same on all ranks: settings, code, torch."""
+    """Return what should be the same on all ranks: settings, code, torch, and what weights are read."""
     sources = {*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")}
     sources = sorted(sources - {path for pattern in OTHERS for path in REPOSITORY.glob(pattern)})
     file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
@@ -43,21 +44,18 @@ def start_facts(config: dict) -> dict:
     facts = config | {
         "torch": torch.__version__,
         "the code's digest": f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}",
+        "init_from": without_credentials(config.get("init_from", "")),
+        "mirror": bool(config.get("mirror")),  # only rank 0 copies
     }
-    for name in ("init_from", "mirror"):
-        facts[name] = without_credentials(config.get(name, ""))
-    weights = Path(config.get("init_from", "").removeprefix("auto:"))
-    facts["has_weights"] = weights.exists()
-    if (weights / "config.json").is_file():  # not a run: search.verify compares runs
-        sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
-        facts["the weights' digest"] = zlib.crc32(str(sizes).encode())
+    weights = Path(facts["init_from"].removeprefix("auto:"))
+    if weights.exists():  # under a path that may differ; search.verify compares runs
+        facts["init_from"] = [(path.name, path.stat().st_size) for path in sorted(weights.glob("model*"))]
     return facts
 
 
 def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     """
     Compare the start_facts of all ranks: with different facts, they would train weights that drift apart.
-    Paths may differ between machines, also the path in init_from. A run name for wandb may contain the time.
 
     Args:
         names: of the ranks, for the message.
@@ -65,23 +63,12 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     Raises:
         ValueError: the facts differ.
     """
-    may_differ = {"out_dir", "dataset", "eval_datasets", "alert_command", "has_weights"}
-    if len({bool(f.get("mirror")) for f in facts}) == 1:  # only rank 0 copies
-        may_differ.add("mirror")
-    if all(f.get("has_weights") for f in facts):
-        may_differ.add("init_from")
-    compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]
-    if differ := [k for k in compared if any(f.get(k) != facts[0][k] for f in facts)]:
-        raise ValueError(
-            "the ranks were started with different settings: "
-            f"{'; '.join(about_different(k, [f.get(k) for f in facts], names) for k in differ)}"
-        )
-
-
-def about_different(name: str, values: list, names: Sequence[str]) -> str:
-    """Say which ranks have which values of a setting, beginning with one rank for each value."""
-    firsts = {repr(value): rank for rank, value in reversed([*enumerate(values)])}
-    others = [rank for rank in range(len(values)) if rank not in firsts.values()]
-    return f"{name} is " + shortened(
-        [f"{values[rank]!r} on {names[rank]}" for rank in (*sorted(firsts.values()), *others)], RANKS_SHOWN
-    )
+    problems = []
+    for fact, value in facts[0].items():
+        different = [rank for rank, others in enumerate(facts) if others.get(fact) != value]
+        if different and fact not in MAY_DIFFER and not fact.startswith("wandb"):
+            rank = different[0]
+            theirs = facts[rank].get(fact)
+            problems.append(f"{fact} is {value!r} on {names[0]}, {theirs!r} on {names[rank]}")
+    if problems:
+        raise ValueError(f"the ranks were started with different settings: {'; '.join(problems)}")

@@ -159,13 +159,6 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
-class Failure(NamedTuple):
-    """Why a rank failed."""
-
-    message: str
-    is_expected: bool  # a user's mistake or the disk's; else the rank raises the exception again
-
-
 @contextmanager
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
@@ -184,12 +177,12 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     except BaseException as e:
         error = e
     failures = gather_failures(error)
-    unexpected = [rank for rank, failure in failures.items() if not failure.is_expected]
-    if unexpected[:1] == [own_rank()]:
+    unexpected = [ranks[0] for (_, is_expected), ranks in failures.items() if not is_expected]
+    if min(unexpected, default=None) == own_rank():
         raise error
     if failures:
         if on_error:
-            on_error(console.shortened([*ranks_by_message(failures)], console.RANKS_SHOWN, "; "))
+            on_error(console.shortened([message for message, _ in failures], console.RANKS_SHOWN, "; "))
         if is_main():
             print_failures(failures)
         leave_with_others()
@@ -200,42 +193,40 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather_failures(error: BaseException | None) -> dict[int, Failure]:
+def gather_failures(error: BaseException | None) -> dict[tuple[str, bool], list[int]]:
     """
-    Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank. If no rank
-    has failed, this is one small sum.
+    Gather the failures of all ranks (all ranks); `error` is the exception of this rank. If no rank has
+    failed, this is one small sum.
+
+    Returns:
+        the ranks of each failure: its message, and whether it is a user's mistake or the disk's.
     """
     failure = None
     if isinstance(error, ValueError | OSError):
-        failure = Failure(open_files.explained(str(error)), is_expected=True)
+        failure = open_files.explained(str(error)), True
     elif error:
-        failure = Failure(f"{type(error).__name__}: {error}".partition("\n")[0], is_expected=False)
+        failure = f"{type(error).__name__}: {error}".partition("\n")[0], False
     try:
         (failed,) = add_together(failure is not None)
         failures = gather_objects(failure) if failed else []
     except RuntimeError as lost:  # after Ctrl-C, the other ranks may have left already
         raise error or lost from None
-    return {rank: failure for rank, failure in enumerate(failures) if failure}
-
-
-def ranks_by_message(failures: dict[int, Failure]) -> dict[str, list[int]]:
-    """The distinct messages of the ranks that have failed, each with its ranks."""
     ranks = {}
-    for rank, failure in failures.items():
-        ranks.setdefault(failure.message, []).append(rank)
+    for rank, failure in enumerate(failures):
+        if failure:
+            ranks.setdefault(failure, []).append(rank)
     return ranks
 
 
-def print_failures(failures: dict[int, Failure]) -> None:
+def print_failures(failures: dict[tuple[str, bool], list[int]]) -> None:
     """
     Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one of them. At
     most RANKS_SHOWN are printed, since many messages may differ only in a name.
     """
-    messages = ranks_by_message(failures)
-    for message, ranks in [*messages.items()][: console.RANKS_SHOWN]:
+    for (message, _), ranks in [*failures.items()][: console.RANKS_SHOWN]:
         console.print_error(message, f"{console.ranks_text(ranks)}: " if 0 not in ranks else "")
-    if len(messages) > console.RANKS_SHOWN:
-        console.print_to_stderr(f"error: and {len(messages) - console.RANKS_SHOWN:,} more from other ranks")
+    if len(failures) > console.RANKS_SHOWN:
+        console.print_to_stderr(f"error: and {len(failures) - console.RANKS_SHOWN:,} more from other ranks")
 
 
 def leave_with_others() -> NoReturn:

@@ -19,41 +19,30 @@ torch's import creates objects that stay until the process ends. Searching them 
 import gc
 import os
 import time
-from contextlib import suppress
-
-
-def busy_cores(seconds: float = 0.03) -> float:
-    """
-    Return how many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen,
-    not counting this process's.
-    """
-    with suppress(OSError, ValueError, IndexError):
-        end, fewest = time.monotonic() + seconds, float("inf")
-        while fewest > 0 and time.monotonic() < end:
-            with open("/proc/loadavg") as f:
-                fewest = min(fewest, int(f.read().split()[3].split("/")[0]) - 1)
-            time.sleep(0.005)
-        return fewest
-    return 0
+from pathlib import Path
 
 
 def use_passive_waiting() -> str:
     """
-    Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy; returns what was
-    done.
+    Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy for 30 ms (Linux);
+    returns what was done.
     """
-    if "OMP_WAIT_POLICY" in os.environ or busy_cores() < (os.cpu_count() or 1) / 2:
+    load = Path("/proc/loadavg")
+    if "OMP_WAIT_POLICY" in os.environ or not load.exists():
         return ""
+    for _ in range(6):
+        runnable = int(load.read_text().split()[3].split("/")[0])  # threads, this one among them
+        if runnable - 1 < (os.cpu_count() or 1) / 2:
+            return ""
+        time.sleep(0.005)
     os.environ["OMP_WAIT_POLICY"] = "passive"
     return "OMP_WAIT_POLICY=passive, since other processes keep the cores busy"
 
 
 NOTE = use_passive_waiting()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-was_enabled = gc.isenabled()
 gc.disable()
 import torch  # noqa: E402, F401
 
 gc.freeze()  # what exists now is never searched
-if was_enabled:
-    gc.enable()
+gc.enable()

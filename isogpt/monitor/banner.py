@@ -1,5 +1,7 @@
 """The first lines of a run, which say what it is about to do."""
 
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -34,11 +36,19 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
     ]
 
 
+def topology(ranks: Ranks) -> str:
+    """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
+    sizes = [str(count) for count in Counter(ranks.machines).values()]
+    names = shortened([*dict.fromkeys(ranks.hosts)], 4)
+    nodes = f"{len(sizes)} nodes ({names})" if len(sizes) > 1 else "1 node"
+    return f"{ranks.world_size} = {nodes} x {sizes[0] if len(set(sizes)) == 1 else '+'.join(sizes)}"
+
+
 def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> list[str]:
     """The processes, and how they divide the work."""
     sharding = f", zero {plan.zero}" if plan.zero else ""
     lines = [
-        f"ranks:   {ranks.topology()} on {ranks.device.type}, {ranks.network}, {plan.dtype}{sharding}; "
+        f"ranks:   {topology(ranks)} on {ranks.device.type}, {ranks.network}, {plan.dtype}{sharding}; "
         f"{compile_note}"
     ]
     if mesh.splits_model or mesh.cp > 1:

@@ -277,7 +277,8 @@ def start(config: dict, script: str) -> None:
         # PowerSGD begins later
         steps = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
         settings["max_iters"] = steps - 1
-        run = pretend(rank, ranks, DryRun(rank, ranks, stack, steps))
+        run = DryRun(rank, ranks, stack, steps)
+        pretend(rank, ranks, run)
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
         for number in stop_signals():
             signal.signal(number, partial(exit_at_once, folder))

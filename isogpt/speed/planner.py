@@ -4,6 +4,7 @@ parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto choos
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from isogpt.checkpoint.start import Start
 from isogpt.common import console
 from isogpt.common.files import read_utf8, write_whole
 from isogpt.data.dataset import Dataset
-from isogpt.launch.process_group import Ranks, island_count
+from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
@@ -34,6 +35,22 @@ from isogpt.training.settings import fit_model_args
 LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 CHOSEN = "has measured its device and predicted layouts"
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
+
+
+def island_count(ranks: Ranks) -> int:
+    """
+    Return the number of islands if each machine is an island.
+
+    Raises:
+        ValueError: the launcher has started different numbers of processes on the machines.
+    """
+    sizes = Counter(ranks.machines).values()
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
+            f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
+        )
+    return len(sizes)
 
 
 def make_plan(
@@ -129,7 +146,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     if not ranks.is_main:
         return {}
-    per_node = gcd(plan.world_size, ranks.local_sizes[ranks.rank])
+    per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     job = plan.job() | {"per_node": per_node, "device": name}
     make_writable(out_dir)
