@@ -34,7 +34,6 @@ from test_launchers import FORKED
 from isogpt.checkpoint.folder import RunFolder, mark_preempted, prepare_rollback
 from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.owner import write_owner
-from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.start_checks import check_alike, start_facts
@@ -519,20 +518,3 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
         assert re.search(
             rf"error: rank {rank} at step 7, .*a different rank has failed; rank 1 {failed}", run.text()
         )
-
-
-def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, work):
-    """
-    As if its file system were unmounted: rank 0 would save to what is below, and no one would look there.
-    """
-    args = [*TINY, "--out_dir=out", "--save_interval=5", "--keep_last=0", "--max_iters=100000"]
-    run = zygote.start(args, work)
-    assert run.until(lambda text: "saved out/step_00000005" in text)
-    owner = (work / "out/owner").read_text()
-    os.rename(work / "out", work / "away")
-    assert run.until(lambda text: "warning: " in text)
-    run.kill(sig=signal.SIGTERM)
-    run.wait(ok=False)
-    assert run.text().count("is not the folder in which this run began") == 1, run.text()
-    assert (work / "out/owner").read_text() == owner, "a restart continues what is here"
-    assert events(work / "away", "folder_lost") and newest_checkpoint(str(work / "out"))[0]

@@ -187,7 +187,6 @@ class RunFolder:
 
     path: Path
     owner: str = ""
-    launch: Launch = Launch()
 
 
 def claim_folder(
@@ -205,7 +204,7 @@ def claim_folder(
         return RunFolder(Path(config["out_dir"]))
     # removing and copying what earlier runs left may take a while
     owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
-    folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
+    folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
     if config["save_checkpoint"]:
         check_folder(folder, is_sharded(plan, mesh))
         if ranks.is_main and (problem := about_space(folder.path, plan)):

@@ -23,7 +23,7 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
 )
 from isogpt.checkpoint.mirror import Mirror
-from isogpt.checkpoint.owner import check_owner, claim_again
+from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_folder, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
@@ -127,17 +127,15 @@ class Saver:
             copied = state.copy_parts()
         else:
             copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
-        if lost := do_together(self.prepare, state, on_error=self.log.failed):
-            self.log.event("folder_lost", f"warning: {lost}", reason=lost)
+        do_together(self.prepare, state, on_error=self.log.failed)
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
         self.stall = time.perf_counter() - began
 
-    def prepare(self, state: TrainState) -> str:
+    def prepare(self, state: TrainState) -> None:
         """
-        Prepare to write a checkpoint of `state`, before any rank writes. Returns a sentence if the run's
-        folder is gone, which is then claimed again (rank 0), else ''. Raises ValueError if weights are not
+        Prepare to write a checkpoint of `state`, before any rank writes. Raises ValueError if weights are not
         finite, or if a different run has claimed the folder.
         """
         if bad := names_of_not_finite(state.model):  # also waits until a GPU has copied
@@ -148,10 +146,8 @@ class Saver:
         self.discard()
         self.step, self.problem = state.step, ""
         self.discard()  # what somebody has put there
-        if not is_main():
-            return ""
-        check_owner(self.run_folder.path, self.run_folder.owner)
-        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
+        if is_main():
+            check_owner(self.run_folder.path, self.run_folder.owner)
 
     def record_loss(self, progress: Progress) -> None:
         """
