@@ -19,6 +19,7 @@ from isogpt.checkpoint import mirror, remote
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
+    entry_of,
     make_manifest,
     read_manifest,
     step_folder,
@@ -79,7 +80,8 @@ def commit(out, step, best=0, keep_last=2, held=()):
         "isogpt": {},
     }
     manifest = make_manifest(run, 1, 0, None) | {"best_step": best}
-    return commit_checkpoint(unfinished, manifest, keep_last, held=held)
+    written = {name: entry_of(unfinished / name) for name in FILES}
+    return commit_checkpoint(unfinished, manifest, written, keep_last, held=held)
 
 
 def copies(path, step=None, url="faulty://", keep_last=2):

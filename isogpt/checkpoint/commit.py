@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folder, step_folders, step_of
+from isogpt.checkpoint.manifest import read_manifest, sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
@@ -15,29 +15,27 @@ from isogpt.common.files import free_name, reason_of, remove, sync_folder, tempo
 def commit_checkpoint(
     unfinished: Path,
     manifest: dict,
+    written: dict,
     keep_last: int,
     owner: str = "",
-    written: dict | None = None,
     held: Collection[Path] = (),
 ) -> Path:
     """
-    Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
+    Complete a checkpoint whose files are written: manifest, rename, links; then delete checkpoints that are
     not kept. Returns the step folder.
 
     Args:
         manifest: what make_manifest returned.
-        written: the manifest's entries of all files, which were hashed while they were written; None: the
-            files are read.
+        written: the manifest's entries of all files, which were hashed while they were written.
         held: checkpoints that are being read, which are not deleted yet.
 
     Raises:
         ValueError: a different run has claimed the folder.
-        OSError: the disk is full or a file cannot be read, for instance.
+        OSError: the disk is full, for instance.
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    files = written or hash_files(unfinished)
-    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": files}))
+    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": written}))
     check_owner(out, owner)
     if os.path.lexists(folder):  # put there by somebody else: this run writes a step once
         os.rename(folder, free_name(out, f"abandoned_{folder.name}"))

@@ -124,11 +124,6 @@ def entry_of(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def hash_files(folder: Path) -> dict:
-    """The manifest's entries of all files in a folder, which it reads."""
-    return {path.name: entry_of(path) for path in sorted(folder.iterdir())}
-
-
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as hexadecimal digits."""
     with open(path, "rb", opener=regular_file) as f:

@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -142,10 +141,8 @@ class Saver:
             raise ValueError(
                 f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
             )
-        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        self.discard()
         self.step, self.problem = state.step, ""
-        self.discard()  # what somebody has put there
+        remove(self.unfinished())  # what somebody has put there
         if is_main():
             check_owner(self.run_folder.path, self.run_folder.owner)
 
@@ -171,11 +168,6 @@ class Saver:
         """The folder in which the checkpoint under way is written until it is complete."""
         return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
 
-    def discard(self) -> None:
-        """Remove what is left of a checkpoint that could not be completed, as far as possible."""
-        with suppress(OSError):
-            remove(self.unfinished())
-
     def write(self, run: dict, copied: dict, val_loss: float | None, began: float) -> None:
         """Write a checkpoint in a separate folder; rank 0 then makes it count (in the background)."""
         folder = self.unfinished()
@@ -189,20 +181,15 @@ class Saver:
             else:
                 written = write_file(folder / "ckpt.pt", copied)
             if is_main():
-                self.commit(folder, manifest, written)
+                held = self.mirror.held() if self.mirror else ()
+                keep_last, owner = self.config["keep_last"], self.run_folder.owner
+                committed = commit_checkpoint(folder, manifest, written, keep_last, owner, held)
+                if self.mirror:
+                    self.mirror.request(committed)
                 self.seconds = time.perf_counter() - began
         except BaseException:
-            if is_main():
-                self.discard()  # makes room on a full disk
+            remove(folder)  # makes room on a full disk
             raise
-
-    def commit(self, folder: Path, manifest: dict, written: dict) -> None:
-        """Make a checkpoint count that all ranks have written (rank 0)."""
-        held = self.mirror.held() if self.mirror else ()
-        keep_last, owner = self.config["keep_last"], self.run_folder.owner
-        committed = commit_checkpoint(folder, manifest, keep_last, owner, written, held)
-        if self.mirror:
-            self.mirror.request(committed)
 
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
