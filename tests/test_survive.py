@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,9 +32,11 @@ from runs import (
 )
 from test_launchers import FORKED
 
-from isogpt.checkpoint.folder import RunFolder, mark_preempted, prepare_rollback
+from isogpt.checkpoint.folder import RunFolder, mark_preempted
 from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.owner import write_owner
+from isogpt.checkpoint.save import Saver
+from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.start_checks import check_alike, start_facts
@@ -326,7 +329,7 @@ def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(
     write_owner(tmp_path, "the newer run", None)
     folder = RunFolder(tmp_path, "this run")
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
-        prepare_rollback(folder, None)
+        Saver.load(SimpleNamespace(run_folder=folder), None, StoredCheckpoint(tmp_path, 3), "")
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
         mark_preempted(folder, 3, "SIGTERM", 3)
     assert not (tmp_path / "PREEMPTED").exists()

@@ -84,19 +84,6 @@ def look_for_start(
     return best, False, reports
 
 
-def prepare_rollback(folder: "RunFolder", newest: StoredCheckpoint | None) -> None:
-    """
-    Prepare the folder, as for a resume, for its owner, which rolls back to `newest` (rank 0).
-
-    Raises:
-        ValueError: a different run has claimed the folder.
-    """
-    if is_main():
-        check_owner(folder.path, folder.owner)
-        if newest:
-            continue_from(str(folder.path), newest)
-
-
 def make_writable(out_dir: str) -> None:
     """
     Create the run's folder, and try what a run needs there: a bucket that is mounted as a folder, for

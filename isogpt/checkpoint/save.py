@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import copied_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
-from isogpt.checkpoint.folder import RunFolder, is_sharded, mark_preempted, prepare_rollback
+from isogpt.checkpoint.folder import RunFolder, continue_from, is_sharded, mark_preempted
 from isogpt.checkpoint.manifest import (
     make_manifest,
     read_manifest,
@@ -24,7 +24,7 @@ from isogpt.checkpoint.manifest import (
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_folder, find_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
@@ -284,13 +284,20 @@ class Saver:
         """
         self.wait()
         stored, reports = find_checkpoint(str(self.run_folder.path), on_error=self.log.failed)
-        do_together(prepare_rollback, self.run_folder, stored, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
-        with exit_together(self.log.failed):
-            if is_main() and not stored:
-                advice = "start again with a lower --learning_rate"
-                raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
-        do_together(state.load, checkpoint, on_error=self.log.failed)
+        do_together(self.load, state, stored, reason, on_error=self.log.failed)
         self.step = state.step
+
+    def load(self, state: TrainState, stored: StoredCheckpoint | None, reason: str) -> None:
+        """
+        This rank's part of `roll_back`. Raises ValueError if there is no checkpoint, or a different run has
+        claimed the folder.
+        """
+        if not stored:
+            advice = "start again with a lower --learning_rate"
+            raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
+        if is_main():
+            check_owner(self.run_folder.path, self.run_folder.owner)
+            continue_from(str(self.run_folder.path), stored)
+        state.load(open_checkpoint(stored))
