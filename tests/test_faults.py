@@ -22,18 +22,10 @@ from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
-from isogpt.checkpoint.folder import (
-    RunFolder,
-    about_space,
-    clean_up,
-    enter_folder,
-    look_for_start,
-    make_writable,
-)
+from isogpt.checkpoint.folder import about_space, clean_up, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
@@ -573,13 +565,6 @@ def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
     assert about_space(at.path, plan) == ""
     disk |= {"free": 0, "total": 0}
     assert about_space(at.path, plan) == "", "a file system that does not tell"
-
-
-def test_a_run_that_has_saved_nothing_says_so(tmp_path):
-    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left")
-    assert Saver.about_failure(saver).endswith("no older one: if the run ends now, all its steps are lost")
-    (tmp_path / "step_00000003").mkdir()
-    assert Saver.about_failure(saver).endswith("(No space left); older checkpoints are kept")
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +17,6 @@ from isogpt.checkpoint.manifest import (
     read_manifest,
     sealed,
     step_folder,
-    step_folders,
     unfinished_folder,
     val_loss_of,
 )
@@ -31,23 +30,9 @@ from isogpt.common import console
 from isogpt.common.console import shortened
 from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-
-
-class Log(Protocol):
-    """What a Saver needs of monitor.log.Logger."""
-
-    def print(self, text: str) -> None:
-        """Report a line for the user."""
-
-    def event(self, name: str, text: str = "", **facts: object) -> None:
-        """Report an event: a sentence for the user, if there is one, and the facts."""
-
-    def failed(self, reason: str) -> None:
-        """Report why the run ends."""
 
 
 @dataclass
@@ -64,7 +49,7 @@ class Saver:
     mesh: Mesh
     config: dict  # recorded in each checkpoint
     vocabulary: Vocabulary | None  # what the token ids mean
-    log: Log
+    log: Any  # monitor.log.Logger, whose room comes after this one
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
     mirror: Mirror | None = None  # copies to a URL what was written; None: nothing does
@@ -259,19 +244,14 @@ class Saver:
         pending, self.pending = self.pending, None
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         if error:
-            self.problem = open_files.explained(reason_of(error)[:300])
-            self.log.event("save_failed", self.about_failure(), reason=self.problem)
+            self.problem = reason_of(error)[:300]
+            failure = f"{self.run_folder.path}: a checkpoint failed ({self.problem})"
+            text = f"warning: {failure}; older checkpoints are kept"
+            self.log.event("save_failed", text, reason=self.problem)
         else:
             folder = step_folder(self.run_folder.path, self.step)
             facts = {"folder": folder.name, "seconds": self.seconds, "stall": self.stall}
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
-
-    def about_failure(self) -> str:
-        """A warning that a checkpoint has failed."""
-        kept = "older checkpoints are kept"
-        if not step_folders(self.run_folder.path):
-            kept = "there is no older one: if the run ends now, all its steps are lost"
-        return f"warning: {self.run_folder.path}: a checkpoint failed ({self.problem}); {kept}"
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
