@@ -33,7 +33,6 @@ from runs import (
 from test_launchers import FORKED
 
 from isogpt.checkpoint.folder import RunFolder, mark_preempted
-from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import StoredCheckpoint
@@ -127,9 +126,6 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run.kill(sig=signal.SIGTERM)
     assert run.wait(ok=False).codes == [143] and "stopped on request before step 22" in run.text()
     assert "step 22: train loss" in zygote.start([*last, "--eval_iters=1"], work).wait().text()
-    folder, manifest = work / "out/step_00000022", read_manifest(work / "out/step_00000022")
-    assert not damage(folder) and val_loss_of(manifest) == manifest["best_val_loss"] < 10
-    assert (work / "out/ckpt_best.pt").resolve().parent == folder
     each = [*TINY, "--out_dir=saving", "--save_interval=1", "--max_iters=100000", "--init_from=auto"]
     run = start_changed(zygote, DRAWS, each, work)
     assert run.until(lambda text: text.count("saved") > 5)

@@ -67,10 +67,6 @@ class Progress:
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
             )
-        # the checkpoint may have been evaluated after it was written, see Saver.record_loss
-        measures = source.stored.manifest.get("measures", measures_of(run))
-        if self.val_loss is not None and not changed_measures(measures, self.measures):
-            self.evaluated(self.val_loss)
         if not source.has_moments:
             notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
         return notes

@@ -10,25 +10,17 @@ from typing import Any
 import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import copied_state, write_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
+from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, continue_from, is_sharded, mark_preempted
-from isogpt.checkpoint.manifest import (
-    make_manifest,
-    read_manifest,
-    sealed,
-    step_folder,
-    unfinished_folder,
-    val_loss_of,
-)
+from isogpt.checkpoint.manifest import make_manifest, read_manifest, step_folder, unfinished_folder
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner
-from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.common.console import shortened
-from isogpt.common.files import reason_of, remove, write_whole
+from isogpt.common.files import reason_of, remove
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
@@ -100,10 +92,7 @@ class Saver:
         ranks). Does nothing with save_checkpoint=False, or if this step is on the disk. Exits with a message
         if weights are not finite, or if a different run has claimed the folder.
         """
-        if not self.config["save_checkpoint"]:
-            return
-        if state.step == self.step:
-            do_together(self.record_loss, state.progress, on_error=self.log.failed)
+        if not self.config["save_checkpoint"] or state.step == self.step:
             return
         self.wait()
         began, run = time.perf_counter(), self.describe(state)
@@ -130,24 +119,6 @@ class Saver:
         remove(self.unfinished())  # what somebody has put there
         if is_main():
             check_owner(self.run_folder.path, self.run_folder.owner)
-
-    def record_loss(self, progress: Progress) -> None:
-        """
-        Record the loss of a state that was evaluated only after its checkpoint was written (rank 0). Raises
-        ValueError if a different run has claimed the folder.
-        """
-        out, folder = self.run_folder.path, step_folder(self.run_folder.path, self.step)
-        manifest = read_manifest(folder) if is_main() and self.run_folder.owner else {}
-        if not manifest or val_loss_of(manifest) is not None or progress.val_loss is None:
-            return
-        check_owner(out, self.run_folder.owner)
-        names = ("val_loss", "best_val_loss", "best_step", "measures")
-        manifest |= {name: getattr(progress, name) for name in names}
-        with only_warned(folder):
-            write_whole(folder / "manifest.json", sealed(manifest))
-            link_checkpoints(out, folder, best_folder(out, manifest))
-            if self.mirror:
-                self.mirror.request(folder)
 
     def unfinished(self) -> Path:
         """The folder in which the checkpoint under way is written until it is complete."""
