@@ -506,7 +506,7 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     newest = out / "step_00000009"
     best = best_folder(out, read_manifest(newest))
     link_checkpoints(out, newest, best)
-    prune_checkpoints(newest, read_manifest(newest), best, 1)
+    prune_checkpoints(out, read_manifest(newest), best, 1)
     assert [f.name for f in step_folders(out)] == ["step_00000009", "step_00000006"]
     assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000006"
     data = bytearray((out / "step_00000006/ckpt.pt").read_bytes())
