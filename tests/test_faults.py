@@ -515,7 +515,7 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     found, reports = best_checkpoint(str(out))
     assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
     moved = newest.rename(out / "step_00000100")
-    assert damage(moved) == "it was renamed: its checkpoint is that of step 9"
+    assert damage(moved) == "manifest.json is missing, damaged or that of another step"
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def check_law(out, newest, what):
     with within_limit():
         try:
             return use(out).step <= newest
-        except (ValueError, OSError) as e:
+        except (ValueError, OSError, SystemExit) as e:  # the message of SystemExit is printed
             text = io.StringIO()
             with redirect_stderr(text):
                 console.print_error(str(e))

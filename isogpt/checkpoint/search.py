@@ -174,7 +174,7 @@ def verify(stored: StoredCheckpoint) -> str:
             "use a folder on a file system that all machines share, or copy the checkpoint from rank 0's "
             "machine to the others"
         )
-    return next(filter(None, (damaged_file(stored.folder / name, files) for name in names)), "")
+    return damaged_file(stored.folder, {name: files[name] for name in names})
 
 
 def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Path | None:
