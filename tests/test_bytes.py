@@ -10,7 +10,6 @@ from runs import script, script_that_fails
 from test_data import EOT, cached_tokenizers, needs_gpt2, read  # noqa: F401 (a fixture)
 
 import export
-from isogpt.checkpoint.measures import bits_per_byte, what_is_measured
 from isogpt.checkpoint.search import best_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.data.dataset import open_dataset
@@ -54,8 +53,6 @@ def test_one_text_has_the_same_bytes_in_every_vocabulary(at):
         # a model that gives all ids the probability of a byte each
         nats = np.log(256) * meta["val_bytes"] / meta["val_tokens"]
         assert data.bits_per_byte(nats) == pytest.approx(8)
-        measures = what_is_measured({}, data.digest, data.bytes_per_token)
-        assert bits_per_byte(nats, measures) == pytest.approx(8)
 
 
 @needs_gpt2

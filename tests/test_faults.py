@@ -21,12 +21,12 @@ from runs import REPO, TINY, accepted, column, records, start_changed, steps_in,
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
+from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
 from isogpt.checkpoint.folder import about_space, clean_up, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
+from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
@@ -491,29 +491,24 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     assert column(work / "out", "loss") == column(work / "straight", "loss")
 
 
-def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, place):
-    """It is the one with the lowest loss that is there, and it is not deleted."""
+def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_gone(zygote, place):
     out = place / "out"
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
     assert best_checkpoint(str(out))[0].step == 8
     worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
     run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
-    assert "at step 8\n" in run.text()
-    shutil.rmtree(out / "step_00000008")
-    found, _ = best_checkpoint(str(out))
-    assert found.step == 6 and found.val_loss == column(out, "val_loss")[6]
-    newest = out / "step_00000009"
-    best = best_folder(out, read_manifest(newest))
-    link_checkpoints(out, newest, best)
+    assert "at step 8\n" in run.text() and best_checkpoint(str(out))[0].step == 8
+    newest, best = out / "step_00000009", out / "step_00000008"
     prune_checkpoints(out, read_manifest(newest), best, 1)
-    assert [f.name for f in step_folders(out)] == ["step_00000009", "step_00000006"]
-    assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000006"
-    data = bytearray((out / "step_00000006/ckpt.pt").read_bytes())
+    assert step_folders(out) == [newest, best]
+    data = bytearray((best / "ckpt.pt").read_bytes())
     data[5000] ^= 1
-    (out / "step_00000006/ckpt.pt").write_bytes(data)
+    (best / "ckpt.pt").write_bytes(data)
     found, reports = best_checkpoint(str(out))
-    assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
+    assert found.step == 9 and len(reports) == 1 and "step_00000008 is damaged" in reports[0]
+    shutil.rmtree(best)
+    assert best_checkpoint(str(out)) == newest_checkpoint(str(out))
     moved = newest.rename(out / "step_00000100")
     assert damage(moved) == "manifest.json is missing, damaged or that of another step"
 

@@ -20,8 +20,9 @@ from isogpt.checkpoint.manifest import (
     steps_in,
     val_loss_of,
 )
-from isogpt.checkpoint.measures import best_step_of, bits_per_byte, changed_measures
-from isogpt.common.console import visible
+from isogpt.checkpoint.measures import best_step_of, measures_of
+from isogpt.common.console import shortened
+from isogpt.data.dataset import bits_per_byte
 from isogpt.launch.together import broadcast, do_together, gather_objects, is_main, own_rank
 
 
@@ -42,7 +43,8 @@ class StoredCheckpoint:
     @property
     def bits_per_byte(self) -> float | None:
         """The validation loss in bits per byte of the text; None if not known."""
-        return bits_per_byte(self.val_loss, self.manifest.get("measures", {}))
+        size = self.manifest.get("measures", {}).get("bytes_per_token") or 0
+        return None if self.val_loss is None else bits_per_byte(self.val_loss, 1, size)
 
     @property
     def folder(self) -> Path:
@@ -60,9 +62,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
 def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     """The checkpoint in a ckpt.pt without a manifest."""
     val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
-    manifest = {"files": {path.name: entry_of(path)}}
-    if isinstance(measures := state.get("isogpt", {}).get("measures"), dict):
-        manifest["measures"] = measures
+    manifest = {"files": {path.name: entry_of(path)}, "measures": measures_of(state)}
     return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
@@ -118,8 +118,6 @@ def look(
     if not is_main():
         return None, {}
     folders, stored = step_folders(out), None
-    is_there = {folder.name for folder in folders}  # a run that goes on may have deleted some
-    damaged = {name: text for name, text in damaged.items() if name in is_there or not folders}
     for folder in folders:
         if step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
@@ -179,37 +177,20 @@ def verify(stored: StoredCheckpoint) -> str:
 
 def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Path | None:
     """
-    Find the checkpoint with the best validation loss, by the newest checkpoint's manifest. If the step that
-    the manifest names was not saved (because the disk was full, for instance) or is damaged, find the
-    checkpoint with the lowest comparable loss. None if no checkpoint was evaluated.
+    The checkpoint with the best validation loss, by the newest checkpoint's manifest. None if no checkpoint
+    was evaluated, or the best one could not be saved or is damaged.
     """
-    named, losses = step_folder(out, manifest["best_step"]), {}
-    if named.name not in damaged and read_manifest(named):
-        return named
-    for folder in step_folders(out):
-        other = {} if folder.name in damaged else read_manifest(folder)
-        if not other or other["step"] > manifest["step"] or val_loss_of(other) is None:
-            continue
-        if not changed_measures(other["measures"], manifest["measures"]):
-            losses[folder] = val_loss_of(other)
-    return min(losses, key=losses.get, default=None)
-
-
-def about_folder(folder: Path) -> str:
-    """What to do about a folder that contains a model of transformers; '' for other folders."""
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        return ""
-    return f"{folder} contains a model of transformers: set --init_from={folder}, or see export.py --from=hf"
+    folder = step_folder(out, manifest["best_step"])
+    return folder if folder.name not in damaged and read_manifest(folder) else None
 
 
 def advice_on_folder(out_dir: str) -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if text := about_folder(Path(out_dir)):
-        return text
+    if (Path(out_dir) / "config.json").exists():
+        model = f"{out_dir} contains a model of transformers"
+        return f"{model}: set --init_from={out_dir}, or see export.py --from=hf"
     if steps := steps_in(out_dir):
-        return f"it contains {', '.join(map(str, steps))}: set --resume_step= to one of these steps"
-    runs = sorted(visible(str(path)) for path in Path().iterdir() if is_run(str(path)))
-    if not runs:
-        return "set --out_dir= to the run's folder, or train first, see README.md"
-    more = ", ..." if len(runs) > 4 else ""
-    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
+        return f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
+    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
+    here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
+    return f"set --out_dir= to the run's folder{here}"
