@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data.dataset import Dataset
-from isogpt.data.windows import SHUFFLE_VERSION
 from isogpt.training.recent_steps import RecentSteps
 
 
@@ -119,7 +118,6 @@ class Progress:
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
             "kind_of_device": self.kind_of_device,
-            "shuffle_version": SHUFFLE_VERSION,
             **self.data,
         }
 
@@ -129,10 +127,8 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
     What a user of `exact` should know about the run that is continued: a list of one sentence, or an empty
     one. The arguments are results of precision.kind_of_device, empty without `exact`.
     """
-    if not now:
-        return []
-    if not before:
-        return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
     changed = [name for name in now if now[name] != before.get(name)]
-    phrases = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
-    return [f"exact: {phrases}, so the bits may differ from a run without this change"] if changed else []
+    reason = "the checkpoint was written without exact"
+    if before:
+        reason = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
+    return [f"exact: {reason}, so the bits may differ from a run without this change"] if changed else []

@@ -11,7 +11,7 @@ from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
+from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.common.console import visible
@@ -106,7 +106,8 @@ class Start:
         else:
             do_together(init_weights, state.model, seed, has_done=DRAWN)
         if self.checkpoint or self.pretrained:
-            do_together(state.check_finite, self.checkpoint.stored.path if self.checkpoint else self.name)
+            where = self.checkpoint.stored.path if self.checkpoint else self.name
+            do_together(check_finite, state.model, where)
         if not self.is_resume:
             state.slow_network.restart(state.step)
         if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.source import OpenCheckpoint, check_finite, first_positions, flat
-from isogpt.common.console import shortened
+from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
 from isogpt.parallel.data_parallel import kept_weights, reshard
-from isogpt.parallel.local_parts import (
-    LocalPart,
-    init_part,
-    local,
-    local_part_of,
-    local_parts_by_name,
-    splits_of,
-)
+from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim, optimizer_state
 
@@ -64,20 +56,6 @@ class TrainState:
         self.slow_network.restart(self.step, checkpoint.shapes)
         parts = flat({}, self.slow_network.saved_parts())
         checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
-
-    def check_finite(self, where: object) -> None:
-        """
-        Raise ValueError if weights from `where` are not finite, or the optimizers' tensors are NaN. Infinity
-        is accepted there, since it only stops the update of a weight.
-        """
-        check_finite(self.model, where)
-        moments = flat({}, optimizer_state.state_by_name(self.model, self.optimizers))
-        bad = [name.removeprefix("optim.") for name, tensor in moments.items() if local(tensor).isnan().any()]
-        if bad:
-            raise ValueError(
-                f"the optimizer's state in {where} is NaN ({shortened(bad)}): use an older checkpoint, or "
-                f"start a new run from the weights with --init_from={where} and a different --out_dir="
-            )
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:

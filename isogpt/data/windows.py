@@ -8,8 +8,6 @@ import numpy as np
 
 from isogpt.common.random_numbers import SHUFFLE, random_bits
 
-# recorded in checkpoints; those that do not record it are of version 1, whose permutation was kept in memory
-SHUFFLE_VERSION = 2
 ROUNDS = 8  # pairs of rounds. With 4, the orders of fewer than 20 windows are visibly not equally frequent
 
 
