@@ -89,7 +89,7 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
 
     own = f"mount -t tmpfs none {out}"
     said = train([], own, code=1)
-    assert f"out_dir {out} of rank 1 is not {out}, in which rank 0 keeps this run" in said
+    assert f"out_dir {out} is not the folder in which rank 0 keeps this run" in said
     read_only = f"mount --bind {out} {out} && mount -o remount,ro,bind {out}"
     assert "Read-only file system" in train([], read_only, code=1)
     assert not list(out.glob("*step_*"))

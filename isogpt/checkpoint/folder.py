@@ -27,7 +27,7 @@ from isogpt.common import console
 from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main
+from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel.mesh import Mesh
@@ -168,10 +168,10 @@ def claim_folder(
     # removing and copying what earlier runs left may take a while
     owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
-    if config["save_checkpoint"]:
-        check_folder(folder, is_sharded(plan, mesh))
-        if ranks.is_main and (problem := about_space(folder.path, plan)):
-            console.print_line(f"warning: {problem}")
+    if config["save_checkpoint"] and is_sharded(plan, mesh):
+        do_together(check_folder, folder)
+    if config["save_checkpoint"] and ranks.is_main and (problem := about_space(folder.path, plan)):
+        console.print_line(f"warning: {problem}")
     return folder
 
 
@@ -181,28 +181,18 @@ def is_sharded(plan: Plan, mesh: Mesh) -> bool:
     return plan.zero > 0 or mesh.splits_model or mesh.islands > 1 or has_errors
 
 
-def check_folder(folder: RunFolder, is_sharded: bool) -> None:
+def check_folder(folder: RunFolder) -> None:
     """
-    Check that every rank's out_dir is the folder that this run has claimed, and that every rank that writes
-    checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
-
-    If rank 0 writes everything, it may use a folder that other ranks do not see until a checkpoint is read.
+    Raise ValueError if this rank cannot write to the folder that rank 0 has claimed: a checkpoint in shards
+    would be incomplete. If rank 0 writes everything, other ranks need the folder only for a resume.
     """
-    out = folder.path.absolute()
-    seen = gather_objects((do_together(is_owned, out, folder.owner), str(out)))
-    blind = [f"{path} of rank {rank}" for rank, (is_seen, path) in enumerate(seen) if not is_seen]
-    text = (
-        f"out_dir {console.shortened(blind)} is not {seen[0][1]}, in which rank 0 keeps this run. All ranks "
-        "write shards, and read any checkpoint: set --out_dir= to one folder on a file system that all "
-        "machines share"
-    )
-    with exit_together():
-        if blind and is_sharded:
-            raise ValueError(f"{text}, or --save_checkpoint=False")
-    if is_sharded:
-        do_together(make_writable, str(folder.path))
-    elif blind and is_main():
-        console.print_line(f"warning: {text}, or copy them before a resume")
+    if not is_owned(folder.path, folder.owner):
+        raise ValueError(
+            f"out_dir {folder.path.absolute()} is not the folder in which rank 0 keeps this run, and all "
+            "ranks write shards: set --out_dir= to one folder on a file system that all machines share, or "
+            "--save_checkpoint=False"
+        )
+    make_writable(str(folder.path))
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -> None:
