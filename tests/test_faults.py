@@ -22,7 +22,7 @@ from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
-from isogpt.checkpoint.folder import about_space, clean_up, enter_folder, look_for_start, make_writable
+from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
@@ -541,17 +541,6 @@ def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name):
         with pytest.raises(ValueError, match="^out_dir out cannot be used on .*Function not .*--out_dir"):
             make_writable("out")
     assert not os.listdir("out")
-
-
-def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
-    plan = SimpleNamespace(counts=SimpleNamespace(parameters=10**9), optimizer="adamw")
-    disk = {"free": 10e9, "total": 100e9}
-    at.set(shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
-    said = about_space(at.path, plan)
-    assert said.startswith(f"a checkpoint takes at least 12 GB, but {at.path} has 10 GB of free space")
-    for enough in ({"free": 12e9}, {"free": 0, "total": 0}):  # the last file system does not tell
-        disk |= enough
-        assert about_space(at.path, plan) == ""
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])

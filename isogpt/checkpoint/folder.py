@@ -33,7 +33,6 @@ from isogpt.options.values import is_url
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
-from isogpt.training.optim import moments_of
 
 RESULT = "result.json"  # how the run has ended, see sink_result.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
@@ -98,18 +97,6 @@ def make_writable(out_dir: str) -> None:
         shutil.rmtree(tried, ignore_errors=True)
 
 
-def about_space(out: Path, plan: Plan) -> str:
-    """A sentence if the disk has too little space for the next checkpoint; "" if it has enough."""
-    size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
-    disk = shutil.disk_usage(out)
-    if disk.free >= size or disk.total == 0:  # some network file systems do not tell
-        return ""
-    return (
-        f"a checkpoint takes at least {size / 1e9:.3g} GB, but {out.absolute()} has {disk.free / 1e9:.3g} GB "
-        "of free space: make room, or set --out_dir= to a folder on a larger disk"
-    )
-
-
 def clean_up(out: Path) -> None:
     """
     Remove the unfinished checkpoints, files and deletions that killed runs have left. The owner calls this
@@ -170,8 +157,6 @@ def claim_folder(
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
     if config["save_checkpoint"] and is_sharded(plan, mesh):
         do_together(check_folder, folder)
-    if config["save_checkpoint"] and ranks.is_main and (problem := about_space(folder.path, plan)):
-        console.print_line(f"warning: {problem}")
     return folder
 
 
