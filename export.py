@@ -175,8 +175,7 @@ def list_checkpoints(out_dir: str) -> str:
             state = manifest.damage(folder) or "valid"
         except ValueError as e:  # it may be intact
             state = str(e)
-        val_loss = manifest.val_loss_of(content) if content else None
-        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, val_loss)
+        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, content.get("val_loss"))
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         lines.append(row(stored, form, f"{state} (best)" if folder == best else state))
     if not folders:

@@ -5,8 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import torch
-
 from isogpt.checkpoint.measures import best_step_of, measures_of
 from isogpt.common.files import parse_json, read_utf8, regular_file
 
@@ -61,7 +59,6 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
         "measures": measures_of(run),
         "layout": {"world_size": world_size, "zero": zero},
         "block_size": run["model_args"]["block_size"],
-        "torch": torch.__version__,
     }
 
 
@@ -145,10 +142,3 @@ def damaged_file(folder: Path, files: dict) -> str:
                 f"rename {folder} if an older checkpoint will do"
             ) from e
     return ""
-
-
-def val_loss_of(manifest: dict) -> float | None:
-    """The validation loss of the checkpoint with this manifest; None if it is not known."""
-    if manifest["best_step"] == manifest["step"]:
-        return manifest["best_val_loss"]
-    return manifest["val_loss"]

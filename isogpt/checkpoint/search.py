@@ -18,7 +18,6 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     step_of,
     steps_in,
-    val_loss_of,
 )
 from isogpt.checkpoint.measures import best_step_of, measures_of
 from isogpt.common.console import shortened
@@ -56,7 +55,7 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     """The checkpoint in a step folder that is not damaged."""
     manifest = read_manifest(folder)
     path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
-    return StoredCheckpoint(path, manifest["step"], manifest, val_loss_of(manifest))
+    return StoredCheckpoint(path, manifest["step"], manifest, manifest["val_loss"])
 
 
 def open_bare(path: Path, state: dict) -> StoredCheckpoint:
@@ -121,25 +120,17 @@ def look(
     for folder in folders:
         if step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
-        if not (problem := damaged_manifest(folder)):
-            stored = open_best(folder, damaged) if best else open_folder(folder)
-            break
-        damaged[folder.name] = f"{folder} is damaged: {problem}"
+        if problem := damaged_manifest(folder):
+            damaged[folder.name] = f"{folder} is damaged: {problem}"
+            continue
+        chosen = best_folder(out, read_manifest(folder), damaged) if best else None
+        stored = open_folder(chosen or folder)
+        break
     if step == -1 and not folders:
         stored = look_for_bare(out, best, damaged)
     if stored:
         stored = replace(stored, path=Path(os.path.relpath(stored.path, out)))
     return stored, damaged
-
-
-def open_best(newest_folder: Path, damaged: Collection[str]) -> StoredCheckpoint:
-    """The checkpoint with the best validation loss, by the manifest of the newest one."""
-    newest = open_folder(newest_folder)
-    folder = best_folder(newest_folder.parent, newest.manifest, damaged)
-    best = open_folder(folder) if folder else newest
-    if best.step == newest.manifest["best_step"]:  # the state may be evaluated only after it was saved
-        best = replace(best, val_loss=newest.manifest["best_val_loss"])
-    return best
 
 
 def look_for_bare(out: Path, best: bool, damaged: dict[str, str]) -> StoredCheckpoint | None:
@@ -168,9 +159,8 @@ def verify(stored: StoredCheckpoint) -> str:
         names = [*files] if os.environ.get("LOCAL_RANK", "0") == "0" else []
     if not is_main() and not stored.is_bare and read_manifest(stored.folder) != stored.manifest:
         raise ValueError(
-            f"{stored.path.absolute()} is not the checkpoint that rank 0 found, which all ranks must read: "
-            "use a folder on a file system that all machines share, or copy the checkpoint from rank 0's "
-            "machine to the others"
+            f"{stored.path.absolute()} is not the checkpoint that rank 0 found: all machines must share the "
+            "folder, or have a copy of it"
         )
     return damaged_file(stored.folder, {name: files[name] for name in names})
 
