@@ -12,7 +12,7 @@ from runs import accepted, column, default_plan, records, same, start_changed, t
 from test_layouts import args_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import differences
 from isogpt.nn import huggingface
@@ -448,7 +448,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
     out = shared_work / "sharded"
     args = [*args_of("llama-moe"), "--ep=2", "--zero=3", "--max_iters=0", f"--out_dir={out}"]
     zygote.train(args, shared_work, 2)
-    assert newest_checkpoint(str(out))[0].path.is_dir()
+    assert find_checkpoint(str(out))[0].path.is_dir()
     for form in ("hf", "ckpt.pt"):
         zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
     weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
@@ -483,7 +483,7 @@ def test_export_and_import_of_a_run(zygote, session_work, trained, tmp_path, mod
         text = zygote.train(args, session_work).text()
         losses.add(re.search("step 0: train loss ([0-9.]+)", text)[1])
     assert len(losses) == 1
-    tensors = open_checkpoint(best_checkpoint(str(out))[0]).tensors  # sample.py uses the best one
+    tensors = open_checkpoint(find_checkpoint(str(out), best=True)[0]).tensors  # sample.py uses the best one
     weights = {name.removeprefix("model."): w for name, w in tensors.items() if name.startswith("model.")}
     imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
     assert same_weights(weights, imported)
@@ -495,7 +495,7 @@ def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):
     for folder in (out, out / "hf"):
         shutil.copytree(trained(args_of("nanochat")), folder, symlinks=True)
     zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait()
-    assert newest_checkpoint(str(out / "hf_1"))[0].step == 10
+    assert find_checkpoint(str(out / "hf_1"))[0].step == 10
 
 
 MISTAKES = {

@@ -26,7 +26,7 @@ from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, mak
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
@@ -94,7 +94,7 @@ def test_twenty_kills_around_saves_lose_nothing(zygote, work):
         run = start_changed(zygote, changes, args, work).wait(ok=False)
         assert run.codes == [-signal.SIGKILL], run.text()
         assert f"out/step_{before:08d}/ckpt.pt, step {before}\n" in run.text() or not before
-        found, reports = newest_checkpoint(str(out))
+        found, reports = find_checkpoint(str(out))
         saved = re.findall(r"saved out/step_(\d+)", run.text())
         assert not reports and found.step >= max(before + 1, *map(int, saved)), number
         before = found.step
@@ -142,9 +142,9 @@ def test_a_ckpt_pt_of_nanogpt_is_resumed_and_kept(zygote, place):
     assert (place / "nano/original_ckpt.pt").read_bytes() == before and bare.is_symlink()
     bare.unlink()
     bare.write_bytes(before)
-    assert newest_checkpoint(str(bare.parent))[0].step == 9
+    assert find_checkpoint(str(bare.parent))[0].step == 9
     shutil.rmtree(place / "nano/step_00000009")
-    assert newest_checkpoint(str(bare.parent))[0].path == bare
+    assert find_checkpoint(str(bare.parent))[0].path == bare
 
 
 def test_a_start_clears_only_what_runs_leave(at):
@@ -353,7 +353,7 @@ def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
 def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
     """What the command asks for has not happened yet: a restart must do it."""
     now, out = Launch(("agent",)), str(place / "out")
-    found = newest_checkpoint(out, 3)[0]
+    found = find_checkpoint(out, step=3)[0]
     with at.context() as patch:
         patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -483,7 +483,7 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     text = Path(run.outs[0]).read_text()
     assert text.endswith(message) and f"step {step}:" not in text
     assert [r for r in records(work / "out") if r.get("event") == "failed"][0]["reason"] in message
-    found, reports = best_checkpoint(str(work / "out"))
+    found, reports = find_checkpoint(str(work / "out"), best=True)
     assert found.step == step and not reports and found.val_loss is None
     run = zygote.train([*args, "--max_iters=10"], work, nproc)
     assert f"iter {step}: loss" in run.text()
@@ -495,20 +495,20 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
     out = place / "out"
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
-    assert best_checkpoint(str(out))[0].step == 8
+    assert find_checkpoint(str(out), best=True)[0].step == 8
     worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
     run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
-    assert "at step 8\n" in run.text() and best_checkpoint(str(out))[0].step == 8
+    assert "at step 8\n" in run.text() and find_checkpoint(str(out), best=True)[0].step == 8
     newest, best = out / "step_00000009", out / "step_00000008"
     prune_checkpoints(out, read_manifest(newest), best, 1)
     assert step_folders(out) == [newest, best]
     data = bytearray((best / "ckpt.pt").read_bytes())
     data[5000] ^= 1
     (best / "ckpt.pt").write_bytes(data)
-    found, reports = best_checkpoint(str(out))
+    found, reports = find_checkpoint(str(out), best=True)
     assert found.step == 9 and len(reports) == 1 and "step_00000008 is damaged" in reports[0]
     shutil.rmtree(best)
-    assert best_checkpoint(str(out)) == newest_checkpoint(str(out))
+    assert find_checkpoint(str(out), best=True) == find_checkpoint(str(out))
     moved = newest.rename(out / "step_00000100")
     assert damage(moved) == "manifest.json is missing, damaged or that of another step"
 

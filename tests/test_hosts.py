@@ -14,7 +14,7 @@ from hosts import HAS_NAMESPACES, Hosts
 from runs import REPO, TINY, assert_same_curve, children, column, records, same, steps_in, wait_for
 from test_launchers import FORKED
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,7 +96,7 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
     moved = f"mount --bind {out} {work}/elsewhere && mount -t tmpfs none {out}"  # no path of h1 is there
     for flags in ([], ["--init_from=resume", "--max_iters=5"]):
         train(flags, moved, [f"--out_dir={work}/elsewhere"])
-    assert sorted(column(out, "loss")) == [*range(6)] and newest_checkpoint(out)[0].step == 6
+    assert sorted(column(out, "loss")) == [*range(6)] and find_checkpoint(out)[0].step == 6
     said = train(["--init_from=auto"], own, code=1)
     assert said.count("error:") == 3 and "Traceback" not in said + h.text("h2")
 

@@ -65,16 +65,6 @@ def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
-def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | None, list[str]]:
-    """What `find_checkpoint` returns for the newest checkpoint, or for that of a step."""
-    return find_checkpoint(out_dir, step=step)
-
-
-def best_checkpoint(out_dir: str) -> tuple[StoredCheckpoint | None, list[str]]:
-    """What `find_checkpoint` returns for the best checkpoint."""
-    return find_checkpoint(out_dir, best=True)
-
-
 def find_checkpoint(
     out_dir: str, best: bool = False, step: int = -1, on_error: Callable[[str], object] | None = None
 ) -> tuple[StoredCheckpoint | None, list[str]]:
