@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
 from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
@@ -132,10 +130,6 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if ranks.is_main:
         for report in reports + more:
             console.print_line(f"warning: {console.visible(report)}")
-        if is_resume and was_entered_by(Path(out_dir), launch):
-            console.print_line(
-                f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
-            )
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
