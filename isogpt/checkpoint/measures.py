@@ -4,11 +4,7 @@ import math
 
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 # fields of `what_is_measured`, as a user knows them
-LABELS = {
-    "digest": "the digest of the data",
-    "sequences": "eval_iters * batch_size",
-    "bytes_per_token": "bytes of text per token",
-}
+LABELS = {"digest": "the digest of the data", "sequences": "eval_iters * batch_size"}
 WHOLE = 0  # sequences: each token of the validation split once
 
 

@@ -79,12 +79,10 @@ class Saver:
         always_save_checkpoint and save_interval say.
         """
         c, progress = self.config, state.progress
-        if c["eval_only"]:
-            return False
         was_evaluated = progress.val_loss is not None
-        if is_last or (was_evaluated and (progress.is_best or c["always_save_checkpoint"])):
-            return True
-        return c["save_interval"] > 0 and state.step % c["save_interval"] == 0
+        is_good = was_evaluated and (progress.is_best or c["always_save_checkpoint"])
+        is_time = c["save_interval"] > 0 and state.step % c["save_interval"] == 0
+        return not c["eval_only"] and (is_last or is_good or is_time)
 
     def save(self, state: TrainState) -> None:
         """
@@ -97,7 +95,7 @@ class Saver:
         self.wait()
         began, run = time.perf_counter(), self.describe(state)
         if self.is_sharded:
-            copied = state.copy_parts()
+            copied = {name: part.copy() for name, part in state.parts().items()}
         else:
             copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
         do_together(self.prepare, state, on_error=self.log.failed)

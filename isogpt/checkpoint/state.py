@@ -77,13 +77,6 @@ class TrainState:
             finally:
                 optim.set_mode(self.optimizers, "train")
 
-    def copy_parts(self) -> dict[str, LocalPart]:
-        """
-        Start to copy what this rank holds to the CPU, by the names that checkpoints in shards use. The copy
-        is complete when the caller has waited for the device.
-        """
-        return {name: part.copy() for name, part in self.parts().items()}
-
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
         moments = optimizer_state.state_by_name(self.model, self.optimizers)
@@ -92,8 +85,7 @@ class TrainState:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""
-        scaler = {"scaler": self.scaler.state_dict()}
-        return scaler | self.progress.describe()
+        return {"scaler": self.scaler.state_dict()} | self.progress.describe()
 
     def advance(self) -> None:
         """Count a step that was taken."""
