@@ -58,11 +58,10 @@ def look_for_start(
         newest, reports = find_checkpoint(out_dir, step=-1 if is_restart else resume_step)
         if newest:
             return newest, True, reports
-        if reports:
-            raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
-        if init_from == "resume":
+        if reports or init_from == "resume":
             which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
-            raise ValueError(f"no {which} to resume from in {out_dir}: {advice_on_folder(out_dir)}")
+            why = "; ".join(reports) or advice_on_folder(out_dir)
+            raise ValueError(f"no {which} to resume from in {out_dir}: {why}")
     # these are not paths, even if a folder here has such a name
     if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
         return None, False, []
@@ -217,7 +216,7 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not (has_logged_steps or is_run(out_dir) or (out / "ckpt_best.pt").exists()):
+    if not (has_logged_steps or is_run(out_dir)):
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

@@ -232,7 +232,7 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = find_checkpoint(str(self.run_folder.path), on_error=self.log.failed)
+        stored, reports = find_checkpoint(str(self.run_folder.path))
         for report in reports:
             self.log.print(f"warning: {report}")
         do_together(self.load, state, stored, reason, on_error=self.log.failed)

@@ -1,7 +1,7 @@
 """Find the checkpoint to load: the newest or the best that is not damaged."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -58,15 +58,22 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     return StoredCheckpoint(path, manifest["step"], manifest, manifest["val_loss"])
 
 
-def open_bare(path: Path, state: dict) -> StoredCheckpoint:
-    """The checkpoint in a ckpt.pt without a manifest."""
+def open_bare(path: Path, damaged: dict[str, str]) -> StoredCheckpoint | None:
+    """The checkpoint in a ckpt.pt without a manifest, such as nanoGPT's; a sentence in `damaged` if it is."""
+    if not path.exists() or path.name in damaged:
+        return None
+    try:
+        state = read_file(path, verify=True)
+    except ValueError as e:
+        damaged[path.name] = str(e)
+        return None
     val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
     manifest = {"files": {path.name: entry_of(path)}, "measures": measures_of(state)}
     return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
 def find_checkpoint(
-    out_dir: str, best: bool = False, step: int = -1, on_error: Callable[[str], object] | None = None
+    out_dir: str, best: bool = False, step: int = -1
 ) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find and verify the newest checkpoint of a run, or the one with the best validation loss (all ranks). Rank
@@ -77,20 +84,18 @@ def find_checkpoint(
     Args:
         out_dir: the run's folder, or a ckpt.pt.
         step: only this step's checkpoint; -1: any.
-        on_error: as in exit_together.
 
     Returns:
         (the checkpoint or None, a sentence for each one that is damaged)
     """
     damaged = {}  # sentences, by the name of a step folder or file
     while True:
-        found = do_together(look, Path(out_dir), best, step, damaged, on_error=on_error)
-        stored, damaged = broadcast(found)
+        stored, damaged = broadcast(do_together(look, Path(out_dir), best, step, damaged))
         if not stored:
             return None, [*damaged.values()]
         # machines may mount the same folder under different paths, or contain copies
         stored = replace(stored, path=out_dir / stored.path)
-        problems = gather_objects(do_together(verify, stored, on_error=on_error))
+        problems = gather_objects(do_together(verify, stored))
         if not any(problems):
             return replace(stored, damaged=(*damaged,)), [*damaged.values()]
         place = stored.path if stored.is_bare else stored.folder
@@ -117,22 +122,10 @@ def look(
         stored = open_folder(chosen or folder)
         break
     if step == -1 and not folders:
-        stored = look_for_bare(out, best, damaged)
+        stored = open_bare(out if out.is_file() else out / "ckpt.pt", damaged)
     if stored:
         stored = replace(stored, path=Path(os.path.relpath(stored.path, out)))
     return stored, damaged
-
-
-def look_for_bare(out: Path, best: bool, damaged: dict[str, str]) -> StoredCheckpoint | None:
-    """The ckpt.pt of nanoGPT, or a copy without its step folder."""
-    names = [out] if out.is_file() else [out / "ckpt_best.pt"] * best + [out / "ckpt.pt"]
-    for path in names:
-        if path.exists() and path.name not in damaged:
-            try:
-                return open_bare(path, read_file(path, verify=True))
-            except ValueError as e:
-                damaged[path.name] = str(e)
-    return None
 
 
 def verify(stored: StoredCheckpoint) -> str:

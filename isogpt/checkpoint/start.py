@@ -162,10 +162,6 @@ def differences(
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
         sentences.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
-    if config["n_expert"] and not model.get("n_expert"):
-        sentences.append(
-            f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
-        )
     if is_resume:
         now = facts_of_curve(config, data or {})
         was = now | facts_of_curve(config | source.run["config"], source.run.get("isogpt", {}))
