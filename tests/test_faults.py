@@ -221,13 +221,13 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch
 
 
 def write_unfinished(folder, name):
-    """Write a checkpoint's file in a folder; returns what commit_checkpoint needs."""
+    """Write a checkpoint's file in a folder; returns its manifest."""
     run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {"block_size": 8}, "isogpt": {}}
     if name == "ckpt.pt":
         written = write_file(folder / name, {"w": torch.zeros(1000)})
     else:
         written = sharded_files.write(folder, {"w": local_part_of(torch.zeros(1000))}, group=None)
-    return {"manifest": make_manifest(run, 1, 0, None) | {"run": run}, "written": written}
+    return make_manifest(run, 1, 0, None) | {"run": run, "files": written}
 
 
 FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
@@ -237,11 +237,11 @@ FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
 def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
     """The checksums are those of what was written, not of what can be read afterwards."""
     unfinished = tmp_path / "unfinished"
-    checkpoint = write_unfinished(unfinished, name)
+    manifest = write_unfinished(unfinished, name)
     content = bytearray((unfinished / name).read_bytes())
     content[len(content) // 2] ^= 1
     (unfinished / name).write_bytes(content)
-    folder = commit_checkpoint(unfinished, keep_last=0, **checkpoint)
+    folder = commit_checkpoint(unfinished, manifest, keep_last=0)
     content[len(content) // 2] ^= 1
     assert damage(folder) == f"the checksum of {name} does not match"
     (folder / name).write_bytes(content)
@@ -269,8 +269,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     (tmp_path / "step_00000001").mkdir()
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    checkpoint = write_unfinished(tmp_path / "unfinished", name)
-    folder = commit_checkpoint(tmp_path / "unfinished", keep_last=1, **checkpoint)
+    manifest = write_unfinished(tmp_path / "unfinished", name)
+    folder = commit_checkpoint(tmp_path / "unfinished", manifest, keep_last=1)
     committed = calls.index("rename")
     assert {path.stat().st_ino for path in folder.iterdir()} <= {*calls[:committed]}
     assert calls[committed + 1 :] == [tmp_path.stat().st_ino, "rename"]

@@ -79,9 +79,9 @@ def commit(out, step, best=0, keep_last=2, held=()):
         "config": {},
         "isogpt": {},
     }
-    manifest = make_manifest(run, 1, 0, None) | {"best_step": best}
-    written = {name: entry_of(unfinished / name) for name in FILES}
-    return commit_checkpoint(unfinished, manifest, written, keep_last, held=held)
+    files = {name: entry_of(unfinished / name) for name in FILES}
+    manifest = make_manifest(run, 1, 0, None) | {"best_step": best, "files": files}
+    return commit_checkpoint(unfinished, manifest, keep_last, held=held)
 
 
 def copies(path, step=None, url="faulty://", keep_last=2):

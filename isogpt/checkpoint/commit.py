@@ -12,20 +12,15 @@ from isogpt.common.files import free_name, remove, sync_folder, temporary_name, 
 
 
 def commit_checkpoint(
-    unfinished: Path,
-    manifest: dict,
-    written: dict,
-    keep_last: int,
-    owner: str = "",
-    held: Collection[Path] = (),
+    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", held: Collection[Path] = ()
 ) -> Path:
     """
     Complete a checkpoint whose files are written: manifest, rename, links; then delete checkpoints that are
     not kept. Returns the step folder.
 
     Args:
-        manifest: what make_manifest returned.
-        written: the manifest's entries of all files, which were hashed while they were written.
+        manifest: what make_manifest returned, and `files`: the entries of all files, which were hashed while
+            they were written.
         held: checkpoints that are being read, which are not deleted yet.
 
     Raises:
@@ -34,7 +29,7 @@ def commit_checkpoint(
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": written}))
+    write_whole(unfinished / "manifest.json", sealed(manifest))
     check_owner(out, owner)
     os.rename(unfinished, folder)
     sync_folder(out)

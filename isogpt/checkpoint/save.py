@@ -130,14 +130,13 @@ class Saver:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                written = sharded_files.write(folder, copied, self.group)
-                manifest["run"] = run
+                manifest |= {"files": sharded_files.write(folder, copied, self.group), "run": run}
             else:
-                written = write_file(folder / "ckpt.pt", copied)
+                manifest["files"] = write_file(folder / "ckpt.pt", copied)
             if is_main():
                 held = self.mirror.held() if self.mirror else ()
                 keep_last, owner = self.config["keep_last"], self.run_folder.owner
-                committed = commit_checkpoint(folder, manifest, written, keep_last, owner, held)
+                committed = commit_checkpoint(folder, manifest, keep_last, owner, held)
                 if self.mirror:
                     self.mirror.request(committed)
                 self.seconds = time.perf_counter() - began
