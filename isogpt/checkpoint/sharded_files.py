@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from isogpt.checkpoint.ckpt_file import reading
 from isogpt.common.files import HashedFile, check_regular, load_pickle, reason_of
 from isogpt.launch.together import gather_objects, is_main
 from isogpt.parallel.local_parts import LocalPart
@@ -67,7 +68,7 @@ def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
     """The shape of each saved tensor, by name. Raises ValueError if the metadata cannot be read."""
-    with explained(folder):
+    with reading(folder):
         tensors = read_metadata(folder).state_dict_metadata
         return {str(name): torch.Size(tensor.size) for name, tensor in tensors.items()}
 
@@ -79,18 +80,12 @@ def read(folder: Path, parts: dict[str, LocalPart]) -> None:
     """
     if not parts:
         return
-    with explained(folder):
+    with reading(folder):
         reader = Reader(folder, read_metadata(folder))
-        dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-
-
-@contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Raise ValueError if reading a folder in the block fails; damaged files raise nearly anything."""
-    try:
-        yield
-    except (Exception, CheckpointException) as e:
-        raise ValueError(f"{folder} cannot be loaded: {reason_of(e)[:300]}") from e
+        try:
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        except CheckpointException as e:  # it is no Exception
+            raise OSError(reason_of(e)) from e
 
 
 def read_metadata(folder: Path) -> dcp.Metadata:
