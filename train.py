@@ -360,8 +360,8 @@ while not is_complete:
         sampler.report(state, autocast, logger)
     if is_complete:
         break
-    if state.is_excluded:  # by a rollback; `batches` already omits what the step would have read
-        state.skip()
+    if step in progress.skipped:  # by a rollback; `batches` already omits what the step would have read
+        progress.skip()
         continue
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
@@ -418,7 +418,7 @@ while not is_complete:
     if record := report.step(numbers, lr):  # on rank 0, if the step is logged
         logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint that was written in the background, or could not be
-    state.advance()
+    progress.advance()
     if stop.decide(numbers.stop):
         break
 

@@ -40,7 +40,7 @@ class Saver:
     plan: Plan
     mesh: Mesh
     config: dict  # recorded in each checkpoint
-    vocabulary: Vocabulary | None  # what the token ids mean
+    vocabulary: Vocabulary  # what the token ids mean
     log: Any  # monitor.log.Logger, whose room comes after this one
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
@@ -146,13 +146,14 @@ class Saver:
 
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
-        vocabulary = self.vocabulary.describe() if self.vocabulary else None
+        ours = {"dtype": self.plan.dtype, "vocabulary": self.vocabulary.describe()}
+        ours["scaler"] = state.scaler.state_dict()
         return {
             "model_args": self.plan.model_args,
             "iter_num": state.step,
             "best_val_loss": state.progress.best_val_loss,
             "config": self.config,
-            "isogpt": {"dtype": self.plan.dtype, "vocabulary": vocabulary} | state.describe(),
+            "isogpt": ours | state.progress.describe(),
         }
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:

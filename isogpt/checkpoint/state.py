@@ -33,11 +33,6 @@ class TrainState:
         """The next step."""
         return self.progress.step
 
-    @property
-    def is_excluded(self) -> bool:
-        """Whether a rollback has excluded the next step."""
-        return self.step in self.progress.skipped
-
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
         Continue with a checkpoint's state, on any layout; the best loss and the skipped steps stay. Each rank
@@ -82,18 +77,6 @@ class TrainState:
         moments = optimizer_state.state_by_name(self.model, self.optimizers)
         moments = parts_of_state(self.model, moments, self.slow_network.island)
         return flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
-
-    def describe(self) -> dict:
-        """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""
-        return {"scaler": self.scaler.state_dict()} | self.progress.describe()
-
-    def advance(self) -> None:
-        """Count a step that was taken."""
-        self.progress.advance()
-
-    def skip(self) -> None:
-        """Leave out a step."""
-        self.progress.skip()
 
 
 def restore_checkpoint(
