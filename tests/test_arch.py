@@ -145,7 +145,7 @@ def test_settings_that_change_what_a_resume_reads():
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
-    said = "this run continues with seed 1 (was 2): the loss curve changes"
+    said = "this run continues with seed 1 (was 2), block_size 8 (was 16): the loss curve changes"
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
     for config in (same, {}):  # nanoGPT's has some of the settings only

@@ -511,7 +511,7 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
     shutil.rmtree(best)
     assert find_checkpoint(str(out), best=True) == find_checkpoint(str(out))
     moved = newest.rename(out / "step_00000100")
-    assert damage(moved) == "manifest.json is missing, damaged or that of another step"
+    assert damage(moved) == "the checksum of manifest.json does not match"
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -33,12 +33,9 @@ def commit_checkpoint(
     check_owner(out, owner)
     os.rename(unfinished, folder)
     sync_folder(out)
-    try:
-        best = best_folder(out, manifest)
-        link_checkpoints(out, folder, best)
-        prune_checkpoints(out, manifest, best, keep_last, held)
-    except OSError as e:
-        console.print_to_stderr(f"warning: {folder} is complete, but {e}")
+    best = best_folder(out, manifest)
+    link_checkpoints(out, folder, best)
+    prune_checkpoints(out, manifest, best, keep_last, held)
     return folder
 
 

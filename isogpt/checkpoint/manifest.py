@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
@@ -107,22 +108,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def damaged_manifest(folder: Path) -> str:
+def damage(folder: Path, names: Collection[str] | None = None) -> str:
     """
-    What is wrong with the manifest of a step folder; '' if nothing is. Raises ValueError as `damaged_file`.
+    What is wrong with a step folder: '' if the manifest is intact and the checksums of these files, or of
+    all, match it. Raises ValueError as `damaged_file`.
     """
-    if read_manifest(folder).get("step") == step_of(folder):
-        return ""
-    damaged_file(folder, {"manifest.json": {}})  # raises ValueError
-    return "manifest.json is missing, damaged or that of another step"
-
-
-def damage(folder: Path) -> str:
-    """
-    What is wrong with a step folder: '' if every file's checksum matches the manifest. Reads all files.
-    Raises ValueError as `damaged_file`.
-    """
-    return damaged_manifest(folder) or damaged_file(folder, read_manifest(folder)["files"])
+    manifest = read_manifest(folder)
+    if manifest.get("step") != step_of(folder):
+        return damaged_file(folder, {"manifest.json": {}})
+    files = manifest["files"]
+    return damaged_file(folder, files if names is None else {name: files[name] for name in names})
 
 
 def damaged_file(folder: Path, files: dict) -> str:

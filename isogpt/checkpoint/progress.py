@@ -66,8 +66,6 @@ class Progress:
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
             )
-        if not source.has_moments:
-            notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
         return notes
 
     def rewind(self, source: OpenCheckpoint) -> None:

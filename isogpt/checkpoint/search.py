@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
+    damage,
     damaged_file,
-    damaged_manifest,
     entry_of,
     is_run,
     read_manifest,
@@ -115,7 +115,7 @@ def look(
     for folder in folders:
         if step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
-        if problem := damaged_manifest(folder):
+        if problem := damage(folder, names=()):
             damaged[folder.name] = f"{folder} is damaged: {problem}"
             continue
         chosen = best_folder(out, read_manifest(folder), damaged) if best else None
@@ -159,9 +159,6 @@ def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Pat
 
 def advice_on_folder(out_dir: str) -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if (Path(out_dir) / "config.json").exists():
-        model = f"{out_dir} contains a model of transformers"
-        return f"{model}: set --init_from={out_dir}, or see export.py --from=hf"
     if steps := steps_in(out_dir):
         return f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
     runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))

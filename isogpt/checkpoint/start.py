@@ -9,7 +9,7 @@ from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weigh
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
+from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.common.console import visible
@@ -101,9 +101,6 @@ class Start:
             do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
             do_together(init_weights, state.model, seed, has_done="has drawn its initial weights")
-        if self.checkpoint or self.pretrained:
-            where = self.checkpoint.stored.path if self.checkpoint else self.name
-            do_together(check_finite, state.model, where)
         if not self.is_resume:
             state.slow_network.restart(state.step)
         if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded
@@ -186,7 +183,5 @@ def facts_of_curve(config: dict, data: dict[str, dict]) -> dict:
     }
     facts |= {f"tokens of {visible(name)}": one["digest"][:8] for name, one in sources.items()}
     facts |= {f"documents of {visible(name)}": digest[:8] for name, digest in documents.items()}
-    names = ["seed", "data_order", *OF_UPDATES]
-    if config["data_order"] != "random":  # windows are cut anew
-        names.append("block_size")
+    names = ("seed", "data_order", "block_size", *OF_UPDATES)
     return facts | {name: config[name] for name in names if name in config}
