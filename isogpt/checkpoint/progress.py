@@ -106,18 +106,13 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        return {
-            "best_step": self.best_step,
-            "measures": self.measures,
-            "tokens": self.tokens,
-            "position": self.position,
+        names = ("best_step", "measures", "tokens", "position", "wandb_id", "kind_of_device")
+        others = {
             "left_out": sorted(self.skipped),
             "recent_steps": self.recent_steps.describe(),
-            "wandb_id": self.wandb_id,
             "shares": list(self.shares),
-            "kind_of_device": self.kind_of_device,
-            **self.data,
         }
+        return {name: getattr(self, name) for name in names} | others | self.data
 
 
 def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:

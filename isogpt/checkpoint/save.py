@@ -147,13 +147,13 @@ class Saver:
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
         ours = {"dtype": self.plan.dtype, "vocabulary": self.vocabulary.describe()}
-        ours["scaler"] = state.scaler.state_dict()
+        ours |= {"scaler": state.scaler.state_dict(), **state.progress.describe()}
         return {
             "model_args": self.plan.model_args,
             "iter_num": state.step,
             "best_val_loss": state.progress.best_val_loss,
             "config": self.config,
-            "isogpt": ours | state.progress.describe(),
+            "isogpt": ours,
         }
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
@@ -211,14 +211,13 @@ class Saver:
         if not self.pending:
             return
         pending, self.pending = self.pending, None
+        folder = step_folder(self.run_folder.path, self.step)
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         if error:
             self.problem = reason_of(error)[:300]
-            failure = f"{self.run_folder.path}: a checkpoint failed ({self.problem})"
-            text = f"warning: {failure}; older checkpoints are kept"
+            text = f"warning: {folder.parent}: a checkpoint failed ({self.problem}); older ones are kept"
             self.log.event("save_failed", text, reason=self.problem)
         else:
-            folder = step_folder(self.run_folder.path, self.step)
             facts = {"folder": folder.name, "seconds": self.seconds, "stall": self.stall}
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
 
