@@ -221,7 +221,7 @@ recorded = settings.without_secrets(recorded)  # no tokens, since checkpoints an
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
 # sentences for the user, as the next functions do
-not_continued = progress.begin(config, data, start.resumed, kinds[0])
+not_continued = progress.begin(config, data, start.resumed)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
 logger.notes += precision.differences_of_devices(kinds) + not_continued + differences
