@@ -101,9 +101,6 @@ class Progress:
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
         names = ("best_step", "measures", "tokens", "position", "wandb_id")
-        others = {
-            "left_out": sorted(self.skipped),
-            "recent_steps": self.recent_steps.describe(),
-            "shares": list(self.shares),
-        }
-        return {name: getattr(self, name) for name in names} | others | self.data
+        described = {name: getattr(self, name) for name in names} | self.data
+        described |= {"left_out": sorted(self.skipped), "shares": list(self.shares)}
+        return described | {"recent_steps": self.recent_steps.describe()}
