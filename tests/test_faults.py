@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -29,6 +30,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
+from isogpt.launch import together
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
@@ -368,6 +370,40 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 
 # ------------------------------------------------------------------------------------------------------------
 # runs that die
+
+
+# train.py, whose last rank is killed before the first step
+DYING = """
+import signal
+from isogpt.checkpoint import save
+if os.environ["RANK"] == "2":
+    save.Saver.__post_init__ = lambda saver: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
+    args = [*SHORT, "--zero=1", "--dist_timeout_s=60"]
+    run = start_changed(zygote, DYING, args, work, 3).wait(ok=False, timeout=55)
+    assert run.codes == [1, 1, -9] and "Traceback" not in run.text()
+    for rank in (0, 1):
+        assert re.search(rf"error: rank {rank} at step 0, .*: .*; rank 2 does not respond", run.text())
+
+
+def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(at):
+    """They communicate again and again until it is done, so that no collective lasts that long."""
+    future, waiting = Future(), []
+
+    def add(is_waiting, is_late):
+        waiting.append(is_waiting)
+        if len(waiting) == 3:
+            future.set_result(None)
+        return [is_waiting, is_late]
+
+    at.set(together, "add_together", add)
+    at.set(together.futures, "wait", lambda futures, timeout: None)
+    together.wait_together(future)
+    assert waiting == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
