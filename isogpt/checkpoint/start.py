@@ -161,7 +161,7 @@ def differences(
         sentences.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
     if is_resume:
         now = facts_of_curve(config, data or {})
-        was = now | facts_of_curve(config | source.run["config"], source.run.get("isogpt", {}))
+        was = now | facts_of_curve(config | source.run["config"], source.run["isogpt"])
         changed = [f"{name} {now[name]} (was {was[name]})" for name in now if now[name] != was[name]]
         if changed:
             sentences.append(f"this run continues with {', '.join(changed)}: the loss curve changes")
