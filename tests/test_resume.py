@@ -9,10 +9,6 @@ import torch
 from runs import TINY, assert_same_run, column, records
 
 import export
-from isogpt.checkpoint.progress import Progress
-from isogpt.monitor.log import Logger
-from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_tensorboard import TensorBoard
 
 DROPOUT = ["--dropout=0.1", "--max_iters=19", "--save_interval=4"]
 DROPOUT += ["--gradient_accumulation_steps=4", "--batch_size=3"]
@@ -176,20 +172,6 @@ def test_tensorboard_has_each_step_once(zygote, work):
         logged = column(work / "out", key)
         assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
     assert {"lr", "mfu", "train/loss", "grad_norm"} <= set(events.Tags()["scalars"])
-
-
-def test_tensorboard_drops_what_was_logged_before_a_rollback(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}, step=0)
-    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
-    for first in (0, 3):
-        for step in range(first, 5):
-            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
-        logger.event("end" if first else "rollback", to=3)
-    metrics.file.close()
-    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
 def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, work):
