@@ -57,7 +57,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         ValueError: there is no checkpoint, ids cannot be decoded, or, for 'hf', weights are not finite or
             transformers computes something else.
     """
-    stored, damaged = search.best_checkpoint(out_dir) if form == "hf" else search.newest_checkpoint(out_dir)
+    stored, damaged = search.find_checkpoint(out_dir, best=form == "hf")
     if not stored:
         problems = damaged or [search.advice_on_folder(out_dir)]
         raise ValueError(f"no valid checkpoint in {out_dir}: {'; '.join(problems)}")
@@ -175,12 +175,11 @@ def list_checkpoints(out_dir: str) -> str:
             state = manifest.damage(folder) or "valid"
         except ValueError as e:  # it may be intact
             state = str(e)
-        val_loss = manifest.val_loss_of(content) if content else None
-        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, val_loss)
+        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, content.get("val_loss"))
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         lines.append(row(stored, form, f"{state} (best)" if folder == best else state))
     if not folders:
-        stored, problems = search.newest_checkpoint(out_dir)
+        stored, problems = search.find_checkpoint(out_dir)
         of_bare = [row(stored, "bare", f"valid: {stored.path}")] if stored else problems
         lines += of_bare or [search.advice_on_folder(out_dir)]
     return "\n".join(lines)

@@ -220,7 +220,7 @@ recorded = settings.without_secrets(recorded)  # no tokens, since checkpoints an
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
 # sentences for the user, as the next functions do
-not_continued = progress.begin(config, data, start.resumed, kinds[0])
+not_continued = progress.begin(config, data, start.resumed)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
 logger.notes += precision.differences_of_devices(kinds) + not_continued + differences
@@ -359,8 +359,8 @@ while not is_complete:
         sampler.report(state, autocast, logger)
     if is_complete:
         break
-    if state.is_excluded:  # by a rollback; `batches` already omits what the step would have read
-        state.skip()
+    if step in progress.skipped:  # by a rollback; `batches` already omits what the step would have read
+        progress.skip()
         continue
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
@@ -417,7 +417,7 @@ while not is_complete:
     if record := report.step(numbers, lr):  # on rank 0, if the step is logged
         logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint that was written in the background, or could not be
-    state.advance()
+    progress.advance()
     if stop.decide(numbers.stop):
         break
 

@@ -244,10 +244,10 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
         return vocabulary
     # these import torch, which takes seconds
     from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
-    from isogpt.checkpoint.search import newest_checkpoint
+    from isogpt.checkpoint.search import find_checkpoint
     from isogpt.checkpoint.source import open_checkpoint
 
-    newest, reports = newest_checkpoint(str(folder))
+    newest, reports = find_checkpoint(str(folder))
     if not newest:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
         raise ValueError("; ".join([problem, *reports]))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.data.dataset import Dataset, open_dataset
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     for folder in parser.parse_args().runs:
-        stored, problems = newest_checkpoint(folder)
+        stored, problems = find_checkpoint(folder)
         if stored is None:
             raise SystemExit("; ".join([f"no checkpoint in {folder}", *problems]))
         source = open_checkpoint(stored)

@@ -102,7 +102,7 @@ def sparse_checkpoint(out: Path, step: int, size: int) -> None:
     os.truncate(unfinished / "ckpt.pt", size)
     digest = hashlib.sha256(bytes(size)) if size < 10**6 else hashlib.sha256(b"not computed here")
     entry = {"bytes": size, "sha256": digest.hexdigest()}
-    commit_checkpoint(unfinished, run_manifest(step), keep_last=0, written={"ckpt.pt": entry})
+    commit_checkpoint(unfinished, run_manifest(step) | {"files": {"ckpt.pt": entry}}, keep_last=0)
 
 
 def run_manifest(step: int) -> dict:
@@ -341,7 +341,7 @@ def hashed_by_rank(out: Path, count: int, size: int) -> tuple[Counter, Counter]:
         part = {"weight": LocalPart(torch.Size([numbers * count]), pieces)}
         written = sharded_files.write(unfinished, part, dist.group.WORLD)
         if rank == 0:
-            commit_checkpoint(unfinished, run_manifest(step=1), keep_last=0, written=written)
+            commit_checkpoint(unfinished, run_manifest(step=1) | {"files": written}, keep_last=0)
 
     with counting(saved):
         on_ranks(count, save)
@@ -810,8 +810,9 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
         file.unlink()
         moments = optimizer_state.state_by_name(model, optimizers)
         parts = flat(local_parts_by_name(model), parts_of_state(model, moments, (0, 1)))
-        sharded_files.write(file.parent, parts, None)
-        commit_checkpoint(file.parent, make_manifest(run, 1, 3, None) | {"run": run}, keep_last=0)
+        written = sharded_files.write(file.parent, parts, None)
+        manifest = make_manifest(run, 1, 3, None) | {"run": run, "files": written}
+        commit_checkpoint(file.parent, manifest, keep_last=0)
         amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
         amounts["--to=hf, the model apart"] = peak_of(
             partial(huggingface.save, Path(folder) / "hf", model, {})

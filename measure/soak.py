@@ -41,7 +41,7 @@ from runs import (
     wait_for,
 )
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 
 
 def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
@@ -77,7 +77,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
         report["kills"] += 1
         report["mid_save"] += bool(list(out.glob("unfinished_*")))
         completed = max(completed, *(int(s) for s in re.findall(r"saved \S*step_(\d+)", text)))
-        found, reports = newest_checkpoint(str(out))
+        found, reports = find_checkpoint(str(out))
         if not found or found.step < completed or reports:
             report["older"] += 1
             say(f"found {found}, last completed {completed}, reports {reports}")

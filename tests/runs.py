@@ -369,11 +369,11 @@ def tensors_in(folder):
     """All tensors of a run's newest checkpoint, put together from shards if it consists of them."""
     import torch
 
-    from isogpt.checkpoint.search import newest_checkpoint
+    from isogpt.checkpoint.search import find_checkpoint
     from isogpt.checkpoint.source import open_checkpoint
     from isogpt.parallel.local_parts import LocalPart
 
-    found, reports = newest_checkpoint(str(folder))
+    found, reports = find_checkpoint(str(folder))
     assert found and not reports
     source = open_checkpoint(found)
     tensors = {name: torch.empty(shape) for name, shape in source.shapes.items()}

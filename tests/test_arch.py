@@ -12,7 +12,7 @@ from runs import accepted, column, default_plan, records, same, start_changed, t
 from test_layouts import args_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import differences
 from isogpt.nn import huggingface
@@ -100,8 +100,7 @@ def test_settings_that_a_checkpoint_overrides():
     assert said(typed, model_args) == [used.format("folder")]
     nanogpts = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=True, vocab_size=65, dropout=0.0)
     assert said(settings | {"n_expert": 4}, nanogpts, {}) == [
-        "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False",
-        "the checkpoint contains no experts: each of the 4 starts as a copy of the MLP",
+        "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False"
     ]
 
 
@@ -146,7 +145,7 @@ def test_settings_that_change_what_a_resume_reads():
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
-    said = "this run continues with seed 1 (was 2): the loss curve changes"
+    said = "this run continues with seed 1 (was 2), block_size 8 (was 16): the loss curve changes"
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
     for config in (same, {}):  # nanoGPT's has some of the settings only
@@ -448,7 +447,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
     out = shared_work / "sharded"
     args = [*args_of("llama-moe"), "--ep=2", "--zero=3", "--max_iters=0", f"--out_dir={out}"]
     zygote.train(args, shared_work, 2)
-    assert newest_checkpoint(str(out))[0].path.is_dir()
+    assert find_checkpoint(str(out))[0].path.is_dir()
     for form in ("hf", "ckpt.pt"):
         zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
     weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
@@ -483,7 +482,7 @@ def test_export_and_import_of_a_run(zygote, session_work, trained, tmp_path, mod
         text = zygote.train(args, session_work).text()
         losses.add(re.search("step 0: train loss ([0-9.]+)", text)[1])
     assert len(losses) == 1
-    tensors = open_checkpoint(best_checkpoint(str(out))[0]).tensors  # sample.py uses the best one
+    tensors = open_checkpoint(find_checkpoint(str(out), best=True)[0]).tensors  # sample.py uses the best one
     weights = {name.removeprefix("model."): w for name, w in tensors.items() if name.startswith("model.")}
     imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
     assert same_weights(weights, imported)
@@ -495,7 +494,7 @@ def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):
     for folder in (out, out / "hf"):
         shutil.copytree(trained(args_of("nanochat")), folder, symlinks=True)
     zygote.start([out, "--to=hf"], tmp_path, script="export.py").wait()
-    assert newest_checkpoint(str(out / "hf_1"))[0].step == 10
+    assert find_checkpoint(str(out / "hf_1"))[0].step == 10
 
 
 MISTAKES = {

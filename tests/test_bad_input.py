@@ -263,11 +263,11 @@ def test_samples_from_a_copied_file(zygote, place):
     """Only the file was copied, not the step folder that the link points to."""
     alone = place / "alone"
     alone.mkdir()
-    shutil.copyfile(place / "out/step_00000003/ckpt.pt", alone / "ckpt_best.pt")
+    shutil.copyfile(place / "out/step_00000003/ckpt.pt", alone / "ckpt.pt")
     args = [a for a in SAMPLE if not a.startswith("--out_dir")] + ["--out_dir=alone"]
     run = zygote.start(args, place, script="sample.py").wait()
     assert "step 3" in run.text()
-    os.truncate(alone / "ckpt_best.pt", 1000)
+    os.truncate(alone / "ckpt.pt", 1000)
     run = zygote.start(args, place, script="sample.py").wait(ok=False)
     assert run.codes == [1] and "Traceback" not in run.text()
 

@@ -11,7 +11,6 @@ import torch._dynamo
 from runs import TINY, column, default_plan, records, script_that_fails, start_changed, tiny_data
 from torch._dynamo.utils import counters
 
-from isogpt.checkpoint.progress import changed_bits
 from isogpt.parallel import integer_sums as exact
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
@@ -456,15 +455,10 @@ def test_the_digest_depends_on_every_weight_but_not_on_the_sign_of_zero():
 def test_other_hardware_is_said():
     here = precision.kind_of_device(torch.device("cpu"), 12)
     assert here["threads"] == str(torch.get_num_threads()) and here["PyTorch"] == torch.__version__
-    assert {type(value) for value in here.values()} == {str}, "a checkpoint contains only plain values"
     assert precision.differences_of_devices([here, here]) == [] == precision.differences_of_devices([{}])
     there = here | {"threads": "64"}
     (note,) = precision.differences_of_devices([here, here, there])
     assert f"threads is not the same on all ranks ({here['threads']} on rank 0, 64 on rank 2)" in note
-    assert changed_bits(here, here) == [] == changed_bits(here, {}) == changed_bits({}, {})
-    (note,) = changed_bits(there, here)
-    assert note.startswith(f"exact: threads is {here['threads']}, not 64, so the bits may differ")
-    assert "without exact" in changed_bits({}, here)[0]
 
 
 INEXACT = (

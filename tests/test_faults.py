@@ -24,20 +24,12 @@ from runs import REPO, TINY, accepted, column, records, start_changed, steps_in,
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
-from isogpt.checkpoint.folder import (
-    RunFolder,
-    about_space,
-    clean_up,
-    enter_folder,
-    look_for_start,
-    make_writable,
-)
+from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
+from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
@@ -109,7 +101,7 @@ def test_twenty_kills_around_saves_lose_nothing(zygote, work):
         run = start_changed(zygote, changes, args, work).wait(ok=False)
         assert run.codes == [-signal.SIGKILL], run.text()
         assert f"out/step_{before:08d}/ckpt.pt, step {before}\n" in run.text() or not before
-        found, reports = newest_checkpoint(str(out))
+        found, reports = find_checkpoint(str(out))
         saved = re.findall(r"saved out/step_(\d+)", run.text())
         assert not reports and found.step >= max(before + 1, *map(int, saved)), number
         before = found.step
@@ -155,9 +147,9 @@ def test_a_ckpt_pt_of_nanogpt_is_resumed_and_kept(zygote, place):
     assert (place / "nano/original_ckpt.pt").read_bytes() == before and bare.is_symlink()
     bare.unlink()
     bare.write_bytes(before)
-    assert newest_checkpoint(str(bare.parent))[0].step == 9
+    assert find_checkpoint(str(bare.parent))[0].step == 9
     shutil.rmtree(place / "nano/step_00000009")
-    assert newest_checkpoint(str(bare.parent))[0].path == bare
+    assert find_checkpoint(str(bare.parent))[0].path == bare
 
 
 def test_a_start_clears_only_what_runs_leave(at):
@@ -198,13 +190,13 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
     (work / "own.py").write_text(OWN)
     args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
-    problem = f"out_dir {work}/out1 of rank 1 is not {work}/out0, in which rank 0 keeps this run"
+    problem = f"rank 1: out_dir {work}/out1 is not the folder in which rank 0 keeps this run"
     run = zygote.train([*args, "--zero=1"], work, 2, ok=False)
     assert set(run.codes) == {1} and run.text().count(f"error: {problem}") == 1
     assert "or --save_checkpoint=False\n" in run.text() and not (work / "out1").exists()
     zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
-    run = zygote.train(args, work, 2)
-    assert f"warning: {problem}" in run.text() and steps_in(work / "out0") == 5
+    zygote.train(args, work, 2)
+    assert steps_in(work / "out0") == 5
     run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
     said = f"error: rank 1: {work}/out1/step_00000006/ckpt.pt is not the checkpoint that rank 0 found"
     assert set(run.codes) == {1} and said in run.text()
@@ -249,18 +241,18 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch
     of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
     monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
     monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
-    with pytest.raises(OSError, match="lacks what other ranks have written .__1_0.distcp.: do all ranks"):
+    with pytest.raises(FileNotFoundError, match="__1_0.distcp"):
         sharded_files.write(tmp_path, {}, group=object())
 
 
 def write_unfinished(folder, name):
-    """Write a checkpoint's file in a folder; returns what commit_checkpoint needs."""
+    """Write a checkpoint's file in a folder; returns its manifest."""
     run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {"block_size": 8}, "isogpt": {}}
     if name == "ckpt.pt":
         written = write_file(folder / name, {"w": torch.zeros(1000)})
     else:
         written = sharded_files.write(folder, {"w": local_part_of(torch.zeros(1000))}, group=None)
-    return {"manifest": make_manifest(run, 1, 0, None) | {"run": run}, "written": written}
+    return make_manifest(run, 1, 0, None) | {"run": run, "files": written}
 
 
 FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
@@ -270,11 +262,11 @@ FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
 def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
     """The checksums are those of what was written, not of what can be read afterwards."""
     unfinished = tmp_path / "unfinished"
-    checkpoint = write_unfinished(unfinished, name)
+    manifest = write_unfinished(unfinished, name)
     content = bytearray((unfinished / name).read_bytes())
     content[len(content) // 2] ^= 1
     (unfinished / name).write_bytes(content)
-    folder = commit_checkpoint(unfinished, keep_last=0, **checkpoint)
+    folder = commit_checkpoint(unfinished, manifest, keep_last=0)
     content[len(content) // 2] ^= 1
     assert damage(folder) == f"the checksum of {name} does not match"
     (folder / name).write_bytes(content)
@@ -302,8 +294,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     (tmp_path / "step_00000001").mkdir()
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    checkpoint = write_unfinished(tmp_path / "unfinished", name)
-    folder = commit_checkpoint(tmp_path / "unfinished", keep_last=1, **checkpoint)
+    manifest = write_unfinished(tmp_path / "unfinished", name)
+    folder = commit_checkpoint(tmp_path / "unfinished", manifest, keep_last=1)
     committed = calls.index("rename")
     assert {path.stat().st_ino for path in folder.iterdir()} <= {*calls[:committed]}
     assert calls[committed + 1 :] == [tmp_path.stat().st_ino, "rename"]
@@ -312,10 +304,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
 
 def test_a_loss_that_is_nan_is_the_same_on_all_ranks(tmp_path, monkeypatch):
     """In float16, an evaluation can overflow. Another rank compares the manifest that rank 0 has found."""
-    checkpoint = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
-    checkpoint["manifest"]["val_loss"] = float("nan")
-    commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint)
-    found, _ = newest_checkpoint(str(tmp_path))
+    manifest = write_unfinished(tmp_path / "unfinished", "ckpt.pt") | {"val_loss": float("nan")}
+    commit_checkpoint(tmp_path / "unfinished", manifest, keep_last=0)
+    found, _ = find_checkpoint(str(tmp_path))
     monkeypatch.setattr(search, "is_main", lambda: False)
     assert search.verify(pickle.loads(pickle.dumps(found))) == ""  # as rank 0 sends it
 
@@ -331,8 +322,8 @@ def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     make_writable(str(tmp_path / "out"))
-    checkpoint = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
-    assert not damage(commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint))
+    manifest = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
+    assert not damage(commit_checkpoint(tmp_path / "unfinished", manifest, keep_last=0))
 
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
@@ -412,10 +403,10 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     assert "step_00000003/ckpt.pt, step 3" in start(*chosen).wait().text()
     assert len(list(out.glob("abandoned_*"))) == 1
     run = start(*chosen, "--max_iters=7", is_restart=True).wait()
-    assert "restart: continues what this launch has written to out, step 7\n" in run.text()
+    assert "step_00000007/ckpt.pt, step 7\n" in run.text()
     assert len(list(out.glob("abandoned_*"))) == 1
     run = start(*chosen).wait()
-    assert "restart:" not in run.text() and "step_00000003/ckpt.pt, step 3" in run.text()
+    assert "step_00000003/ckpt.pt, step 3" in run.text()
     assert len(list(out.glob("abandoned_*"))) == 4
 
     run = start("--save_interval=0", "--eval_interval=1000000", "--max_iters=1000000")
@@ -425,7 +416,8 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     assert (out / "previous_1/step_00000007").exists()
     start(is_restart=True).wait()
     assert not (out / "previous_2").exists() and sorted(column(out, "loss")) == [*range(6)]
-    assert "restart:" not in start().wait().text() and (out / "previous_2/step_00000006").exists()
+    start().wait()
+    assert (out / "previous_2/step_00000006").exists()
 
 
 def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
@@ -446,7 +438,7 @@ def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
 def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
     """What the command asks for has not happened yet: a restart must do it."""
     now, out = Launch(("agent",)), str(place / "out")
-    found = newest_checkpoint(out, 3)[0]
+    found = find_checkpoint(out, step=3)[0]
     with at.context() as patch:
         patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -665,7 +657,7 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     text = Path(run.outs[0]).read_text()
     assert text.endswith(message) and f"step {step}:" not in text
     assert [r for r in records(work / "out") if r.get("event") == "failed"][0]["reason"] in message
-    found, reports = best_checkpoint(str(work / "out"))
+    found, reports = find_checkpoint(str(work / "out"), best=True)
     assert found.step == step and not reports and found.val_loss is None
     run = zygote.train([*args, "--max_iters=10"], work, nproc)
     assert f"iter {step}: loss" in run.text()
@@ -673,31 +665,26 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     assert column(work / "out", "loss") == column(work / "straight", "loss")
 
 
-def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, place):
-    """It is the one with the lowest loss that is there, and it is not deleted."""
+def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_gone(zygote, place):
     out = place / "out"
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
-    assert best_checkpoint(str(out))[0].step == 8
+    assert find_checkpoint(str(out), best=True)[0].step == 8
     worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
     run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
-    assert "at step 8\n" in run.text()
-    shutil.rmtree(out / "step_00000008")
-    found, _ = best_checkpoint(str(out))
-    assert found.step == 6 and found.val_loss == column(out, "val_loss")[6]
-    newest = out / "step_00000009"
-    best = best_folder(out, read_manifest(newest))
-    link_checkpoints(out, newest, best)
-    prune_checkpoints(newest, read_manifest(newest), best, 1)
-    assert [f.name for f in step_folders(out)] == ["step_00000009", "step_00000006"]
-    assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000006"
-    data = bytearray((out / "step_00000006/ckpt.pt").read_bytes())
+    assert "at step 8\n" in run.text() and find_checkpoint(str(out), best=True)[0].step == 8
+    newest, best = out / "step_00000009", out / "step_00000008"
+    prune_checkpoints(out, read_manifest(newest), best, 1)
+    assert step_folders(out) == [newest, best]
+    data = bytearray((best / "ckpt.pt").read_bytes())
     data[5000] ^= 1
-    (out / "step_00000006/ckpt.pt").write_bytes(data)
-    found, reports = best_checkpoint(str(out))
-    assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
+    (best / "ckpt.pt").write_bytes(data)
+    found, reports = find_checkpoint(str(out), best=True)
+    assert found.step == 9 and len(reports) == 1 and "step_00000008 is damaged" in reports[0]
+    shutil.rmtree(best)
+    assert find_checkpoint(str(out), best=True) == find_checkpoint(str(out))
     moved = newest.rename(out / "step_00000100")
-    assert damage(moved) == "it was renamed: its checkpoint is that of step 9"
+    assert damage(moved) == "the checksum of manifest.json does not match"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -716,11 +703,8 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "doing"),
-    [("mkdir", "write"), ("replace", "write"), ("open", "append to files"), ("rename", "rename folders")],
-)
-def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name, doing):
+@pytest.mark.parametrize("name", ["mkdir", "replace", "open", "rename"])
+def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name):
     """A mounted bucket cannot rename folders: such a run trained to its end, and saved nothing."""
     make_writable("out")
     assert list(at.path.iterdir()) == [at.path / "out"] and not os.listdir("out"), "nothing is left"
@@ -728,32 +712,9 @@ def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name, doing):
     place = {"mkdir": Path, "open": folder_module}.get(name, os)
     with at.context() as patch:
         patch.setattr(place, name, refuse, raising=False)
-        with pytest.raises(
-            ValueError, match=f"^out_dir out: .* cannot {doing} there .Function not .*--out_dir"
-        ):
+        with pytest.raises(ValueError, match="^out_dir out cannot be used on .*Function not .*--out_dir"):
             make_writable("out")
     assert not os.listdir("out")
-
-
-def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
-    """A run needs space for two checkpoints, and for one where there is one."""
-    plan = SimpleNamespace(counts=SimpleNamespace(parameters=10**9), optimizer="adamw")
-    disk = {"free": 20e9, "total": 100e9}
-    at.set(shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
-    said = about_space(at.path, plan)
-    assert said.startswith("a checkpoint takes at least 12 GB, and is kept until the next one is complete")
-    assert f"but {at.path} has 20 GB of free space" in said
-    (at.path / "step_00000003").mkdir()
-    assert about_space(at.path, plan) == ""
-    disk |= {"free": 0, "total": 0}
-    assert about_space(at.path, plan) == "", "a file system that does not tell"
-
-
-def test_a_run_that_has_saved_nothing_says_so(tmp_path):
-    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left")
-    assert Saver.about_failure(saver).endswith("no older one: if the run ends now, all its steps are lost")
-    (tmp_path / "step_00000003").mkdir()
-    assert Saver.about_failure(saver).endswith("(No space left); older checkpoints are kept")
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])

@@ -21,7 +21,7 @@ from runs import start_changed, train_defaults
 import export
 from isogpt.checkpoint import manifest
 from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, sha256_of, step_folders
+from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed, sha256_of, step_folders
 from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
@@ -76,7 +76,8 @@ def copy_of(runs, tmp_path, at):
 def seal(folder, manifest):
     """Give a step folder a manifest with valid checksums, as whoever changes a file can."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    (folder / "manifest.json").write_text(sealed({**manifest, "files": hash_files(folder)}))
+    files = {path.name: entry_of(path) for path in folder.iterdir()}
+    (folder / "manifest.json").write_text(sealed({**manifest, "files": files}))
 
 
 def use(out):
@@ -99,7 +100,7 @@ def check_law(out, newest, what):
     with within_limit():
         try:
             return use(out).step <= newest
-        except (ValueError, OSError) as e:
+        except (ValueError, OSError, SystemExit) as e:  # the message of SystemExit is printed
             text = io.StringIO()
             with redirect_stderr(text):
                 console.print_error(str(e))

@@ -14,7 +14,7 @@ from hosts import HAS_NAMESPACES, Hosts
 from runs import REPO, TINY, assert_same_curve, children, column, records, same, steps_in, wait_for
 from test_launchers import FORKED
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,14 +90,14 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
 
     own = f"mount -t tmpfs none {out}"
     said = train([], own, code=1)
-    assert f"out_dir {out} of rank 1 is not {out}, in which rank 0 keeps this run" in said
+    assert f"out_dir {out} is not the folder in which rank 0 keeps this run" in said
     read_only = f"mount --bind {out} {out} && mount -o remount,ro,bind {out}"
     assert "Read-only file system" in train([], read_only, code=1)
     assert not list(out.glob("*step_*"))
     moved = f"mount --bind {out} {work}/elsewhere && mount -t tmpfs none {out}"  # no path of h1 is there
     for flags in ([], ["--init_from=resume", "--max_iters=5"]):
         train(flags, moved, [f"--out_dir={work}/elsewhere"])
-    assert sorted(column(out, "loss")) == [*range(6)] and newest_checkpoint(out)[0].step == 6
+    assert sorted(column(out, "loss")) == [*range(6)] and find_checkpoint(out)[0].step == 6
     said = train(["--init_from=auto"], own, code=1)
     assert said.count("error:") == 3 and "Traceback" not in said + h.text("h2")
 
@@ -147,7 +147,6 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
     killed = steps_in(out)
     wait_for(lambda: steps_in(out) > killed + 5, 90)
     assert sorted(path.name for path in out.glob("abandoned_*")) == abandoned, h.text("h1")[-3000:]
-    assert "restart: continues what this launch has written to out, step" in h.text("h1")
     starts = [r["iter"] for r in records(out) if r.get("event") in ("start", "resume")]
     assert starts[:2] == [0, 10] and min(starts[2:]) >= 40
     h.end()

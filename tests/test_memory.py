@@ -14,7 +14,7 @@ from edits import COUNTED, COUNTED_SHAPE, apply, edited_gpt
 from runs import CHANGED, REPO, TINY, column, default_plan, records, start_changed, train_defaults
 from test_launchers import FORKED
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import devices, memory, prediction
@@ -393,12 +393,12 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
         assert (
             run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
         )
-        found, reports = newest_checkpoint(str(out))
+        found, reports = find_checkpoint(str(out))
         assert found.step == 3 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 8
         subprocess.run(["mount", "-o", "remount,size=64m", out], check=True)
         zygote.train([*args, "--max_iters=7", "--init_from=resume"], work, 2)
-        assert newest_checkpoint(str(out))[0].step == 8
+        assert find_checkpoint(str(out))[0].step == 8
     finally:
         subprocess.run(["umount", "-l", out], check=True)
 

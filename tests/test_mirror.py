@@ -19,6 +19,7 @@ from isogpt.checkpoint import mirror, remote
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
+    entry_of,
     make_manifest,
     read_manifest,
     sealed,
@@ -80,7 +81,8 @@ def commit(out, step, best=0, keep_last=2, held=()):
         "config": {},
         "isogpt": {},
     }
-    manifest = make_manifest(run, 1, 0, None) | {"best_step": best}
+    files = {name: entry_of(unfinished / name) for name in FILES}
+    manifest = make_manifest(run, 1, 0, None) | {"best_step": best, "files": files}
     return commit_checkpoint(unfinished, manifest, keep_last, held=held)
 
 

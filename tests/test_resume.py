@@ -9,7 +9,6 @@ import torch
 from runs import TINY, assert_same_run, column, records
 
 import export
-from isogpt.checkpoint.manifest import read_manifest, val_loss_of
 
 DROPOUT = ["--dropout=0.1", "--max_iters=19", "--save_interval=4"]
 DROPOUT += ["--gradient_accumulation_steps=4", "--batch_size=3"]
@@ -183,16 +182,6 @@ def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, w
     evals = column(work / "out", "val_loss")
     assert evals[5] > evals[10] < min(evals[15], evals[20]), "the test needs evaluations that are not better"
     assert steps_saved(work / "out") == [5, 10, 11, 23]
-
-
-def test_a_checkpoint_that_was_not_evaluated_gets_its_loss_after_a_resume(zygote, work):
-    """The state is not saved again, but its checkpoint can be the best one from then on."""
-    args, out = ["--out_dir=out", "--save_interval=3", "--max_iters=5"], work / "out"
-    zygote.train(args, work)
-    shutil.rmtree(out / "step_00000006")
-    assert val_loss_of(read_manifest(out / "step_00000003")) is None
-    zygote.train([*args, "--eval_interval=3", "--init_from=resume"], work)
-    assert val_loss_of(read_manifest(out / "step_00000003")) == column(out, "val_loss")[3]
 
 
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):

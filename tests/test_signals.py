@@ -14,7 +14,7 @@ import pytest
 from runs import REPO, TINY, children, steps_in, wait_for
 from test_launchers import FORKED, pod
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.launch.launchers import STOP_SIGNALS, stop_signals
 from isogpt.monitor.signals import watch_signals
 
@@ -137,5 +137,5 @@ def outcome(out):
     if not (out / "PREEMPTED").exists():
         return "lost"
     step = json.loads((out / "PREEMPTED").read_text())["iter"]
-    stored, reports = newest_checkpoint(out)
+    stored, reports = find_checkpoint(out)
     return "saved" if stored and stored.step == step and step > 5 and not reports else "not resumable"

@@ -11,7 +11,7 @@ from runs import REPO, TINY, column, default_plan, records, same, start_faulty, 
 from test_launchers import FORKED
 from test_layouts import ONE, WAYS, args_of
 
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
@@ -87,7 +87,7 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, model, way):
     faulty(model, "one", one, args, OVERFLOW=[0, 0])
     faulty(model, way, out, args, OVERFLOW=[0, WAYS[way][0] - 1])
     same(column(shared_work / one, "loss"), column(shared_work / out, "loss"), absolute=5e-3)
-    run = open_checkpoint(newest_checkpoint(str(shared_work / out))[0]).run
+    run = open_checkpoint(find_checkpoint(str(shared_work / out))[0]).run
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import format_utils
 
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.manifest import damage, entry_of, read_manifest, sealed
-from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 
 ONE, ZERO3 = args_of("gpt2"), args_of("gpt2", "zero3")
@@ -60,10 +60,10 @@ def test_damage_to_any_file_is_noticed(trained, sharded, tmp_path, form):
             damaged.append(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
         for bad in damaged:
             path.unlink() if bad is None else path.write_bytes(bad)
-            found, reports = newest_checkpoint(str(out))
+            found, reports = find_checkpoint(str(out))
             assert found.step == 5 and len(reports) == 1 and "step_00000010" in reports[0], path
         path.write_bytes(good)
-    assert newest_checkpoint(str(out))[0].step == 10
+    assert find_checkpoint(str(out))[0].step == 10
 
 
 def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, session_work, tmp_path):
@@ -75,7 +75,7 @@ def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, sess
     run = zygote.train([*ZERO3, "--init_from=resume", "--max_iters=10", f"--out_dir={out}"], session_work, 2)
     said = f"warning: {file.parent} is damaged: the checksum of __1_0.distcp does not match\n"
     assert run.text().count(said) == 1 and set(column(out, "loss")) == set(range(11))
-    assert newest_checkpoint(str(out))[0].step == 11
+    assert find_checkpoint(str(out))[0].step == 11
 
 
 @pytest.mark.parametrize("way", ["zero3", "tp2", "pp2"])
@@ -115,7 +115,7 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
         manifest = read_manifest(out)
         manifest["files"] = {name: entry_of(out / name) for name in manifest["files"]}
         (out / "manifest.json").write_text(sealed(manifest))
-        found, reports = newest_checkpoint(str(out.parent))
+        found, reports = find_checkpoint(str(out.parent))
         assert found and not reports
         with pytest.raises(ValueError, match="run|load"):
             open_checkpoint(found)
@@ -125,7 +125,7 @@ def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
 def test_the_index_of_an_earlier_version_is_not_read(sharded, tmp_path):
     step = shutil.copytree(sharded / "step_00000010", tmp_path / "step_00000010")
     (step / ".metadata").rename(step / "tensors.json")
-    with pytest.raises(ValueError, match="an earlier version's sharded checkpoint, which this one does"):
+    with pytest.raises(ValueError, match="an earlier version wrote it: convert"):
         sharded_files.shapes(step)
 
 

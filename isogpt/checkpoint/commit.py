@@ -1,63 +1,42 @@
 """Complete a checkpoint on disk, and delete the checkpoints that are not kept (rank 0)."""
 
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folder, step_folders, step_of
+from isogpt.checkpoint.manifest import read_manifest, sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
-from isogpt.common.files import free_name, reason_of, remove, sync_folder, temporary_name, write_whole
+from isogpt.common.files import free_name, remove, sync_folder, temporary_name, write_whole
 
 
 def commit_checkpoint(
-    unfinished: Path,
-    manifest: dict,
-    keep_last: int,
-    owner: str = "",
-    written: dict | None = None,
-    held: Collection[Path] = (),
+    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", held: Collection[Path] = ()
 ) -> Path:
     """
-    Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
+    Complete a checkpoint whose files are written: manifest, rename, links; then delete checkpoints that are
     not kept. Returns the step folder.
 
     Args:
-        manifest: what make_manifest returned.
-        written: the manifest's entries of all files, which were hashed while they were written; None: the
-            files are read.
+        manifest: what make_manifest returned, and `files`: the entries of all files, which were hashed while
+            they were written.
         held: checkpoints that are being read, which are not deleted yet.
 
     Raises:
         ValueError: a different run has claimed the folder.
-        OSError: the disk is full or a file cannot be read, for instance.
+        OSError: the disk is full, for instance.
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    files = written or hash_files(unfinished)
-    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": files}))
+    write_whole(unfinished / "manifest.json", sealed(manifest))
     check_owner(out, owner)
-    if os.path.lexists(folder):  # put there by somebody else: this run writes a step once
-        os.rename(folder, free_name(out, f"abandoned_{folder.name}"))
     os.rename(unfinished, folder)
     sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
-    prune_checkpoints(folder, manifest, best, keep_last, held)
+    prune_checkpoints(out, manifest, best, keep_last, held)
     return folder
-
-
-@contextmanager
-def only_warned(folder: Path) -> Iterator[None]:
-    """Print a warning if the block fails, since the checkpoint in `folder` is complete without it."""
-    try:
-        yield
-    except OSError as e:
-        console.print_to_stderr(
-            f"warning: {folder} is complete, but the run's folder could not be updated: {reason_of(e)}"
-        )
 
 
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
@@ -66,11 +45,10 @@ def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
     in shards has no link.
     """
     for path, folder in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
-        with only_warned(newest_folder):
-            if folder and (folder / "ckpt.pt").exists():
-                point_link(path, folder / "ckpt.pt")
-            elif path.is_symlink():
-                path.unlink()
+        if folder and (folder / "ckpt.pt").exists():
+            point_link(path, folder / "ckpt.pt")
+        elif path.is_symlink():
+            path.unlink()
 
 
 def point_link(path: Path, target: Path) -> None:
@@ -78,36 +56,31 @@ def point_link(path: Path, target: Path) -> None:
     Make `path` a relative symbolic link to `target`, atomically, where the file system knows links. A file
     that this run did not write, such as nanoGPT's, is kept under a different name.
     """
-    other = temporary_name(path)
+    other = temporary_name(path)  # which the next start removes, if it is left after an error
     try:
         os.symlink(target.relative_to(path.parent), other)
     except OSError:  # such as Google Drive's
         return
-    try:
-        if path.is_file() and not path.is_symlink():
-            original = free_name(path.parent, f"original_{path.name}")
-            os.rename(path, original)
-            console.print_line(f"{path}, which this run did not write, is kept as {original}")
-        os.replace(other, path)
-    finally:
-        other.unlink(missing_ok=True)  # after an error, such as a folder in the place of the link
+    if path.is_file() and not path.is_symlink():
+        original = free_name(path.parent, f"original_{path.name}")
+        os.rename(path, original)
+        console.print_line(f"{path}, which this run did not write, is kept as {original}")
+    os.replace(other, path)
 
 
 def prune_checkpoints(
-    newest: Path, manifest: dict, best: Path | None, keep_last: int, held: Collection[Path] = ()
+    out: Path, manifest: dict, best: Path | None, keep_last: int, held: Collection[Path] = ()
 ) -> None:
     """
     Delete all checkpoints but the last `keep_last` (0: keep all), the best and those `held`. Checkpoints of a
     different block_size than `manifest`, the newest one's, stay: they are from before the context was
     shortened.
     """
-    out, block_size = newest.parent, manifest["block_size"]
+    block_size = manifest["block_size"]
     folders = [folder for folder in step_folders(out) if step_of(folder) <= manifest["step"]]
     for folder in folders[keep_last:] if keep_last else []:
         is_kept = folder == best or folder in held
         if not is_kept and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            with only_warned(newest):
-                remove(doomed)
-                os.rename(folder, doomed)
-                remove(doomed)
+            os.rename(folder, doomed)
+            remove(doomed)

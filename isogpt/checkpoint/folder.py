@@ -15,36 +15,24 @@ import os
 import shutil
 import socket
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isogpt.checkpoint.commit import link_checkpoints
-from isogpt.checkpoint.manifest import (
-    UNFINISHED,
-    is_run,
-    read_manifest,
-    step_folders,
-    step_of,
-    unfinished_folder,
-)
+from isogpt.checkpoint.manifest import UNFINISHED, is_run, step_folders, step_of, unfinished_folder
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
+from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
 from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main
+from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
-from isogpt.training.optim import moments_of
-
-if TYPE_CHECKING:
-    from isogpt.checkpoint.source import OpenCheckpoint
 
 RESULT = "result.json"  # how the run has ended, see sink_result.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
@@ -70,11 +58,10 @@ def look_for_start(
         newest, reports = find_checkpoint(out_dir, step=-1 if is_restart else resume_step)
         if newest:
             return newest, True, reports
-        if reports:
-            raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
-        if init_from == "resume":
+        if reports or init_from == "resume":
             which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
-            raise ValueError(f"no {which} to resume from in {out_dir}: {advice_on_folder(out_dir)}")
+            why = "; ".join(reports) or advice_on_folder(out_dir)
+            raise ValueError(f"no {which} to resume from in {out_dir}: {why}")
     # these are not paths, even if a folder here has such a name
     if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
         return None, False, []
@@ -82,19 +69,6 @@ def look_for_start(
     if reports and not best:
         raise ValueError("; ".join(reports))
     return best, False, reports
-
-
-def prepare_rollback(folder: "RunFolder", newest: StoredCheckpoint | None) -> None:
-    """
-    Prepare the folder, as for a resume, for its owner, which rolls back to `newest` (rank 0).
-
-    Raises:
-        ValueError: a different run has claimed the folder.
-    """
-    if is_main():
-        check_owner(folder.path, folder.owner)
-        if newest:
-            continue_from(str(folder.path), newest)
 
 
 def make_writable(out_dir: str) -> None:
@@ -105,45 +79,21 @@ def make_writable(out_dir: str) -> None:
     Raises:
         ValueError: one of these fails.
     """
-    # the next start removes folders of this name after a kill
-    tried, renamed = (unfinished_folder(Path(out_dir), uuid.uuid4().hex, 0) for _ in range(2))
-    doing = "write"
+    tried = unfinished_folder(Path(out_dir), uuid.uuid4().hex, 0)  # after a kill, the next start removes it
     try:
-        tried.mkdir(parents=True)
-        write_whole(tried / "file", b"\0")
-        doing = "replace files"
-        write_whole(tried / "file", b"\0")
-        doing = "append to files"
-        with open(tried / "file", "ab") as file:
-            file.write(b"\0")
-        doing = "rename folders"
-        os.rename(tried, renamed)
+        (tried / "folder").mkdir(parents=True)
+        for _ in range(2):  # the second file replaces the first one
+            write_whole(tried / "file", "0")
+        with open(tried / "file", "a") as file:
+            file.write("0")
+        os.rename(tried / "folder", tried / "renamed")
     except OSError as e:
         raise ValueError(
-            f"out_dir {out_dir}: {socket.gethostname()} cannot {doing} there ({e.strerror}): set a different "
-            "--out_dir=, such as a folder on a local disk or on NFS"
+            f"out_dir {out_dir} cannot be used on {socket.gethostname()} ({e}): set a different --out_dir=, "
+            "such as a folder on a local disk or on NFS"
         ) from e
     finally:
-        for folder in (tried, renamed):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def about_space(out: Path, plan: Plan) -> str:
-    """
-    A sentence if the disk has too little space for a checkpoint, or for a second one before the first one is
-    deleted; "" if it has enough.
-    """
-    size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
-    needed = size * (1 if step_folders(out) else 2)
-    with suppress(OSError):
-        disk = shutil.disk_usage(out)
-        if disk.free < needed and disk.total > 0:  # some network file systems do not tell
-            return (
-                f"a checkpoint takes at least {size / 1e9:.3g} GB, and is kept until the next one is "
-                f"complete, but {out.absolute()} has {disk.free / 1e9:.3g} GB of free space: make room, or "
-                "set --out_dir= to a folder on a larger disk"
-            )
-    return ""
+        shutil.rmtree(tried, ignore_errors=True)
 
 
 def clean_up(out: Path) -> None:
@@ -171,9 +121,8 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     clean_up(out)
     if resumed:
         continue_from(out_dir, resumed)
-    elif is_restart:
-        pass  # what is there was written by this launch before its first checkpoint
-    elif aside := set_aside(out_dir):
+    # what a restart finds was written by this launch before its first checkpoint
+    elif not is_restart and (aside := set_aside(out_dir)):
         console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
     for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
         (out / name).unlink(missing_ok=True)
@@ -187,11 +136,10 @@ class RunFolder:
 
     path: Path
     owner: str = ""
-    launch: Launch = Launch()
 
 
 def claim_folder(
-    config: dict, resumed: "OpenCheckpoint | None", ranks: Ranks, plan: Plan, mesh: Mesh
+    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh
 ) -> RunFolder:
     """
     Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). With
@@ -205,11 +153,9 @@ def claim_folder(
         return RunFolder(Path(config["out_dir"]))
     # removing and copying what earlier runs left may take a while
     owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
-    folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
-    if config["save_checkpoint"]:
-        check_folder(folder, is_sharded(plan, mesh))
-        if ranks.is_main and (problem := about_space(folder.path, plan)):
-            console.print_line(f"warning: {problem}")
+    folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
+    if config["save_checkpoint"] and is_sharded(plan, mesh):
+        do_together(check_folder, folder)
     return folder
 
 
@@ -219,28 +165,18 @@ def is_sharded(plan: Plan, mesh: Mesh) -> bool:
     return plan.zero > 0 or mesh.splits_model or mesh.islands > 1 or has_errors
 
 
-def check_folder(folder: RunFolder, is_sharded: bool) -> None:
+def check_folder(folder: RunFolder) -> None:
     """
-    Check that every rank's out_dir is the folder that this run has claimed, and that every rank that writes
-    checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
-
-    If rank 0 writes everything, it may use a folder that other ranks do not see until a checkpoint is read.
+    Raise ValueError if this rank cannot write to the folder that rank 0 has claimed: a checkpoint in shards
+    would be incomplete. If rank 0 writes everything, other ranks need the folder only for a resume.
     """
-    out = folder.path.absolute()
-    seen = gather_objects((do_together(is_owned, out, folder.owner), str(out)))
-    blind = [f"{path} of rank {rank}" for rank, (is_seen, path) in enumerate(seen) if not is_seen]
-    text = (
-        f"out_dir {console.shortened(blind)} is not {seen[0][1]}, in which rank 0 keeps this run. All ranks "
-        "write shards, and read any checkpoint: set --out_dir= to one folder on a file system that all "
-        "machines share, after any config that computes it"
-    )
-    with exit_together():
-        if blind and is_sharded:
-            raise ValueError(f"{text}, or --save_checkpoint=False")
-        if is_sharded:
-            make_writable(str(folder.path))
-    if blind and is_main():
-        console.print_line(f"warning: {text}, or copy them before a resume")
+    if not is_owned(folder.path, folder.owner):
+        raise ValueError(
+            f"out_dir {folder.path.absolute()} is not the folder in which rank 0 keeps this run, and all "
+            "ranks write shards: set --out_dir= to one folder on a file system that all machines share, or "
+            "--save_checkpoint=False"
+        )
+    make_writable(str(folder.path))
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -> None:
@@ -266,8 +202,7 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     out = Path(out_dir)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
-            is_damaged = folder.name in resumed.damaged or not read_manifest(folder)
-            kind = "damaged" if is_damaged else "abandoned"
+            kind = "damaged" if folder.name in resumed.damaged else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
     if not resumed.is_bare:
         link_checkpoints(out, resumed.folder, best_folder(out, resumed.manifest))
@@ -281,12 +216,12 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not is_run(out_dir) and not has_logged_steps and not (out / "ckpt_best.pt").exists():
+    if not (has_logged_steps or is_run(out_dir)):
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()
-    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard", RESULT)]
-    others = [path for path in others if os.path.lexists(path)]
+    names = ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard", RESULT)
+    others = [out / name for name in names if os.path.lexists(out / name)]
     for path in [*step_folders(out), *others, *out.glob("metrics*")]:
         os.rename(path, previous / path.name)
     return previous

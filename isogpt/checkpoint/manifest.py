@@ -1,30 +1,15 @@
 """The folders of checkpoints, and the manifest that describes a checkpoint's files and their checksums."""
 
-import errno
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
-
-import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
 from isogpt.common.files import read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
-# errors after which a file that cannot be read may still be intact, unlike one that is missing
-MAY_PASS = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-LARGEST = 2**53  # up to here, float64 represents every whole number
-# the types of a manifest's fields
-FIELDS = {
-    "step": int,
-    "best_step": int,
-    "best_val_loss": int | float,
-    "val_loss": int | float | None,
-    "measures": dict,
-    "block_size": int,
-    "files": dict,
-}
 # a checkpoint that a run was writing or deleting
 UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
@@ -75,13 +60,12 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
         "measures": measures_of(run),
         "layout": {"world_size": world_size, "zero": zero},
         "block_size": run["model_args"]["block_size"],
-        "torch": torch.__version__,
     }
 
 
 def size_of(manifest: dict) -> int:
     """The bytes of a checkpoint's files, by its manifest."""
-    return sum(entry.get("bytes", 0) for entry in manifest["files"].values())
+    return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 def sealed(manifest: dict) -> str:
@@ -100,33 +84,22 @@ def read_manifest(folder: Path) -> dict:
 
 def parse_manifest(text: str) -> dict:
     """
-    The content of a manifest.json; empty if it is damaged, or not one that a run writes. No file that it
-    names is outside of the folder: a checksum says nothing about who has written the manifest.
+    The content of a manifest.json; empty if it is damaged. No file that it names is outside of the folder: a
+    checksum says nothing about who has written the manifest.
     """
     try:
         manifest = json.loads(text)
         del manifest["manifest_sha256"]
-        files = manifest["files"]
-        is_valid = (
-            text == sealed(manifest)
-            and all(isinstance(manifest[name], kind) for name, kind in FIELDS.items())
-            and all(Path(name).name == name not in ("", "..") and name.isprintable() for name in files)
-            and all(entry["bytes"] in range(LARGEST) for entry in files.values())
-            and ("ckpt.pt" in files or isinstance(manifest["run"], dict))  # of shards
-        )
-    except (ValueError, AttributeError, KeyError, TypeError):
+        names = manifest["files"]
+        are_inside = all(Path(name).name == name not in ("", "..") and name.isprintable() for name in names)
+    except (ValueError, KeyError, TypeError):
         return {}
-    return manifest if is_valid else {}
+    return manifest if are_inside and text == sealed(manifest) else {}
 
 
 def entry_of(path: Path) -> dict:
     """A file's entry in the manifest: size and SHA-256. Reads the file."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def hash_files(folder: Path) -> dict:
-    """The manifest's entries of all files in a folder, which it reads."""
-    return {path.name: entry_of(path) for path in sorted(folder.iterdir())}
 
 
 def sha256_of(path: Path) -> str:
@@ -135,52 +108,32 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def damaged_manifest(folder: Path) -> str:
-    """What is wrong with the manifest of a step folder; '' if nothing is. Raises ValueError as `damage`."""
-    path = folder / "manifest.json"
-    if not (manifest := read_manifest(folder)):
-        damaged_file(path, {path.name: {"sha256": ""}})  # raises ValueError
-        return "manifest.json is missing or damaged"
-    if step_of(folder) != manifest["step"]:
-        return f"it was renamed: its checkpoint is that of step {manifest['step']}"
+def damage(folder: Path, names: Collection[str] | None = None) -> str:
+    """
+    What is wrong with a step folder: '' if the manifest is intact and the checksums of these files, or of
+    all, match it. Raises ValueError as `damaged_file`.
+    """
+    manifest = read_manifest(folder)
+    if manifest.get("step") != step_of(folder):
+        return damaged_file(folder, {"manifest.json": {}})
+    files = manifest["files"]
+    return damaged_file(folder, files if names is None else {name: files[name] for name in names})
+
+
+def damaged_file(folder: Path, files: dict) -> str:
+    """
+    What is wrong with files in a folder: '' if the size and the checksum of each are those in `files`, which
+    are entries of a manifest. Raises ValueError if one cannot be read, but may be intact.
+    """
+    for name, entry in files.items():
+        try:
+            if entry_of(folder / name) != entry:
+                return f"the checksum of {name} does not match"
+        except FileNotFoundError as e:
+            return f"{name} cannot be read ({e.strerror})"
+        except OSError as e:
+            raise ValueError(
+                f"{folder / name} cannot be read ({e.strerror}), and may be intact: make it readable, or "
+                f"rename {folder} if an older checkpoint will do"
+            ) from e
     return ""
-
-
-def damage(folder: Path) -> str:
-    """
-    What is wrong with a step folder: '' if every file's checksum matches the manifest. Reads all files.
-
-    Raises:
-        ValueError: a file cannot be read, but may be intact.
-    """
-    if problem := damaged_manifest(folder):
-        return problem
-    files = read_manifest(folder)["files"]
-    return next(filter(None, (damaged_file(folder / name, files) for name in files)), "")
-
-
-def damaged_file(path: Path, files: dict) -> str:
-    """
-    What is wrong with a file: '' if its size and checksum match its entry in `files`, see `hash_files`.
-    Raises ValueError if it cannot be read, but may be intact.
-    """
-    try:
-        size = path.stat().st_size
-        if size != files[path.name].get("bytes", size):
-            return f"the size of {path.name} does not match"
-        digest = sha256_of(path)
-    except OSError as e:
-        if e.errno not in MAY_PASS:
-            return f"{path.name} cannot be read ({e.strerror or e})"
-        raise ValueError(
-            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, for example with "
-            f"chmod or chown, and start again, or rename {path.parent} if an older checkpoint will do"
-        ) from e
-    return "" if digest == files[path.name]["sha256"] else f"the checksum of {path.name} does not match"
-
-
-def val_loss_of(manifest: dict) -> float | None:
-    """The validation loss of the checkpoint with this manifest; None if it is not known."""
-    if manifest["best_step"] == manifest["step"]:
-        return manifest["best_val_loss"]
-    return manifest["val_loss"]

@@ -2,15 +2,9 @@
 
 import math
 
-from isogpt.data import dataset
-
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 # fields of `what_is_measured`, as a user knows them
-LABELS = {
-    "digest": "the digest of the data",
-    "sequences": "eval_iters * batch_size",
-    "bytes_per_token": "bytes of text per token",
-}
+LABELS = {"digest": "the digest of the data", "sequences": "eval_iters * batch_size"}
 WHOLE = 0  # sequences: each token of the validation split once
 
 
@@ -41,17 +35,6 @@ def what_is_measured(config: dict, digest: str | None = None, bytes_per_token: f
     return measures | ({"seed": None} if measures["sequences"] == WHOLE else {})
 
 
-def bits_per_byte(val_loss: float | None, measures: dict) -> float | None:
-    """
-    Convert a validation loss, in nats per token, to bits per byte of the text; None if one of them is not
-    known. `measures` may come from a file that somebody else has written.
-    """
-    bytes_per_token = measures.get("bytes_per_token")
-    if val_loss is None or not isinstance(bytes_per_token, float) or not bytes_per_token > 0:
-        return None
-    return dataset.bits_per_byte(val_loss, 1, bytes_per_token)
-
-
 def changed_measures(before: dict, now: dict) -> list[str]:
     """
     A phrase for each difference between two results of `what_is_measured`. A field that one result lacks does
@@ -59,13 +42,7 @@ def changed_measures(before: dict, now: dict) -> list[str]:
     """
     known = [name for name in now if now[name] is not None and before.get(name) is not None]
     return [
-        f"{LABELS.get(name, name)} is {shown(name, now)}, not {shown(name, before)}"
+        f"{LABELS.get(name, name)} is {now[name]}, not {before[name]}"
         for name in known
         if now[name] != before[name] and not (name == "dataset" and "digest" in known)
     ]
-
-
-def shown(name: str, measures: dict) -> str:
-    """The value of a field, for a message."""
-    is_whole = name == "sequences" and measures[name] == WHOLE
-    return "0 (the whole validation split)" if is_whole else str(measures[name])

@@ -2,15 +2,12 @@
 
 import json
 import os
-import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from isogpt.common.files import read_utf8, write_whole
 from isogpt.launch.launchers import Launch
-
-VIEW_S = 5.0  # how late a network file system may show a new file
 
 
 def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
@@ -23,9 +20,8 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file, or something else is in it."""
-    with suppress(OSError, ValueError):
-        record = json.loads(read_utf8(out / "owner"))
-        return record if isinstance(record, dict) and isinstance(record.get("owner"), str) else {}
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(read_utf8(out / "owner")))
     return {}
 
 
@@ -38,14 +34,9 @@ def was_entered_by(out: Path, launch: Launch) -> bool:
 
 def is_owned(out: Path, owner: str) -> bool:
     """Whether `out` is the folder that `owner` has just claimed."""
-    end = time.monotonic() + VIEW_S
-    while read_owner(out).get("owner") != owner:
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.1)
-        with suppress(OSError):
-            os.listdir(out)  # NFS then looks for new files
-    return True
+    with suppress(OSError):
+        os.listdir(out)  # NFS then looks for new files
+    return read_owner(out).get("owner") == owner
 
 
 def check_owner(out: Path, owner: str) -> None:
@@ -55,19 +46,3 @@ def check_owner(out: Path, owner: str) -> None:
         raise ValueError(
             f"a different run was started in {out}: this run stops, and its checkpoints are kept"
         )
-
-
-def claim_again(out: Path, owner: str, launch: Launch) -> str:
-    """
-    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this
-    launch writes from here on (the owner). Returns a sentence for the user, or ''.
-    """
-    if os.path.lexists(out / "owner"):
-        return ""
-    with suppress(OSError):  # then checkpoints cannot be written either, which is reported
-        out.mkdir(parents=True, exist_ok=True)
-        write_owner(out, owner, launch)
-    return (
-        f"{out.absolute()} is not the folder in which this run began: it was deleted, or the file system is "
-        "no longer mounted. Checkpoints are written to the folder that now uses this name"
-    )

@@ -31,21 +31,16 @@ class Progress:
     recent_steps: RecentSteps = field(default_factory=RecentSteps)  # from which spikes are detected
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
-    kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
     data: dict[str, dict] = field(default_factory=dict)  # see Dataset.describe
 
-    def begin(
-        self, config: dict, data: Dataset, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
-    ) -> list[str]:
+    def begin(self, config: dict, data: Dataset, source: OpenCheckpoint | None) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
 
         Args:
             data: its digest, together with settings in `config`, determines what validation losses measure.
-            kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
         """
         self.measures = what_is_measured(config, data.digest, data.bytes_per_token)
-        self.kind_of_device = kind_of_device
         self.data = data.describe()
         return self.load(source) if source else []
 
@@ -56,23 +51,16 @@ class Progress:
         self.skipped = set(ours.get("left_out", []))
         self.wandb_id = ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
-        notes = changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
         changed = changed_measures(measures_of(run), self.measures)
         if not changed:
             self.best_val_loss = run["best_val_loss"]
             self.best_step = best_step_of(run)
         elif math.isfinite(run["best_val_loss"]):
-            notes.append(
+            return [
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
-            )
-        # the checkpoint may have been evaluated after it was written, see Saver.record_loss
-        measures = source.stored.manifest.get("measures", measures_of(run))
-        if self.val_loss is not None and not changed_measures(measures, self.measures):
-            self.evaluated(self.val_loss)
-        if not source.has_moments:
-            notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
-        return notes
+            ]
+        return []
 
     def rewind(self, source: OpenCheckpoint) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
@@ -112,29 +100,7 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        return {
-            "best_step": self.best_step,
-            "measures": self.measures,
-            "tokens": self.tokens,
-            "position": self.position,
-            "left_out": sorted(self.skipped),
-            "recent_steps": self.recent_steps.describe(),
-            "wandb_id": self.wandb_id,
-            "shares": list(self.shares),
-            "kind_of_device": self.kind_of_device,
-            **self.data,
-        }
-
-
-def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """
-    What a user of `exact` should know about the run that is continued: a list of one sentence, or an empty
-    one. The arguments are results of precision.kind_of_device, empty without `exact`.
-    """
-    if not now:
-        return []
-    if not before:
-        return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
-    changed = [name for name in now if now[name] != before.get(name)]
-    phrases = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
-    return [f"exact: {phrases}, so the bits may differ from a run without this change"] if changed else []
+        names = ("best_step", "measures", "tokens", "position", "wandb_id")
+        described = {name: getattr(self, name) for name in names} | self.data
+        described |= {"left_out": sorted(self.skipped), "shares": list(self.shares)}
+        return described | {"recent_steps": self.recent_steps.describe()}

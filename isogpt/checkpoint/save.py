@@ -2,53 +2,29 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import copied_state, write_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
-from isogpt.checkpoint.folder import RunFolder, is_sharded, mark_preempted, prepare_rollback
-from isogpt.checkpoint.manifest import (
-    make_manifest,
-    read_manifest,
-    sealed,
-    step_folder,
-    step_folders,
-    unfinished_folder,
-    val_loss_of,
-)
+from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import RunFolder, continue_from, is_sharded, mark_preempted
+from isogpt.checkpoint.manifest import make_manifest, read_manifest, step_folder, unfinished_folder
 from isogpt.checkpoint.mirror import Mirror
-from isogpt.checkpoint.owner import check_owner, claim_again
-from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.search import best_folder, find_checkpoint
+from isogpt.checkpoint.owner import check_owner
+from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.common.console import shortened
-from isogpt.common.files import reason_of, remove, write_whole
+from isogpt.common.files import reason_of, remove
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch import open_files
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-
-
-class Log(Protocol):
-    """What a Saver needs of monitor.log.Logger."""
-
-    def print(self, text: str) -> None:
-        """Report a line for the user."""
-
-    def event(self, name: str, text: str = "", **facts: object) -> None:
-        """Report an event: a sentence for the user, if there is one, and the facts."""
-
-    def failed(self, reason: str) -> None:
-        """Report why the run ends."""
 
 
 @dataclass
@@ -64,8 +40,8 @@ class Saver:
     plan: Plan
     mesh: Mesh
     config: dict  # recorded in each checkpoint
-    vocabulary: Vocabulary | None  # what the token ids mean
-    log: Log
+    vocabulary: Vocabulary  # what the token ids mean
+    log: Any  # monitor.log.Logger, whose room comes after this one
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
     mirror: Mirror | None = None  # copies to a URL what was written; None: nothing does
@@ -103,12 +79,10 @@ class Saver:
         always_save_checkpoint and save_interval say.
         """
         c, progress = self.config, state.progress
-        if c["eval_only"]:
-            return False
         was_evaluated = progress.val_loss is not None
-        if is_last or (was_evaluated and (progress.is_best or c["always_save_checkpoint"])):
-            return True
-        return c["save_interval"] > 0 and state.step % c["save_interval"] == 0
+        is_good = was_evaluated and (progress.is_best or c["always_save_checkpoint"])
+        is_time = c["save_interval"] > 0 and state.step % c["save_interval"] == 0
+        return not c["eval_only"] and (is_last or is_good or is_time)
 
     def save(self, state: TrainState) -> None:
         """
@@ -116,69 +90,37 @@ class Saver:
         ranks). Does nothing with save_checkpoint=False, or if this step is on the disk. Exits with a message
         if weights are not finite, or if a different run has claimed the folder.
         """
-        if not self.config["save_checkpoint"]:
-            return
-        if state.step == self.step:
-            do_together(self.record_loss, state.progress, on_error=self.log.failed)
+        if not self.config["save_checkpoint"] or state.step == self.step:
             return
         self.wait()
         began, run = time.perf_counter(), self.describe(state)
         if self.is_sharded:
-            copied = state.copy_parts()
+            copied = {name: part.copy() for name, part in state.parts().items()}
         else:
             copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
-        if lost := do_together(self.prepare, state, on_error=self.log.failed):
-            self.log.event("folder_lost", f"warning: {lost}", reason=lost)
+        do_together(self.prepare, state, on_error=self.log.failed)
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
         self.stall = time.perf_counter() - began
 
-    def prepare(self, state: TrainState) -> str:
+    def prepare(self, state: TrainState) -> None:
         """
-        Prepare to write a checkpoint of `state`, before any rank writes. Returns a sentence if the run's
-        folder is gone, which is then claimed again (rank 0), else ''. Raises ValueError if weights are not
+        Prepare to write a checkpoint of `state`, before any rank writes. Raises ValueError if weights are not
         finite, or if a different run has claimed the folder.
         """
         if bad := names_of_not_finite(state.model):  # also waits until a GPU has copied
             raise ValueError(
                 f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
             )
-        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        self.discard()
         self.step, self.problem = state.step, ""
-        self.discard()  # what somebody has put there
-        if not is_main():
-            return ""
-        check_owner(self.run_folder.path, self.run_folder.owner)
-        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
-
-    def record_loss(self, progress: Progress) -> None:
-        """
-        Record the loss of a state that was evaluated only after its checkpoint was written (rank 0). Raises
-        ValueError if a different run has claimed the folder.
-        """
-        out, folder = self.run_folder.path, step_folder(self.run_folder.path, self.step)
-        manifest = read_manifest(folder) if is_main() and self.run_folder.owner else {}
-        if not manifest or val_loss_of(manifest) is not None or progress.val_loss is None:
-            return
-        check_owner(out, self.run_folder.owner)
-        names = ("val_loss", "best_val_loss", "best_step", "measures")
-        manifest |= {name: getattr(progress, name) for name in names}
-        with only_warned(folder):
-            write_whole(folder / "manifest.json", sealed(manifest))
-            link_checkpoints(out, folder, best_folder(out, manifest))
-            if self.mirror:
-                self.mirror.request(folder)
+        remove(self.unfinished())  # what somebody has put there
+        if is_main():
+            check_owner(self.run_folder.path, self.run_folder.owner)
 
     def unfinished(self) -> Path:
         """The folder in which the checkpoint under way is written until it is complete."""
         return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
-
-    def discard(self) -> None:
-        """Remove what is left of a checkpoint that could not be completed, as far as possible."""
-        with suppress(OSError):
-            remove(self.unfinished())
 
     def write(self, run: dict, copied: dict, val_loss: float | None, began: float) -> None:
         """Write a checkpoint in a separate folder; rank 0 then makes it count (in the background)."""
@@ -188,35 +130,30 @@ class Saver:
             if self.is_sharded:
                 from isogpt.checkpoint import sharded_files
 
-                written = sharded_files.write(folder, copied, self.group)
-                manifest["run"] = run
+                manifest |= {"files": sharded_files.write(folder, copied, self.group), "run": run}
             else:
-                written = write_file(folder / "ckpt.pt", copied)
+                manifest["files"] = write_file(folder / "ckpt.pt", copied)
             if is_main():
-                self.commit(folder, manifest, written)
+                held = self.mirror.held() if self.mirror else ()
+                keep_last, owner = self.config["keep_last"], self.run_folder.owner
+                committed = commit_checkpoint(folder, manifest, keep_last, owner, held)
+                if self.mirror:
+                    self.mirror.request(committed)
                 self.seconds = time.perf_counter() - began
         except BaseException:
-            if is_main():
-                self.discard()  # makes room on a full disk
+            remove(folder)  # makes room on a full disk
             raise
-
-    def commit(self, folder: Path, manifest: dict, written: dict) -> None:
-        """Make a checkpoint count that all ranks have written (rank 0)."""
-        held = self.mirror.held() if self.mirror else ()
-        keep_last, owner = self.config["keep_last"], self.run_folder.owner
-        committed = commit_checkpoint(folder, manifest, keep_last, owner, written, held)
-        if self.mirror:
-            self.mirror.request(committed)
 
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
-        vocabulary = self.vocabulary.describe() if self.vocabulary else None
+        ours = {"dtype": self.plan.dtype, "vocabulary": self.vocabulary.describe()}
+        ours |= {"scaler": state.scaler.state_dict(), **state.progress.describe()}
         return {
             "model_args": self.plan.model_args,
             "iter_num": state.step,
             "best_val_loss": state.progress.best_val_loss,
             "config": self.config,
-            "isogpt": {"dtype": self.plan.dtype, "vocabulary": vocabulary} | state.describe(),
+            "isogpt": ours,
         }
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
@@ -274,21 +211,15 @@ class Saver:
         if not self.pending:
             return
         pending, self.pending = self.pending, None
+        folder = step_folder(self.run_folder.path, self.step)
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         if error:
-            self.problem = open_files.explained(reason_of(error)[:300])
-            self.log.event("save_failed", self.about_failure(), reason=self.problem)
+            self.problem = reason_of(error)[:300]
+            text = f"warning: {folder.parent}: a checkpoint failed ({self.problem}); older ones are kept"
+            self.log.event("save_failed", text, reason=self.problem)
         else:
-            folder = step_folder(self.run_folder.path, self.step)
             facts = {"folder": folder.name, "seconds": self.seconds, "stall": self.stall}
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
-
-    def about_failure(self) -> str:
-        """A warning that a checkpoint has failed."""
-        kept = "older checkpoints are kept"
-        if not step_folders(self.run_folder.path):
-            kept = "there is no older one: if the run ends now, all its steps are lost"
-        return f"warning: {self.run_folder.path}: a checkpoint failed ({self.problem}); {kept}"
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
@@ -300,14 +231,21 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = find_checkpoint(str(self.run_folder.path), on_error=self.log.failed)
-        do_together(prepare_rollback, self.run_folder, stored, on_error=self.log.failed)
+        stored, reports = find_checkpoint(str(self.run_folder.path))
         for report in reports:
             self.log.print(f"warning: {report}")
-        with exit_together(self.log.failed):
-            if is_main() and not stored:
-                advice = "start again with a lower --learning_rate"
-                raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
-        do_together(state.load, checkpoint, on_error=self.log.failed)
+        do_together(self.load, state, stored, reason, on_error=self.log.failed)
         self.step = state.step
+
+    def load(self, state: TrainState, stored: StoredCheckpoint | None, reason: str) -> None:
+        """
+        This rank's part of `roll_back`. Raises ValueError if there is no checkpoint, or a different run has
+        claimed the folder.
+        """
+        if not stored:
+            advice = "start again with a lower --learning_rate"
+            raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
+        if is_main():
+            check_owner(self.run_folder.path, self.run_folder.owner)
+            continue_from(str(self.run_folder.path), stored)
+        state.load(open_checkpoint(stored))

@@ -1,7 +1,7 @@
 """Find the checkpoint to load: the newest or the best that is not damaged."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
+    damage,
     damaged_file,
-    damaged_manifest,
     entry_of,
     is_run,
     read_manifest,
@@ -19,10 +19,10 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     step_of,
     steps_in,
-    val_loss_of,
 )
-from isogpt.checkpoint.measures import best_step_of, bits_per_byte, changed_measures
-from isogpt.common.console import visible
+from isogpt.checkpoint.measures import best_step_of, measures_of
+from isogpt.common.console import shortened
+from isogpt.data.dataset import bits_per_byte
 from isogpt.launch.together import broadcast, do_together, gather_objects, is_main, own_rank
 
 
@@ -43,7 +43,8 @@ class StoredCheckpoint:
     @property
     def bits_per_byte(self) -> float | None:
         """The validation loss in bits per byte of the text; None if not known."""
-        return bits_per_byte(self.val_loss, self.manifest.get("measures", {}))
+        size = self.manifest.get("measures", {}).get("bytes_per_token") or 0
+        return None if self.val_loss is None else bits_per_byte(self.val_loss, 1, size)
 
     @property
     def folder(self) -> Path:
@@ -55,30 +56,25 @@ def open_folder(folder: Path) -> StoredCheckpoint:
     """The checkpoint in a step folder that is not damaged."""
     manifest = read_manifest(folder)
     path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
-    return StoredCheckpoint(path, manifest["step"], manifest, val_loss_of(manifest))
+    return StoredCheckpoint(path, manifest["step"], manifest, manifest["val_loss"])
 
 
-def open_bare(path: Path, state: dict) -> StoredCheckpoint:
-    """The checkpoint in a ckpt.pt without a manifest."""
+def open_bare(path: Path, damaged: dict[str, str]) -> StoredCheckpoint | None:
+    """The checkpoint in a ckpt.pt without a manifest, such as nanoGPT's; a sentence in `damaged` if it is."""
+    if not path.exists() or path.name in damaged:
+        return None
+    try:
+        state = read_file(path, verify=True)
+    except ValueError as e:
+        damaged[path.name] = str(e)
+        return None
     val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
-    manifest = {"files": {path.name: entry_of(path)}}
-    if isinstance(measures := state.get("isogpt", {}).get("measures"), dict):
-        manifest["measures"] = measures
+    manifest = {"files": {path.name: entry_of(path)}, "measures": measures_of(state)}
     return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
-def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | None, list[str]]:
-    """What `find_checkpoint` returns for the newest checkpoint, or for that of a step."""
-    return find_checkpoint(out_dir, step=step)
-
-
-def best_checkpoint(out_dir: str) -> tuple[StoredCheckpoint | None, list[str]]:
-    """What `find_checkpoint` returns for the best checkpoint."""
-    return find_checkpoint(out_dir, best=True)
-
-
 def find_checkpoint(
-    out_dir: str, best: bool = False, step: int = -1, on_error: Callable[[str], object] | None = None
+    out_dir: str, best: bool = False, step: int = -1
 ) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find and verify the newest checkpoint of a run, or the one with the best validation loss (all ranks). Rank
@@ -89,20 +85,18 @@ def find_checkpoint(
     Args:
         out_dir: the run's folder, or a ckpt.pt.
         step: only this step's checkpoint; -1: any.
-        on_error: as in exit_together.
 
     Returns:
         (the checkpoint or None, a sentence for each one that is damaged)
     """
     damaged = {}  # sentences, by the name of a step folder or file
     while True:
-        found = do_together(look, Path(out_dir), best, step, damaged, on_error=on_error)
-        stored, damaged = broadcast(found)
+        stored, damaged = broadcast(do_together(look, Path(out_dir), best, step, damaged))
         if not stored:
             return None, [*damaged.values()]
         # machines may mount the same folder under different paths, or contain copies
         stored = replace(stored, path=out_dir / stored.path)
-        problems = gather_objects(do_together(verify, stored, on_error=on_error))
+        problems = gather_objects(do_together(verify, stored))
         if not any(problems):
             return replace(stored, damaged=(*damaged,)), [*damaged.values()]
         place = stored.path if stored.is_bare else stored.folder
@@ -119,42 +113,20 @@ def look(
     if not is_main():
         return None, {}
     folders, stored = step_folders(out), None
-    is_there = {folder.name for folder in folders}  # a run that goes on may have deleted some
-    damaged = {name: text for name, text in damaged.items() if name in is_there or not folders}
     for folder in folders:
         if step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
-        if not (problem := damaged_manifest(folder)):
-            stored = open_best(folder, damaged) if best else open_folder(folder)
-            break
-        damaged[folder.name] = f"{folder} is damaged: {problem}"
+        if problem := damage(folder, names=()):
+            damaged[folder.name] = f"{folder} is damaged: {problem}"
+            continue
+        chosen = best_folder(out, read_manifest(folder), damaged) if best else None
+        stored = open_folder(chosen or folder)
+        break
     if step == -1 and not folders:
-        stored = look_for_bare(out, best, damaged)
+        stored = open_bare(out if out.is_file() else out / "ckpt.pt", damaged)
     if stored:
         stored = replace(stored, path=Path(os.path.relpath(stored.path, out)))
     return stored, damaged
-
-
-def open_best(newest_folder: Path, damaged: Collection[str]) -> StoredCheckpoint:
-    """The checkpoint with the best validation loss, by the manifest of the newest one."""
-    newest = open_folder(newest_folder)
-    folder = best_folder(newest_folder.parent, newest.manifest, damaged)
-    best = open_folder(folder) if folder else newest
-    if best.step == newest.manifest["best_step"]:  # the state may be evaluated only after it was saved
-        best = replace(best, val_loss=newest.manifest["best_val_loss"])
-    return best
-
-
-def look_for_bare(out: Path, best: bool, damaged: dict[str, str]) -> StoredCheckpoint | None:
-    """The ckpt.pt of nanoGPT, or a copy without its step folder."""
-    names = [out] if out.is_file() else [out / "ckpt_best.pt"] * best + [out / "ckpt.pt"]
-    for path in names:
-        if path.exists() and path.name not in damaged:
-            try:
-                return open_bare(path, read_file(path, verify=True))
-            except ValueError as e:
-                damaged[path.name] = str(e)
-    return None
 
 
 def verify(stored: StoredCheckpoint) -> str:
@@ -173,46 +145,25 @@ def verify(stored: StoredCheckpoint) -> str:
     is_found = is_main() or stored.is_bare or sealed(read_manifest(stored.folder)) == sealed(stored.manifest)
     if not is_found:
         raise ValueError(
-            f"{stored.path.absolute()} is not the checkpoint that rank 0 found, which all ranks must read: "
-            "use a folder on a file system that all machines share, or copy the checkpoint from rank 0's "
-            "machine to the others"
+            f"{stored.path.absolute()} is not the checkpoint that rank 0 found: all machines must share the "
+            "folder, or have a copy of it"
         )
-    return next(filter(None, (damaged_file(stored.folder / name, files) for name in names)), "")
+    return damaged_file(stored.folder, {name: files[name] for name in names})
 
 
 def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Path | None:
     """
-    Find the checkpoint with the best validation loss, by the newest checkpoint's manifest. If the step that
-    the manifest names was not saved (because the disk was full, for instance) or is damaged, find the
-    checkpoint with the lowest comparable loss. None if no checkpoint was evaluated.
+    The checkpoint with the best validation loss, by the newest checkpoint's manifest. None if no checkpoint
+    was evaluated, or the best one could not be saved or is damaged.
     """
-    named, losses = step_folder(out, manifest["best_step"]), {}
-    if named.name not in damaged and read_manifest(named):
-        return named
-    for folder in step_folders(out):
-        other = {} if folder.name in damaged else read_manifest(folder)
-        if not other or other["step"] > manifest["step"] or val_loss_of(other) is None:
-            continue
-        if not changed_measures(other["measures"], manifest["measures"]):
-            losses[folder] = val_loss_of(other)
-    return min(losses, key=losses.get, default=None)
-
-
-def about_folder(folder: Path) -> str:
-    """What to do about a folder that contains a model of transformers; '' for other folders."""
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        return ""
-    return f"{folder} contains a model of transformers: set --init_from={folder}, or see export.py --from=hf"
+    folder = step_folder(out, manifest["best_step"])
+    return folder if folder.name not in damaged and read_manifest(folder) else None
 
 
 def advice_on_folder(out_dir: str) -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if text := about_folder(Path(out_dir)):
-        return text
     if steps := steps_in(out_dir):
-        return f"it contains {', '.join(map(str, steps))}: set --resume_step= to one of these steps"
-    runs = sorted(visible(str(path)) for path in Path().iterdir() if is_run(str(path)))
-    if not runs:
-        return "set --out_dir= to the run's folder, or train first, see README.md"
-    more = ", ..." if len(runs) > 4 else ""
-    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
+        return f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
+    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
+    here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
+    return f"set --out_dir= to the run's folder{here}"

@@ -12,37 +12,32 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from isogpt.common.console import shortened
-from isogpt.common.files import HashedFile, load_pickle, reason_of, regular_file
+from isogpt.checkpoint.ckpt_file import reading
+from isogpt.common.files import HashedFile, load_pickle, reason_of
 from isogpt.launch.together import gather_objects, is_main
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+RECORDS = {name for name, value in vars(metadata).items() if is_dataclass(value)}
 # the classes in the pickle of DCP's metadata
 METADATA = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "StorageMeta",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-    },
+    metadata.__name__: {"_MEM_FORMAT_ENCODING", *RECORDS},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {"Size", *DTYPES},
     "torch.serialization": {"_get_layout"},
     "pathlib": PATHS,
     "pathlib._local": PATHS,
@@ -66,19 +61,14 @@ def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | 
         raise OSError(reason_of(e)) from e
     written = gather_objects(writer.fs.entries, group) if group else [writer.fs.entries]
     entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
-    if is_main():
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        if lacking := [name for name, entry in entries.items() if sizes.get(name) != entry["bytes"]]:
-            raise OSError(
-                f"{folder.absolute()} lacks what other ranks have written ({shortened(sorted(lacking))}): "
-                "do all ranks write to this folder?"
-            )
+    for name in entries if is_main() else ():
+        (folder / name).stat()  # a rank may have written to a folder that this one does not see
     return entries
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
     """The shape of each saved tensor, by name. Raises ValueError if the metadata cannot be read."""
-    with explained(folder):
+    with reading(folder):
         tensors = read_metadata(folder).state_dict_metadata
         return {str(name): torch.Size(tensor.size) for name, tensor in tensors.items()}
 
@@ -90,53 +80,37 @@ def read(folder: Path, parts: dict[str, LocalPart]) -> None:
     """
     if not parts:
         return
-    with explained(folder):
+    with reading(folder):
         reader = Reader(folder, read_metadata(folder))
-        dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-
-
-@contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Raise ValueError if reading a folder in the block fails; damaged files raise nearly anything."""
-    try:
-        yield
-    except (Exception, CheckpointException) as e:
-        raise ValueError(f"{folder} cannot be loaded: {reason_of(e)[:300]}") from e
+        try:
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        except CheckpointException as e:  # it is no Exception
+            raise OSError(reason_of(e)) from e
 
 
 def read_metadata(folder: Path) -> dcp.Metadata:
     """Read DCP's metadata, whose pickle may contain only DCP's own classes."""
-    file = folder / ".metadata"
-    if not file.exists() and (folder / "tensors.json").exists():
-        raise ValueError(
-            "it is an earlier version's sharded checkpoint, which this one does not read: convert it with "
-            "that version's export.py and --to=ckpt.pt"
-        )
-    metadata = load_pickle(file, METADATA)
-    if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
-        raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle them
-    if not all(
-        Path(info.relative_path).name == info.relative_path for info in metadata.storage_data.values()
-    ):
-        raise pickle.UnpicklingError("it names files outside of the folder")
-    return metadata
+    if (folder / "tensors.json").exists():
+        raise ValueError("an earlier version wrote it: convert it with that version's export.py --to=ckpt.pt")
+    content = load_pickle(folder / ".metadata", METADATA)
+    is_plain = all(isinstance(m, dcp.TensorStorageMetadata) for m in content.state_dict_metadata.values())
+    names = [info.relative_path for info in content.storage_data.values()]
+    if not is_plain or any(Path(name).name != name for name in names):
+        raise pickle.UnpicklingError("it holds other objects than tensors, or names files elsewhere")
+    return content
 
 
-class Files(FileSystem):
+class HashedFiles(FileSystem):
     """
-    DCP's file system: reads regular files, and writes new files, so that no link to a file elsewhere is
-    followed. `entries` are the manifest's entries of these, which are hashed while they are written.
+    DCP's file system for new files, so that no link to a file elsewhere is followed. `entries` are the
+    manifest's entries of the files, which are hashed while they are written.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, dict] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[bytes] | HashedFile]:
-        if mode == "rb":
-            with open(path, mode, opener=regular_file) as file:
-                yield file
-            return
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
         with HashedFile(path) as file:
             yield file
         self.entries[Path(path).name.removesuffix(".tmp")] = file.entry()  # .metadata is renamed
@@ -148,7 +122,7 @@ class Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path, planner: "SavePlanner") -> None:
         # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
         super().__init__(folder, per_thread_copy_ahead=0)
-        self.fs, self.planner = Files(), planner
+        self.fs, self.planner = HashedFiles(), planner
 
     def write_data(self, *args: object) -> object:
         try:
@@ -166,7 +140,7 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, metadata: dcp.Metadata) -> None:
         super().__init__(folder)
-        self.fs, self.metadata = Files(), metadata
+        self.metadata = metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
         return self.metadata

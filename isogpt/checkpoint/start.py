@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
 from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.owner import was_entered_by
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
@@ -24,7 +22,6 @@ from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
-DRAWN = "has drawn its initial weights"
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
 # optimizer cannot continue it, see state.restore_checkpoint
 OF_UPDATES = (
@@ -58,9 +55,8 @@ class Start:
         """Where the weights are from, for the user."""
         if not self.checkpoint:
             return "scratch" if self.name == "auto" else self.name
-        if is_url(self.name):
-            return f"{self.name}, step {self.checkpoint.stored.step}"
-        return f"{self.checkpoint.stored.path}, step {self.checkpoint.stored.step}"
+        place = self.name if is_url(self.name) else self.checkpoint.stored.path
+        return f"{place}, step {self.checkpoint.stored.step}"
 
     def model_args(self, config: dict, vocab_size: int) -> dict:
         """The fields of GPTConfig of the model to start with, which settings describe if it is new."""
@@ -104,9 +100,7 @@ class Start:
         elif self.pretrained:
             do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
-            do_together(init_weights, state.model, seed, has_done=DRAWN)
-        if self.checkpoint or self.pretrained:
-            do_together(state.check_finite, self.checkpoint.stored.path if self.checkpoint else self.name)
+            do_together(init_weights, state.model, seed, has_done="has drawn its initial weights")
         if not self.is_resume:
             state.slow_network.restart(state.step)
         if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded
@@ -124,8 +118,7 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     init_from, out_dir, launch = config["init_from"], config["out_dir"], ranks.launch
     name = init_from.removeprefix("auto:")
     if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
-        # Slurm has requeued the job, perhaps on a machine with an empty disk
-        init_from = "auto" if init_from == "auto" else f"auto:{name}"
+        init_from = f"auto:{name}"  # Slurm has requeued the job, perhaps on a machine with an empty disk
     with exit_together():  # what these raise, they raise on all ranks
         reports = fetch_newer(config | {"init_from": init_from}, launch)
         stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
@@ -134,9 +127,6 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if ranks.is_main:
         for report in reports + more:
             console.print_line(f"warning: {console.visible(report)}")
-        if is_resume and was_entered_by(Path(out_dir), launch):
-            text = f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
-            console.print_line(text)
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
@@ -169,41 +159,29 @@ def differences(
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
         sentences.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
-    if config["n_expert"] and not model.get("n_expert"):
-        sentences.append(
-            f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
-        )
-    return sentences + (changes_of_curve(config, source.run, data or {}) if is_resume else [])
+    if is_resume:
+        now = facts_of_curve(config, data or {})
+        was = now | facts_of_curve(config | source.run["config"], source.run["isogpt"])
+        changed = [f"{name} {now[name]} (was {was[name]})" for name in now if now[name] != was[name]]
+        if changed:
+            sentences.append(f"this run continues with {', '.join(changed)}: the loss curve changes")
+    return sentences
 
 
-def changes_of_curve(config: dict, run: dict, data: dict[str, dict]) -> list[str]:
+def facts_of_curve(config: dict, data: dict[str, dict]) -> dict:
     """
-    Describe in one sentence how a resumed run differs from the earlier run, whose checkpoint contains `run`,
-    in what it reads or in how it updates the weights. For `data`, see `differences`.
+    What a run reads and how it updates the weights, as a user knows it.
+
+    Args:
+        data: what a checkpoint records of the data, see Dataset.describe.
     """
-    before, recorded, pairs = run["config"], run.get("isogpt", {}), []
-    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
-    if was != now:
-        pairs.append(f"sequences per step {now} (was {was})")
-    sources, sources_before = data.get("sources", {}), recorded.get("sources", {})
-    names = ["seed", "data_order", *OF_UPDATES]
-    if sources != sources_before:
-        now, was = spelled(sources, config), spelled(sources_before, before)
-        pairs.append(f"other tokens in dataset {now}" if now == was else f"dataset {now} (was {was})")
-    elif not sources:
-        names.insert(0, "dataset")
-    if {config["data_order"], before.get("data_order")} & {"shuffle", "documents"}:  # windows are cut anew
-        names.append("block_size")
-    changed = [name for name in names if name in before and before[name] != config[name]]
-    pairs += [f"{name} {config[name]} (was {before[name]})" for name in changed]
-    documents, documents_before = data.get("documents", {}), recorded.get("documents", {})
-    other = [name for name in documents if documents[name] != documents_before.get(name, documents[name])]
-    if other and "block_size" not in changed:
-        pairs.append(f"windows that begin with other documents of {', '.join(map(visible, other))}")
-    return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []
-
-
-def spelled(sources: dict[str, dict], config: dict) -> str:
-    """The sources of a mixture as --dataset contains them, or the name of a single data set."""
-    parts = [f"{visible(name)}:{source['of_1000']}" for name, source in sources.items()]
-    return ",".join(parts) or visible(str(config.get("dataset")))
+    sources, documents = data.get("sources", {}), data.get("documents", {})
+    mixture = ",".join(f"{visible(name)}:{one['of_1000']}" for name, one in sources.items())
+    facts = {
+        "sequences per step": config["gradient_accumulation_steps"] * config["batch_size"],
+        "dataset": mixture or visible(str(config["dataset"])),
+    }
+    facts |= {f"tokens of {visible(name)}": one["digest"][:8] for name, one in sources.items()}
+    facts |= {f"documents of {visible(name)}": digest[:8] for name, digest in documents.items()}
+    names = ("seed", "data_order", "block_size", *OF_UPDATES)
+    return facts | {name: config[name] for name in names if name in config}

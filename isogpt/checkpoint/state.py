@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.source import OpenCheckpoint, check_finite, first_positions, flat
-from isogpt.common.console import shortened
+from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
 from isogpt.parallel.data_parallel import kept_weights, reshard
-from isogpt.parallel.local_parts import (
-    LocalPart,
-    init_part,
-    local,
-    local_part_of,
-    local_parts_by_name,
-    splits_of,
-)
+from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optim, optimizer_state
 
@@ -41,11 +33,6 @@ class TrainState:
         """The next step."""
         return self.progress.step
 
-    @property
-    def is_excluded(self) -> bool:
-        """Whether a rollback has excluded the next step."""
-        return self.step in self.progress.skipped
-
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
         Continue with a checkpoint's state, on any layout; the best loss and the skipped steps stay. Each rank
@@ -64,20 +51,6 @@ class TrainState:
         self.slow_network.restart(self.step, checkpoint.shapes)
         parts = flat({}, self.slow_network.saved_parts())
         checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
-
-    def check_finite(self, where: object) -> None:
-        """
-        Raise ValueError if weights from `where` are not finite, or the optimizers' tensors are NaN. Infinity
-        is accepted there, since it only stops the update of a weight.
-        """
-        check_finite(self.model, where)
-        moments = flat({}, optimizer_state.state_by_name(self.model, self.optimizers))
-        bad = [name.removeprefix("optim.") for name, tensor in moments.items() if local(tensor).isnan().any()]
-        if bad:
-            raise ValueError(
-                f"the optimizer's state in {where} is NaN ({shortened(bad)}): use an older checkpoint, or "
-                f"start a new run from the weights with --init_from={where} and a different --out_dir="
-            )
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -99,31 +72,11 @@ class TrainState:
             finally:
                 optim.set_mode(self.optimizers, "train")
 
-    def copy_parts(self) -> dict[str, LocalPart]:
-        """
-        Start to copy what this rank holds to the CPU, by the names that checkpoints in shards use. The copy
-        is complete when the caller has waited for the device.
-        """
-        return {name: part.copy() for name, part in self.parts().items()}
-
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
         moments = optimizer_state.state_by_name(self.model, self.optimizers)
         moments = parts_of_state(self.model, moments, self.slow_network.island)
         return flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
-
-    def describe(self) -> dict:
-        """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""
-        scaler = {"scaler": self.scaler.state_dict()}
-        return scaler | self.progress.describe()
-
-    def advance(self) -> None:
-        """Count a step that was taken."""
-        self.progress.advance()
-
-    def skip(self) -> None:
-        """Leave out a step."""
-        self.progress.skip()
 
 
 def restore_checkpoint(

@@ -106,7 +106,7 @@ class NanPolicy:
 
 def skip_step(state: TrainState, reader: Reader) -> Batches:
     """Leave out a step that the optimizers have not taken; returns the batches to continue with."""
-    state.skip()
+    state.progress.skip()
     state.model.reset_routing(reader.device)  # the routers' sums contain the step's, perhaps not finite
     return reader.train(state.step, state.progress.position, state.progress.skipped)
 
