@@ -15,7 +15,7 @@ from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.spikes import WARNING_INTERVAL, SpikePolicy
-from isogpt.training.recent_steps import ENOUGH, PATIENCE, SIGMAS, WINDOW, RecentSteps, is_description
+from isogpt.training.recent_steps import ENOUGH, PATIENCE, SIGMAS, WINDOW, RecentSteps
 
 
 def noise(n, mean=3.0, sigma=0.1):
@@ -38,13 +38,10 @@ def test_the_limits_are_those_of_the_last_taken_steps():
             assert loss < recent.limits()[0] and 2 * loss == pytest.approx(recent.limits()[1], rel=1)
         recent.add(loss, 2 * loss)
     again = RecentSteps()
-    described = json.loads(json.dumps(recent.describe()))
-    again.rewind(described)
-    assert is_description(described) and again == recent and again.limits() == recent.limits()
+    again.rewind(json.loads(json.dumps(recent.describe())))
+    assert again == recent and again.limits() == recent.limits()
     again.add(3.0, 6.0)
     assert again != recent and len(again.losses) == WINDOW
-    for broken in ({}, described | {"losses": [0.0] * 1000}, described | {"grad_norms": ["x"]}):
-        assert not is_description(broken)
 
 
 def test_neither_a_fall_nor_rounding_is_a_spike():

@@ -2,10 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 
 WINDOW = 128  # taken steps from which the limits are computed
 ENOUGH = 64  # with fewer there is no limit: the fall of a run's first losses is not noise
@@ -72,18 +70,3 @@ def limit_of(values: deque[float]) -> float:
     mean = math.fsum(values) / n
     sigma = math.dist(values, [mean] * n) / math.sqrt(n)
     return mean + SIGMAS * max(sigma, LEAST_SIGMA * abs(mean))
-
-
-def is_description(content: dict) -> bool:
-    """Whether a checkpoint's entry has the types and sizes of RecentSteps.describe."""
-    windows = [content.get("losses"), content.get("grad_norms")]
-    return isinstance(content.get("skipped"), int) and all(map(is_window, windows))
-
-
-def is_window(values: Iterable) -> bool:
-    """Whether these are the numbers of at most WINDOW steps."""
-    return (
-        isinstance(values, list)
-        and len(values) <= WINDOW
-        and all(isinstance(value, Real) for value in values)
-    )
