@@ -71,7 +71,7 @@ class Progress:
         measures = source.stored.manifest.get("measures", measures_of(run))
         if self.val_loss is not None and not changed_measures(measures, self.measures):
             self.evaluated(self.val_loss)
-        if not source.has_moments:
+        if not source.names_with_state:
             notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
         return notes
 

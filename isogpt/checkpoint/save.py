@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from isogpt.checkpoint.ckpt_file import copied_state, write_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
 from isogpt.checkpoint.folder import RunFolder, is_sharded, mark_preempted, prepare_rollback
 from isogpt.checkpoint.manifest import (
@@ -126,7 +126,7 @@ class Saver:
         if self.is_sharded:
             copied = state.copy_parts()
         else:
-            copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
+            copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
         if lost := do_together(self.prepare, state, on_error=self.log.failed):
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
         if self.is_sharded or is_main():

@@ -50,8 +50,8 @@ class Start:
 
     @property
     def previous_dtype(self) -> str | None:
-        """The dtype in which the resumed run has computed so far; None if it is not known."""
-        return self.resumed.dtype if self.resumed else None
+        """The dtype in which the resumed run has computed so far; None if it is not known (nanoGPT's)."""
+        return self.resumed.run["isogpt"].get("dtype") if self.resumed else None
 
     @property
     def description(self) -> str:
