@@ -29,9 +29,8 @@ def reading(path: Path) -> Iterator[None]:
         # of a refusal to run code, PyTorch's text is about how to run it
         refused = re.search(r"GLOBAL (\S+)", str(e))
         reason = f"it contains {refused[1]}" if refused else reason_of(e)[:300]
-        raise ValueError(
-            f"{path} is not a checkpoint that isoGPT reads ({reason}): see docs/migrating.md"
-        ) from e
+        problem = f"{path} is not a checkpoint that isoGPT reads ({reason}): see docs/migrating.md"
+        raise ValueError(problem) from e
 
 
 def read_file(path: Path, verify: bool = False) -> dict:
@@ -50,11 +49,10 @@ def read_file(path: Path, verify: bool = False) -> dict:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if missing := [key for key in ("model", "model_args") if key not in state]:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+        args, others = state.get("model_args", {}), state.get("isogpt", {}).get("model_args", {})
         return {
             **state,
-            "model_args": nanogpt_args(state["model_args"]) | state.get("isogpt", {}).get("model_args", {}),
+            "model_args": nanogpt_args(args) | others,
             "iter_num": int(state.get("iter_num", 0)),
             "best_val_loss": float(state.get("best_val_loss", math.inf)),  # nanoGPT stores a tensor
             "config": state.get("config") or {},

@@ -230,8 +230,8 @@ class Saver:
         if self.pending and self.pending.done():
             self.wait_alone()
         while self.mirror and self.mirror.outcomes:
-            outcome = self.mirror.outcomes.popleft()
-            self.log.event(outcome.event, outcome.text, iter=outcome.step, **outcome.facts)
+            event, text, facts = self.mirror.outcomes.popleft()
+            self.log.event(event, text, **facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written on every rank, and report it (all ranks)."""
@@ -265,9 +265,9 @@ class Saver:
             return
         do_together(self.mirror.finish, seconds_left, has_done="has copied the last checkpoint to the mirror")
         while self.mirror.outcomes:
-            outcome = self.mirror.outcomes.popleft()
-            console.print_to_stderr(outcome.text)  # the last line of stdout may be the run's result
-            self.log.event(outcome.event, iter=outcome.step, **outcome.facts)
+            event, text, facts = self.mirror.outcomes.popleft()
+            console.print_to_stderr(text)  # the last line of stdout may be the run's result
+            self.log.event(event, **facts)
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""

@@ -38,11 +38,6 @@ class OpenCheckpoint:
             GPTConfig(**self.run["model_args"])
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the tensors are in shards."""
-        return self.tensors is None
-
-    @property
     def names_with_state(self) -> set[str]:
         """
         The names of the parameters for which something of an optimizer is saved; checkpoints of forks may
@@ -72,7 +67,7 @@ class OpenCheckpoint:
                 target = stacks[name] = target.new_stack(saved[0])
             self.check_shape(name, target.shape)
             targets[name] = target
-        if self.is_sharded:
+        if self.tensors is None:
             from isogpt.checkpoint import sharded_files
 
             sharded_files.read(self.stored.path, targets)
@@ -142,8 +137,8 @@ def flat(weights: dict, state: dict[str, dict]) -> dict:
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     """
-    Check, as nanoGPT does, that a model that is not divided yet uses all weights of a ckpt.pt, in their
-    shapes. `OpenCheckpoint.read` finds those that are missing.
+    Check, as nanoGPT does, that a model that is not divided yet uses all weights of a checkpoint, in
+    their shapes. `OpenCheckpoint.read` finds those that are missing.
 
     Raises:
         ValueError: weights are not used, or have a different shape.
@@ -153,12 +148,11 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     for name, p in model.named_parameters():  # before memory is allocated for shapes that do not fit
         if saved := source.shapes.get(f"model.{name}"):
             source.check_shape(f"model.{name}", first_positions(name, LocalPart(p.shape, ()), saved).shape)
-    if source.is_sharded:  # only this program writes shards
-        return
-    head, wte = (source.tensors.get(f"model.{name}") for name in (HEAD, WTE))
+    tensors = source.tensors or {}
+    head, wte = (tensors.get(f"model.{name}") for name in (HEAD, WTE))
     if model.config.tied and head is not None and torch.equal(head, wte):
         used.add(HEAD)
-    names = {name.removeprefix("model.") for name in source.tensors if name.startswith("model.")}
+    names = {name.removeprefix("model.") for name in source.shapes if name.startswith("model.")}
     if unused := sorted(names - used):
         raise source.misfit(f"it also contains {shortened(unused)}")
 

@@ -127,12 +127,12 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
         # Slurm has requeued the job, perhaps on a machine with an empty disk
         init_from = "auto" if init_from == "auto" else f"auto:{name}"
     with exit_together():  # what these raise, they raise on all ranks
-        reports = fetch_newer(config | {"init_from": init_from}, launch)
-        stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
+        fetch_newer(config | {"init_from": init_from}, launch)
+        stored, is_resume, reports = look_for_start(init_from, out_dir, config["resume_step"], launch)
     if not stored and is_url(name):
-        stored, name = fetch_weights(name, out_dir), without_credentials(name)
+        (stored, reports), name = fetch_weights(name, out_dir), without_credentials(name)
     if ranks.is_main:
-        for report in reports + more:
+        for report in reports:
             console.print_line(f"warning: {console.visible(report)}")
         if is_resume and was_entered_by(Path(out_dir), launch):
             text = f"restart: continues what this launch has written to {out_dir}, step {stored.step}"
