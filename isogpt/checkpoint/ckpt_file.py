@@ -55,7 +55,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
             "model_args": nanogpt_args(args) | others,
             "iter_num": int(state.get("iter_num", 0)),
             "best_val_loss": float(state.get("best_val_loss", math.inf)),  # nanoGPT stores a tensor
-            "config": state.get("config") or {},
+            "config": dict(state.get("config") or {}),
         }
 
 

@@ -58,7 +58,8 @@ def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False)
     with reading(url):
         remote = Remote(url)
         if not (manifest := remote.manifest(step)):
-            return console.print_line(f"warning: {shown} is not complete: it lacks a valid manifest.json")
+            console.print_line(f"warning: {shown} is not complete: it lacks a valid manifest.json")
+            return
         console.print_to_stderr(f"downloading {shown} ({size_of(manifest) / 1e6:,.1f} MB) to {out}")
         remove(unfinished)  # of a start that was killed
         remote.get(step, manifest, unfinished)
@@ -113,16 +114,16 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredChec
     new folder in out_dir (all ranks). `discard_weights` deletes it; after a kill, the next run in out_dir
     does. Exits with a message if there is none, or it cannot be read. Returns what `find_checkpoint` does.
     """
-    run, _, name = url.rstrip("/").rpartition("/")
-    match = STEP.fullmatch(name)
-    run, asked, best = (run, int(match[1]), False) if match else (url.rstrip("/"), -1, best)
+    url, asked = url.rstrip("/"), -1
+    if match := STEP.fullmatch(url.rpartition("/")[2]):
+        url, asked, best = url.rpartition("/")[0], int(match[1]), False
     out = Path(out_dir) / broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
-    fetch_run(run, out, asked, best)
+    fetch_run(url, out, asked, best)
     stored, damaged = find_checkpoint(str(out), best, asked)
     with exit_together():
         if not stored:
-            problems = damaged or ["set the URL of a mirror, or of one of its steps"]
-            raise ValueError(f"{without_credentials(url)} contains no such checkpoint: {'; '.join(problems)}")
+            why = "; ".join(damaged) or "set the URL of a mirror, or of one of its steps"
+            raise ValueError(f"{without_credentials(url)} contains no such checkpoint: {why}")
     return stored, damaged
 
 

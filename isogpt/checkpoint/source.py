@@ -112,8 +112,6 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         # nanoGPT without flash attention stores the causal mask of each block
         weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
         run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-        if "isogpt" not in state:  # a fork's settings may use the same names as ours
-            run["config"] = {k: v for k, v in run["config"].items() if v is not None and k != "optimizer"}
         named = flat(weights, optimizer_state.by_name(weights, state.get("optimizer")))
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
     return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
