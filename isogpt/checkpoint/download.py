@@ -101,10 +101,8 @@ def fetch_newer(config: dict, launch: Launch) -> None:
     run looks for what it starts from (all ranks). Exits with a message as `fetch_run` does.
     """
     url, out, init_from = config["mirror"], Path(config["out_dir"]), config["init_from"]
-    if not url:
-        return
     is_restart = broadcast(is_main() and was_entered_by(out, launch))  # see folder.look_for_start
-    if is_restart or init_from.split(":")[0] in ("resume", "auto"):
+    if url and (is_restart or init_from.split(":")[0] in ("resume", "auto")):
         fetch_run(url, out, -1 if is_restart else config["resume_step"], with_best=True)
 
 
