@@ -21,11 +21,13 @@ from isogpt.checkpoint.manifest import (
     damage,
     make_manifest,
     read_manifest,
+    sealed,
     step_folder,
     step_folders,
     steps_in,
 )
 from isogpt.checkpoint.mirror import Mirror
+from isogpt.common.files import write_whole
 from isogpt.monitor.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
@@ -159,6 +161,18 @@ def test_steps_to_which_the_run_did_not_go_on_are_deleted(tmp_path, at):
     os.rename(tmp_path / "out/step_00000003", tmp_path / "out/damaged_step_00000003")
     copied.request(tmp_path / "out/step_00000002")
     assert outcomes(copied) == [] and steps_in(tmp_path / "there") == [2, 1]
+
+
+def test_a_loss_that_is_recorded_later_is_copied_alone(tmp_path, at):
+    """The manifest there is that of the run's folder: a later start finds the best step by it."""
+    copied, folder, done = copies(tmp_path), commit(tmp_path / "out", 1), []
+    copied.request(folder)
+    outcomes(copied)
+    at.setattr(Faulty, "before", staticmethod(lambda operation, path: done.append(path)))
+    write_whole(folder / "manifest.json", sealed(read_manifest(folder) | {"val_loss": 1.5}))
+    copied.request(folder)
+    assert outcomes(copied) == [] and not done
+    assert read_manifest(tmp_path / "there" / folder.name) == read_manifest(folder)
 
 
 def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):

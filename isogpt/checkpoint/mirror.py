@@ -11,8 +11,8 @@ import uuid
 from collections import deque
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import read_manifest, size_of, step_of
-from isogpt.checkpoint.remote import ANSWER_S, Remote, explained
+from isogpt.checkpoint.manifest import read_manifest, sealed, size_of, step_of
+from isogpt.checkpoint.remote import ANSWER_S, MANIFEST, Remote, explained
 from isogpt.checkpoint.search import best_folder
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.console import duration
@@ -99,12 +99,15 @@ class Mirror:
         best = best_folder(self.out, manifest) or newest
         self.copying = {newest, best}
         for folder in dict.fromkeys((newest, best)):
-            began, step, entries = time.perf_counter(), step_of(folder), read_manifest(folder)["files"]
-            if remote.manifest(step).get("files") == entries:
+            began, step, here = time.perf_counter(), step_of(folder), read_manifest(folder)
+            there = remote.manifest(step)
+            if there.get("files") == here["files"]:
+                if there != here:  # the loss was recorded later, see Saver.record_loss
+                    remote.files.pipe_file(f"{remote.path(step)}/{MANIFEST}", sealed(here).encode())
                 continue
             remote.put(folder)
-            size, self.seconds = size_of({"files": entries}), time.perf_counter() - began
-            text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
+            size, self.seconds = size_of(here) / 1e6, time.perf_counter() - began
+            text = f"copied {folder.name} to {self.shown} ({size:,.1f} MB in {self.seconds:.1f} s)"
             self.outcomes.append(("mirror", text, {"iter": step, "folder": folder.name}))
         steps = remote.steps()
         older = [step for step in steps if step <= manifest["step"]]
