@@ -5,12 +5,15 @@ import sys
 
 import numpy as np
 import pytest
-from documents import documents_of
+import torch
+from documents import documents_of, loss_of
 from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.vocabulary import of_characters
+from isogpt.data.windows import shuffled_windows
+from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -51,6 +54,9 @@ def test_windows_are_those_of_a_loop_over_documents():
             counts[start : start + BLOCK] += 1
         assert windows.left_out == (counts == 0).sum()
         assert windows.repeated == np.maximum(counts - 1, 0).sum()
+        epochs = shuffled_windows(windows, 1337, np.arange(2 * len(starts))).reshape(2, -1).tolist()
+        assert [sorted(epoch) for epoch in epochs] == [starts, starts], "each once per epoch"
+    assert epochs[0] != epochs[1] != starts != epochs[0], "in a random order"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -199,6 +205,8 @@ def test_a_run_reads_documents(zygote, tmp_path):
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "windows that begin with other documents" not in text
     find_documents.main([str(folder), "--id=5"])
+    compared = open_dataset(str(folder), 8, data_order="documents").facts()["the data's documents"]
+    assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()
     assert "this run continues with windows that begin with other documents of tiny: the loss" in text
 
@@ -210,3 +218,9 @@ def test_documents_of_the_validation_set(tmp_path):
     find_documents.main([str(folder), f"--id={END}"])
     of_val = documents_of(open_dataset(str(folder), BLOCK, data_order="documents"))
     assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
+    model, total, count = GPT(GPTConfig(BLOCK, END + 1, 1, 1, 8), seed=1).eval(), 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]  # the third one is longer than a window
+        _, mean = model(tokens[:, :-1], tokens[:, 1:])
+        total, count = total + mean.item() * (tokens.size(1) - 1), count + tokens.size(1) - 1
+    assert loss_of(model, of_val) == pytest.approx(total / count, rel=1e-6)

@@ -109,7 +109,7 @@ class Mirror:
             size, self.seconds = size_of(here) / 1e6, time.perf_counter() - began
             text = f"copied {folder.name} to {self.shown} ({size:,.1f} MB in {self.seconds:.1f} s)"
             self.outcomes.append(("mirror", text, {"iter": step, "folder": folder.name}))
-        steps = remote.steps()
+        steps = self.connect().steps()  # unless a later launch copies there now
         older = [step for step in steps if step <= manifest["step"]]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)} & {*older}
         for step in {*steps} - kept:
