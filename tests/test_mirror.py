@@ -152,15 +152,18 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
     assert steps_in(out) == [6, 3] and whole_steps(tmp_path / "there") == [6, 5, 3]
 
 
-def test_steps_to_which_the_run_did_not_go_on_are_deleted(tmp_path, at):
-    """After a rollback or resume_step: a later start would return to them."""
+def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at):
+    """After a rollback or resume_step: a later start would return to them. Their files are kept."""
     copied = copies(tmp_path, keep_last=0)
     for step in (1, 2, 3):
         copied.request(commit(tmp_path / "out", step, keep_last=0))
         outcomes(copied)
     os.rename(tmp_path / "out/step_00000003", tmp_path / "out/damaged_step_00000003")
     copied.request(tmp_path / "out/step_00000002")
-    assert outcomes(copied) == [] and steps_in(tmp_path / "there") == [2, 1]
+    assert outcomes(copied) == [] and whole_steps(tmp_path / "there") == [2, 1]
+    abandoned = tmp_path / "there/step_00000003"
+    os.rename(abandoned / "abandoned_manifest.json", abandoned / "manifest.json")
+    assert not damage(abandoned)
 
 
 def test_a_loss_that_is_recorded_later_is_copied_alone(tmp_path, at):

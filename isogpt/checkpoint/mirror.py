@@ -93,7 +93,7 @@ class Mirror:
     def copy(self, newest: Path) -> None:
         """
         Copy the newest step folder and the best one, unless they are there. Then delete what the run does not
-        keep either, and steps beyond the newest one, which the run has abandoned.
+        keep either. Steps beyond the newest one, which the run has abandoned, do not count any more.
         """
         remote, manifest = self.connect(), read_manifest(newest)
         best = best_folder(self.out, manifest) or newest
@@ -112,8 +112,10 @@ class Mirror:
         steps = self.connect().steps()  # unless a later launch copies there now
         older = [step for step in steps if step <= manifest["step"]]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)} & {*older}
-        for step in {*steps} - kept:
+        for step in {*older} - kept:
             remote.remove(step)
+        for step in {*steps} - {*older}:
+            remote.abandon(step)
 
     def fail(self, step: int, reason: str) -> None:
         """Report at which step the mirror fails, and why."""

@@ -71,6 +71,12 @@ class Remote:
         with suppress(FileNotFoundError):
             self.files.get([f"{source}/{name}" for name in names], [f"{folder}/{name}" for name in names])
 
+    def abandon(self, step: int) -> None:
+        """Make a step not count, until the run takes it again. Whoever wants it can rename its manifest."""
+        manifest = f"{self.path(step)}/{MANIFEST}"
+        if self.files.exists(manifest):
+            self.files.mv(manifest, f"{self.path(step)}/abandoned_{MANIFEST}")
+
     def remove(self, step: int) -> None:
         """Delete a step, if there is one."""
         for path in (f"{self.path(step)}/{MANIFEST}", self.path(step)):

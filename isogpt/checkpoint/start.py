@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
+from isogpt.checkpoint.download import discard_weights, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.owner import was_entered_by
@@ -127,8 +127,9 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
         # Slurm has requeued the job, perhaps on a machine with an empty disk
         init_from = "auto" if init_from == "auto" else f"auto:{name}"
     with exit_together():  # what these raise, they raise on all ranks
-        fetch_newer(config | {"init_from": init_from}, launch)
-        stored, is_resume, reports = look_for_start(init_from, out_dir, config["resume_step"], launch)
+        stored, is_resume, reports = look_for_start(
+            init_from, out_dir, config["resume_step"], launch, config["mirror"]
+        )
     if not stored and is_url(name):
         (stored, reports), name = fetch_weights(name, out_dir), without_credentials(name)
     if ranks.is_main:
