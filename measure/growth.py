@@ -789,10 +789,10 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
     from configurator import settings_of
     from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
     from isogpt.checkpoint.source import flat
-    from isogpt.checkpoint.state import state_parts
+    from isogpt.checkpoint.state import parts_of_state
     from isogpt.nn import huggingface
     from isogpt.parallel.local_parts import local_parts_by_name
-    from isogpt.training import optim
+    from isogpt.training import optim, optimizer_state
 
     model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
     count = sum(p.numel() for p in model.parameters())
@@ -813,7 +813,8 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
 
         amounts["a save"] = peak_of(save)
         file.unlink()
-        parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
+        moments = optimizer_state.state_by_name(model, optimizers)
+        parts = flat(local_parts_by_name(model), parts_of_state(model, moments, (0, 1)))
         sharded_files.write(file.parent, parts, None)
         commit_checkpoint(file.parent, make_manifest(run, 1, 3, None) | {"run": run}, keep_last=0)
         amounts["--to=ckpt.pt"] = peak_of(partial(export.convert, folder, "ckpt.pt"))
