@@ -75,7 +75,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         return write_hf(out_dir, model, vocabulary, model_card(source, model))
     with TemporaryDirectory(prefix=UNFINISHED, dir=out_dir) as unfinished:
         new = Path(unfinished) / "ckpt.pt"
-        if source.is_sharded:
+        if source.tensors is None:  # in shards
             write_file(new, state_of_shards(source, model))
         else:
             shutil.copyfile(stored.path, new)

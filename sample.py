@@ -93,7 +93,7 @@ check_start(ranks, config)
 # (an error on any rank ends all ranks)
 stored = text = None
 if is_url(init_from):
-    stored, damaged = fetch_weights(init_from, out_dir, best), []
+    stored, damaged = fetch_weights(init_from, out_dir, best)
 elif init_from == "resume":
     stored, damaged = find_checkpoint(out_dir, best)
 with exit_together():

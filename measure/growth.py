@@ -782,7 +782,7 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
     """See memory_of_saves, of a GPT-2 of four layers."""
     import export
     from configurator import settings_of
-    from isogpt.checkpoint.ckpt_file import copied_state, write_file
+    from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
     from isogpt.checkpoint.source import flat
     from isogpt.checkpoint.state import parts_of_state
     from isogpt.nn import huggingface
@@ -804,7 +804,7 @@ def memory_of_conversions(n_embd: int) -> list[Cost]:
         file = Path(folder) / "unfinished" / "ckpt.pt"
 
         def save() -> None:
-            write_file(file, copied_state(run, model, optimizers))
+            write_file(file, nanogpt_state(run, model, optimizers, copy=True))
 
         amounts["a save"] = peak_of(save)
         file.unlink()

@@ -12,7 +12,6 @@ import torch
 from runs import REPO, script_that_fails, tiny_data
 
 from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import make_manifest
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.launch.launchers import Launch
@@ -66,17 +65,6 @@ def test_a_folder_with_the_name_of_a_start(tmp_path, monkeypatch, name):
     assert look_for_start(name, "out", -1, Launch())[:2] == (None, False)
 
 
-def test_numbers_of_numpy_and_pytorch(at):
-    """A resume writes them to a manifest, which is JSON."""
-    for number in (np.int64, torch.tensor, float):
-        args = {name: number(n) for name, n in ARGS.items()}
-        config = {"block_size": np.int64(16), "learning_rate": np.float32(1)}
-        write(Path("out/ckpt.pt"), of_nanogpt(model_args=args, iter_num=number(7), config=config))
-        checkpoint = start("out/ckpt.pt")
-        assert checkpoint.run["model_args"] == ARGS | {"dropout": 0.0}
-        assert make_manifest(json.loads(json.dumps(checkpoint.run)), 1, 0, None)["block_size"] == 16
-
-
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
 def test_names_of_compiled_and_distributed_models(at, prefix):
     model = GPT(GPTConfig(**ARGS), seed=1)
@@ -109,9 +97,9 @@ def test_what_nanogpts_earlier_checkpoints_lack(at):
     )
 
 
-@pytest.mark.parametrize("best", [torch.tensor(float("nan")), 4.1])
+@pytest.mark.parametrize("best", [torch.tensor(4.1), 4.1])
 def test_a_file_that_the_run_did_not_write_is_kept(zygote, at, best):
-    """Its loss is not known (NaN), or that of a different evaluation; the run's own evaluations count."""
+    """Its loss is that of a different evaluation; the run's own evaluations count."""
     tiny_data(at.path)
     write(Path("out/ckpt.pt"), of_nanogpt(best_val_loss=best, config={"seed": 3}))
     write(Path("out/ckpt_best.pt"), of_nanogpt(iter_num=5))
@@ -131,7 +119,7 @@ def test_weights_without_a_shape(at):
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 128, "vocab_size": 65}
     model = GPT(GPTConfig(**shape, bias=True, gelu="tanh", tied=False), seed=1)
     write(Path("model.pt"), model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128)})
-    assert "(it lacks model, model_args): see docs/migrating.md" in start("model.pt")
+    assert "(model_args lacks or also contains block_size, " in start("model.pt")
     exec(block.removeprefix("python"), {})
     checkpoint = start("ckpt.pt")
     loaded = GPT(GPTConfig(**checkpoint.run["model_args"]), seed=2)
@@ -147,18 +135,17 @@ LLAMA = {"model_type": "llama", "vocab_size": 65, "hidden_size": 8, "num_attenti
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 OTHER = {"blocks.0.attn.key.weight": torch.zeros(8, 8)}
 REFUSED = {  # files: why
-    "a state_dict": (weights(), "it lacks model, model_args"),
-    "Lightning's": ({"state_dict": weights(), "epoch": 1}, "it lacks model, model_args"),
-    "llama2.c's": (of_nanogpt(model=OTHER, model_args={"dim": 8, "n_layers": 1}), "model_args lacks n_layer"),
-    "a fork's": (of_nanogpt(model_args=ARGS | {"use_rope": True}), "model_args contains use_rope"),
-    "half a size": (of_nanogpt(model_args=ARGS | {"n_embd": 8.5}), "8.5 is not a whole number"),
+    "a state_dict": (weights(), "model_args lacks"),
+    "Lightning's": ({"state_dict": weights(), "epoch": 1}, "model_args lacks"),
+    "llama2.c's": (of_nanogpt(model=OTHER, model_args={"dim": 8, "n_layers": 1}), "contains block_size, dim"),
+    "a fork's": (of_nanogpt(model_args=ARGS | {"use_rope": True}), "also contains use_rope)"),
     "no numbers": (of_nanogpt(model_args=ARGS | {"n_embd": None}), "NoneType"),
     "heads": (of_nanogpt(model_args=ARGS | {"n_head": 3}), "n_head"),
     "no weights": (of_nanogpt(model={"x": "y"}), ""),
-    "no settings": (of_nanogpt(config=[1]), "list"),
+    "no settings": (of_nanogpt(config=[1]), ""),
     "no record": (of_nanogpt(isogpt=5), "int"),
     "code": (of_nanogpt(config=argparse.Namespace()), "it contains argparse.Namespace"),
-    "a list": ([1], "it lacks model"),
+    "a list": ([1], "list"),
     "llm.c's": (np.array([20240326, 3, 1024], np.int32).tobytes(), ""),
     "Git LFS's": (b"version https://git-lfs.github.com/spec/v1", ""),
     "nothing": (b"", ""),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.checkpoint.commit import link_checkpoints
+from isogpt.checkpoint.download import find_newest
 from isogpt.checkpoint.manifest import UNFINISHED, is_run, step_folders, step_of, unfinished_folder
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
@@ -39,7 +40,7 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 
 
 def look_for_start(
-    init_from: str, out_dir: str, resume_step: int, launch: Launch
+    init_from: str, out_dir: str, resume_step: int, launch: Launch, mirror: str = ""
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run (all ranks). A restart of the launch that entered the
@@ -55,7 +56,7 @@ def look_for_start(
     weights_from = init_from.removeprefix("auto:")
     is_restart = broadcast(is_main() and was_entered_by(Path(out_dir), launch))
     if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
-        newest, reports = find_checkpoint(out_dir, step=-1 if is_restart else resume_step)
+        newest, reports = find_newest(out_dir, -1 if is_restart else resume_step, mirror)
         if newest:
             return newest, True, reports
         if reports or init_from == "resume":

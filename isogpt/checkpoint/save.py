@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isogpt.checkpoint.ckpt_file import copied_state, write_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, continue_from, is_sharded, mark_preempted
 from isogpt.checkpoint.manifest import make_manifest, read_manifest, step_folder, unfinished_folder
@@ -97,7 +97,7 @@ class Saver:
         if self.is_sharded:
             copied = {name: part.copy() for name, part in state.parts().items()}
         else:
-            copied = copied_state(run, state.model, state.optimizers) if is_main() else {}
+            copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
         do_together(self.prepare, state, on_error=self.log.failed)
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -167,8 +167,8 @@ class Saver:
         if self.pending and self.pending.done():
             self.wait_alone()
         while self.mirror and self.mirror.outcomes:
-            outcome = self.mirror.outcomes.popleft()
-            self.log.event(outcome.event, outcome.text, iter=outcome.step, **outcome.facts)
+            event, text, facts = self.mirror.outcomes.popleft()
+            self.log.event(event, text, **facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written on every rank, and report it (all ranks)."""
@@ -202,9 +202,9 @@ class Saver:
             return
         do_together(self.mirror.finish, seconds_left, has_done="has copied the last checkpoint to the mirror")
         while self.mirror.outcomes:
-            outcome = self.mirror.outcomes.popleft()
-            console.print_to_stderr(outcome.text)  # the last line of stdout may be the run's result
-            self.log.event(outcome.event, iter=outcome.step, **outcome.facts)
+            event, text, facts = self.mirror.outcomes.popleft()
+            console.print_to_stderr(text)  # the last line of stdout may be the run's result
+            self.log.event(event, **facts)
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""

@@ -1,7 +1,6 @@
 """Open a checkpoint, read it into the parts that a rank holds, and check that it fits the model."""
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,7 +14,6 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
-Value = TypeVar("Value")  # a tensor, or the part of it that a rank holds
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -40,25 +38,13 @@ class OpenCheckpoint:
             GPTConfig(**self.run["model_args"])
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the tensors are in shards."""
-        return self.tensors is None
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether there is an optimizer's state; checkpoints of forks may contain none, or not AdamW's."""
-        return any(name.startswith("optim.") for name in self.shapes)
-
-    @property
     def names_with_state(self) -> set[str]:
-        """The names of the parameters for which something of an optimizer is saved."""
+        """
+        The names of the parameters for which something of an optimizer is saved; checkpoints of forks may
+        contain nothing, or not AdamW's.
+        """
         states = [name for name in self.shapes if name.startswith("optim.")]
         return {name.removeprefix("optim.").rpartition(".")[0] for name in states}
-
-    @property
-    def dtype(self) -> str | None:
-        """The dtype that the run computed in; None in nanoGPT's checkpoints."""
-        return self.run["isogpt"].get("dtype")
 
     def read(self, parts: dict[str, LocalPart]) -> None:
         """
@@ -69,36 +55,36 @@ class OpenCheckpoint:
         Raises:
             ValueError: a tensor is missing or has a different shape, or a file is damaged or would run code.
         """
-        path = self.stored.path
         if missing := sorted(parts.keys() - self.shapes.keys()):
-            raise ValueError(f"{path} does not fit the model: it lacks {shortened(missing)}")
-        targets, stacks = self.targets_for(parts)
-        if self.is_sharded:
+            raise self.misfit(f"it lacks {shortened(missing)}")
+        targets, stacks = {}, {}
+        for name, part in parts.items():
+            saved = self.shapes[name]
+            target = first_positions(name, part, saved)
+            if target.shape != saved:  # rows of a different number of ranks, or a row and no stack
+                target = target.unstacked()
+            if len(saved) == len(target.shape) + 1:
+                target = stacks[name] = target.new_stack(saved[0])
+            self.check_shape(name, target.shape)
+            targets[name] = target
+        if self.tensors is None:
             from isogpt.checkpoint import sharded_files
 
-            sharded_files.read(path, targets)
+            sharded_files.read(self.stored.path, targets)
         else:
             for name, target in targets.items():
                 target.put(self.tensors[name])
         for name, stack in stacks.items():
             parts[name].unstacked().put_mean(stack)
 
-    def targets_for(self, parts: dict[str, LocalPart]) -> tuple[dict[str, LocalPart], dict[str, LocalPart]]:
-        """
-        What to fill with the saved tensors: the parts themselves, or new stacks for the rows of a different
-        number of ranks. Returns (all of these, the stacks).
-        """
-        targets, stacks = {}, {}
-        for name, part in parts.items():
-            saved = self.shapes[name]
-            part = first_positions(name, part, saved)
-            targets[name] = part if part.shape == saved else part.unstacked()
-            if len(saved) == len(part.unstacked().shape) + 1 and saved != part.shape:
-                targets[name] = stacks[name] = part.unstacked().new_stack(saved[0])
-            if targets[name].shape != saved:
-                sizes = f"the shape of {name} is {tuple(saved)}, not {tuple(targets[name].shape)}"
-                raise ValueError(f"{self.stored.path} does not fit the model: {sizes}")
-        return targets, stacks
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raise ValueError if a saved tensor has a different shape."""
+        if shape != self.shapes[name]:
+            raise self.misfit(f"the shape of {name} is {tuple(self.shapes[name])}, not {tuple(shape)}")
+
+    def misfit(self, problem: str) -> ValueError:
+        """The error of a checkpoint whose tensors are not those of the model."""
+        return ValueError(f"{self.stored.path} does not fit the model: {problem}")
 
 
 def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
@@ -126,8 +112,6 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         # nanoGPT without flash attention stores the causal mask of each block
         weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
         run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-        if "isogpt" not in state:  # a fork's settings may use the same names as ours
-            run["config"] = {k: v for k, v in run["config"].items() if v is not None and k != "optimizer"}
         named = flat(weights, optimizer_state.by_name(weights, state.get("optimizer")))
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
     return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
@@ -138,7 +122,7 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
 
 
-def flat(weights: dict[str, Value], state: dict[str, dict[str, Value]]) -> dict[str, Value]:
+def flat(weights: dict, state: dict[str, dict]) -> dict:
     """
     Tensors or parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the
     optimizer's state of each.
@@ -151,30 +135,24 @@ def flat(weights: dict[str, Value], state: dict[str, dict[str, Value]]) -> dict[
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     """
-    Check, as nanoGPT does, that a model that is not divided yet uses exactly the weights of a ckpt.pt.
+    Check, as nanoGPT does, that a model that is not divided yet uses all weights of a checkpoint, in
+    their shapes. `OpenCheckpoint.read` finds those that are missing.
 
     Raises:
-        ValueError: weights are missing or not used.
+        ValueError: weights are not used, or have a different shape.
     """
-    path = source.stored.path
-    for name, parameter in model.named_parameters():  # before memory is allocated for shapes that do not fit
-        saved, shape = source.shapes.get(f"model.{name}", parameter.shape), parameter.shape
-        is_longer = name == WPE and saved[1:] == shape[1:] and saved[0] > shape[0]
-        if saved != shape and not is_longer:
-            sizes = f"the shape of {name} is {tuple(saved)}, not {tuple(shape)}"
-            raise ValueError(f"{path} does not fit the model: {sizes}")
-    if source.is_sharded:  # only this program writes shards
-        return
-    wanted = {name for name, _ in model.named_parameters()}
-    if model.config.n_expert and not source.run["model_args"].get("n_expert"):  # MLPs are copied to experts
-        wanted = {name.replace(".experts.", ".") for name in wanted if ".router." not in name}
-    names = {name.removeprefix("model.") for name in source.tensors if name.startswith("model.")}
-    head, wte = (source.tensors.get(f"model.{name}") for name in (HEAD, WTE))
+    used = {name for name, _ in model.named_parameters()}
+    used |= {name.replace(".experts.", ".") for name in used}  # an MLP is copied to experts
+    for name, p in model.named_parameters():  # before memory is allocated for shapes that do not fit
+        if saved := source.shapes.get(f"model.{name}"):
+            source.check_shape(f"model.{name}", first_positions(name, LocalPart(p.shape, ()), saved).shape)
+    tensors = source.tensors or {}
+    head, wte = (tensors.get(f"model.{name}") for name in (HEAD, WTE))
     if model.config.tied and head is not None and torch.equal(head, wte):
-        names.remove(HEAD)
-    for problem, others in (("lacks", wanted - names), ("also contains", names - wanted)):
-        if others:
-            raise ValueError(f"{path} does not fit the model: it {problem} {shortened(sorted(others))}")
+        used.add(HEAD)
+    names = {name.removeprefix("model.") for name in source.shapes if name.startswith("model.")}
+    if unused := sorted(names - used):
+        raise source.misfit(f"it also contains {shortened(unused)}")
 
 
 def names_of_not_finite(model: nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from isogpt.checkpoint.download import discard_weights, fetch_newer, fetch_weights
+from isogpt.checkpoint.download import discard_weights, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
@@ -47,8 +47,8 @@ class Start:
 
     @property
     def previous_dtype(self) -> str | None:
-        """The dtype in which the resumed run has computed so far; None if it is not known."""
-        return self.resumed.dtype if self.resumed else None
+        """The dtype in which the resumed run has computed so far; None if it is not known (nanoGPT's)."""
+        return self.resumed.run["isogpt"].get("dtype") if self.resumed else None
 
     @property
     def description(self) -> str:
@@ -120,12 +120,13 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
         init_from = f"auto:{name}"  # Slurm has requeued the job, perhaps on a machine with an empty disk
     with exit_together():  # what these raise, they raise on all ranks
-        reports = fetch_newer(config | {"init_from": init_from}, launch)
-        stored, is_resume, more = look_for_start(init_from, out_dir, config["resume_step"], launch)
+        stored, is_resume, reports = look_for_start(
+            init_from, out_dir, config["resume_step"], launch, config["mirror"]
+        )
     if not stored and is_url(name):
-        stored, name = fetch_weights(name, out_dir), without_credentials(name)
+        (stored, reports), name = fetch_weights(name, out_dir), without_credentials(name)
     if ranks.is_main:
-        for report in reports + more:
+        for report in reports:
             console.print_line(f"warning: {console.visible(report)}")
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))

@@ -103,8 +103,8 @@ def restore_checkpoint(
     reshard(model)
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
     state = {}
-    if checkpoint.has_moments:
-        state = optimizer_state.create_state(model, optimizers, checkpoint.names_with_state)
+    if names := checkpoint.names_with_state:
+        state = optimizer_state.create_state(model, optimizers, names)
     checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
     optimizer_state.take_numbers(model, optimizers, state)
 
