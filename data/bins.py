@@ -26,7 +26,7 @@ from write_files import SplitWriter, atomic_folder, dtype_for, write_meta, write
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY
 from isogpt.common.packages import needed_by
-from isogpt.data.shards import open_files
+from isogpt.data.token_files import open_files
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, table_in, tokenizer_in
 from isogpt.options.values import problem_of_folder
@@ -212,7 +212,7 @@ def write(
                 writer.write(texts[split], ids[split])
         facts = {"source": source}
         if documents := sum(writer.documents for writer in writers.values()):
-            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype_for(size).name, size)
+            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype_for(size).name)
             count = write_positions(temporary, tokens, tokenizer.end_of_text)
             facts = {"documents": documents, "train_documents": count, "source": source}
         meta = write_meta(temporary, vocabulary, size, writers, facts)

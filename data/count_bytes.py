@@ -28,7 +28,7 @@ def count_bytes(folder: Path) -> None:
     """
     meta = read_meta(folder)
     size = meta.get("vocab_size", 0)
-    tokens, text = open_tokens(folder, "val", meta, size), SplitText()
+    tokens, text = open_tokens(folder, "val", meta), SplitText()
     vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
     table, end = bytes_by_id(vocabulary), None
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text

@@ -32,7 +32,7 @@ def find_documents(folder: Path, token: int | None) -> None:
     """
     meta = read_meta(folder)
     size = meta.get("vocab_size", 0)
-    tokens = open_split(folder, "train", meta, size, block_size=1)
+    tokens = open_split(folder, "train", meta, block_size=1)
     if token is None:
         vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
         token = end_of_text(vocabulary)

@@ -13,10 +13,9 @@ from bins import add_val_fraction, cut_for, run
 from count_bytes import count_bytes, record
 from write_files import atomic_folder
 
-from isogpt.data.data_folder import how_to_split, read_meta
+from isogpt.data.data_folder import files_of, read_meta
 from isogpt.data.dataset import parts_of
-from isogpt.data.shards import files_of, open_files
-from isogpt.data.token_files import declared_dtype
+from isogpt.data.token_files import open_files
 from isogpt.data.vocabulary import vocabulary_of_data
 
 
@@ -32,7 +31,8 @@ def split(folder: Path, val_fraction: float) -> None:
     whole = folder / "all.bin"
     files = [whole] if whole.exists() else files_of(folder, "train")
     if len(files) != 1:
-        raise ValueError(f"{folder} contains {len(files)} files of training tokens: {how_to_split(folder)}")
+        advice = "if there are several, rename the last one to val.bin or val.npy"
+        raise ValueError(f"{folder} contains {len(files)} files of training tokens, not one: {advice}")
     source = files[0]
     if source != whole and (val := files_of(folder, "val")):
         raise ValueError(f"{val[0]} exists already: delete it if it is to come from the end of {source.name}")
@@ -41,9 +41,9 @@ def split(folder: Path, val_fraction: float) -> None:
         raise ValueError(
             f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction="
         )
-    tokens = open_files(files, declared_dtype(meta, folder), meta.get("vocab_size", 0))
+    tokens = open_files(files, meta.get("dtype"))
     cut = cut_for(len(tokens), val_fraction, "tokens")
-    if tokens.offset:  # the new files have no header that says the dtype
+    if tokens.files[0].offset:  # the new files have no header that says the dtype
         record(folder, {"dtype": tokens.dtype.name})
     os.replace(source, whole)
     with atomic_folder(folder) as temporary:

@@ -15,7 +15,7 @@ import numpy as np
 
 from isogpt.common.files import sync_folder
 from isogpt.data.dataset import parts_of
-from isogpt.data.token_array import Tokens
+from isogpt.data.token_files import Tokens
 from isogpt.data.vocabulary import Vocabulary
 
 # what a new data set replaces, whether the earlier one consists of shards or not

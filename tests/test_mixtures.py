@@ -136,36 +136,36 @@ def test_quotas_by_the_largest_remainder():
 
 def test_names_of_mixtures(three):
     by_size = open_dataset("c,b", BLOCK)
-    assert by_size.quotas == [118, 882]  # 3,201 and 24,007 tokens
+    assert by_size.quotas == (118, 882)  # 3,201 and 24,007 tokens
     same = [open_dataset(name, BLOCK) for name in ("a:2,b:1", "b:5e-1,data/a:1", f"{three}/data/a:4, b:2,")]
-    assert len({data.digest for data in same}) == 1 != same[0].quotas == [667, 333]
+    assert len({data.digest for data in same}) == 1 and same[0].quotas == (667, 333)
     assert len({open_dataset(name, BLOCK).digest for name in ("a,b", "a:2,b:1", "a:2,c:1")}) == 3
     for name in ("x,y:1", "x:1,y:2", "x:3"):  # folders
         write(three / "data" / name, np.arange(30), train=np.arange(30), vocab_size=50)
         assert open_dataset(name, BLOCK).folder.name == name
-    assert open_dataset("x:3:1,b:1", BLOCK).quotas == [500, 500]
+    assert open_dataset("x:3:1,b:1", BLOCK).quotas == (500, 500)
 
 
 def test_mixtures_that_are_refused(three, at, capsys):
     write(three / "elsewhere/a", np.arange(30), train=np.arange(30))
     for name, message in {
-        "a:1,b": "gives no weight to b: type a weight after each name, such as a:0.7,b:0.3, or after none",
-        "a:0,b:1": "'0' is not a positive number, and there is no folder a:0: type NAME:WEIGHT",
+        "a:1,b": "dataset=a:1,b: type a weight after each name, such as a:0.7,b:0.3, or after none",
+        "a:0,b:1": "--dataset contains a:0, but '0' is not a positive number: type NAME:WEIGHT",
         "a:nan,b:1": "'nan' is not a positive",
         "a:1e999999999,b:1": "'1e999999999' is not a positive",
         "a:x,b:1": "'x' is not a positive",
-        "a:1,b:1e9": "a is 1e-06 of each 1,000 sequences of the mixture, which is rounded to 0: give it",
-        "a:1,data/a:2": "data/a, data/a have the same name, .*: name each only once, or rename a folder",
-        "a:1,elsewhere/a:2": "data/a, elsewhere/a have the same name, but losses are reported by the",
+        "a:1,b:1e9": "the weight of a is rounded to 0 of each 1,000 sequences: set a larger one, or leave a",
+        "a:1,data/a:2": "data/a, data/a have the same name, by which losses are reported: rename a folder",
+        "a:1,elsewhere/a:2": "data/a, elsewhere/a have the same name, by which",
         "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c",
     }.items():
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)
         assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="data/b, data/a, data/b have the same name"):
+    with pytest.raises(ValueError, match="data/a, data/b, data/b have the same name"):
         open_dataset("a,b", BLOCK, 0, "b")
     printed = script_that_fails(at, capsys, "train.py", [*TINY, "--dataset=a:1,b"])
-    assert printed.err.count("\n") == 1 and "gives no weight to b" in printed.err
+    assert printed.err.count("\n") == 1 and "or after none" in printed.err
 
 
 def test_sources_whose_ids_mean_different_things(three):

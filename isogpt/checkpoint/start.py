@@ -15,8 +15,8 @@ from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpo
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.common.console import visible
+from isogpt.data.data_folder import notes_about_files
 from isogpt.data.dataset import Dataset
-from isogpt.data.shards import notes_about_files
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together

@@ -6,53 +6,51 @@ each 1,000.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
 from isogpt.common.random_numbers import MIXTURE, random_bits
+from isogpt.data.data_folder import find_dataset, is_folder
 
 PER = 1000  # sequences to which a quota refers
 
 
-def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str, Fraction | None]]:
+def find_sources(text: str) -> list[tuple[Path, Fraction | None]]:
     """
-    Parse the names of data sets and their weights: a:0.7,b:0.3, or a,b, whose weights are None.
+    Find the folders of a data set or a mixture and their weights, sorted by the folder's name, so that their
+    order in the text does not matter.
 
     Args:
-        is_folder: whether a text is the name of a folder. Such a text is taken as that name, even if it
-            contains commas and colons.
+        text: a:0.7,b:0.3, or a,b, whose weights are None. A text that is the name of a folder is taken as
+            that name, even if it contains commas and colons.
 
     Raises:
-        ValueError: a weight is not a positive number, or only some data sets have one.
+        ValueError: a weight is not a positive number, only some data sets have one, or a folder is missing.
     """
     names = [text] if is_folder(text) else [part.strip() for part in text.split(",") if part.strip()]
-    parts = [(name, None) if is_folder(name) else parse_part(name) for name in names or [text]]
-    without = [name for name, weight in parts if weight is None]
-    if 0 < len(without) < len(parts):
+    parts = [parse_part(name) for name in names or [text]]
+    if len({weight is None for _, weight in parts}) > 1:
         raise ValueError(
-            f"--dataset={text} gives no weight to {', '.join(without)}: type a weight after each name, such "
-            "as a:0.7,b:0.3, or after none, to mix them in proportion to their training tokens"
+            f"--dataset={text}: type a weight after each name, such as a:0.7,b:0.3, or after none"
         )
-    return parts
+    found = [(find_dataset(name), weight) for name, weight in parts]
+    return sorted(found, key=lambda part: part[0].resolve().name)
 
 
 def parse_part(part: str) -> tuple[str, Fraction | None]:
     """Parse NAME or NAME:WEIGHT. Raises ValueError if the weight is not a positive number."""
     name, colon, weight = part.rpartition(":")
-    if not colon:
+    if not colon or is_folder(part):
         return part, None
-    try:
+    with suppress(ValueError):
         # what is 0 or infinite as a float could have a billion digits as a fraction
         if 0 < float(weight) < math.inf:
             return name, Fraction(weight)
-    except ValueError:
-        pass
-    raise ValueError(
-        f"--dataset contains {part}, but {weight!r} is not a positive number, and there is no folder {part}: "
-        "type NAME:WEIGHT"
-    )
+    raise ValueError(f"--dataset contains {part}, but {weight!r} is not a positive number: type NAME:WEIGHT")
 
 
 def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
@@ -65,17 +63,16 @@ def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
     Raises:
         ValueError: a data set gets none.
     """
-    shares = [Fraction(weight) * PER / sum(weights.values()) for weight in weights.values()]
+    total = sum(weights.values())
+    shares = [Fraction(weight) * PER / total for weight in weights.values()]
     quotas = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i])
     for i in by_remainder[: PER - sum(quotas)]:
         quotas[i] += 1
-    if 0 in quotas:
-        i = quotas.index(0)
-        raise ValueError(
-            f"{[*weights][i]} is {float(shares[i]):.2g} of each {PER:,} sequences of the mixture, which is "
-            f"rounded to 0: give it a weight of 1/{PER} of the sum or more, or leave it out of --dataset="
-        )
+    for name, quota in zip(weights, quotas, strict=True):
+        if not quota:
+            problem = f"the weight of {name} is rounded to 0 of each {PER:,} sequences"
+            raise ValueError(f"{problem}: set a larger one, or leave {name} out of --dataset=")
     return quotas
 
 

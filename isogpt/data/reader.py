@@ -13,8 +13,7 @@ from torch import Tensor
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN, random_bits
 from isogpt.data.dataset import MOST_IDS, Dataset, check_ids
 from isogpt.data.mixture import drawn_sources, spread_sources
-from isogpt.data.token_array import Tokens
-from isogpt.data.token_files import DataError
+from isogpt.data.token_files import DataError, Tokens
 from isogpt.data.windows import random_windows, shuffled_windows, starts_of_bits, whole_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -34,8 +33,9 @@ def read_rows(
     padding = starts == PADDING
     begins = np.where(padding, 0, starts)
     beyond = np.maximum(begins + block_size + 1 - len(tokens), 0)
-    windows = tokens.read(begins - beyond, block_size + 1).astype(np.int64)
-    check_ids(windows, vocab_size, tokens, begins - beyond)
+    begins = begins - beyond
+    windows = tokens.read(begins, block_size + 1).astype(np.int64)
+    check_ids(windows, vocab_size, tokens, begins)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     for row in np.flatnonzero(beyond):  # has been read to the end of the file, and moves to the left
         for values, padded in ((x, 0), (y, -1)):
