@@ -268,3 +268,23 @@ def test_the_mean_loss_between_two_logged_steps(zygote, work):
     loss, means = column(work / "all", "loss"), column(work / "some", "loss_mean")
     wanted = {0: loss[0], **{end: sum(loss[i] for i in range(end - 3, end + 1)) / 4 for end in (4, 8)}}
     assert means == pytest.approx(wanted, abs=1e-12) and column(work / "all", "loss_mean") == loss
+
+
+def test_with_a_profile_the_parts_of_a_step_are_nvtx_ranges(monkeypatch):
+    """On a GPU: a range begins with its name, which the clock knows from the step before."""
+    told, gpu = [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda.nvtx, "mark", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    assert not Clock(gpu).nvtx and not Clock(torch.device("cpu"), nvtx=True).nvtx and not told
+    clock = Clock(gpu, nvtx=True)
+    clock.on_gpu = False  # the times are the CPU's
+    told.clear()
+    for _ in range(2):
+        clock.start()
+        clock.lap("data")
+        with clock.part("stages"):
+            pass
+        clock.lap("pipeline")
+        clock.step()
+    assert told == ["stages", "end", "data", "end", "pipeline", "stages", "end", "end"]

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPO, SHAKESPEARE, SHARED
+from runs import REPO, SHAKESPEARE, SHARED, accepted
 
 TOKENIZERS = Path(os.environ.get("TIKTOKEN_CACHE_DIR", SHARED / "tiktoken_cache"))
 GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for the cached vocab.bpe
@@ -311,6 +312,19 @@ def test_links_and_other_folders(data, tmp_path):
     assert option("shakespeare_char", "--out=new folder/x") == f"--dataset='{tmp_path}/new folder/x'"
     assert (tmp_path / "new folder" / "x" / "meta.json").exists()
     assert not (data / "shakespeare_char" / "train.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["stdlib_char", "shakespeare_char", "tinystories", "openwebtext", "mine"])
+def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, capsys, name):
+    """Which train.py accepts, and which needs no login."""
+    monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
+    (data / name).mkdir(exist_ok=True)
+    bins.prepare_text(str(data / name / "prepare.py"), "", [], lambda _: ("some text " * 20, {}))
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
+    config = accepted("train.py", *shlex.split(command))
+    assert config["dataset"] == name and not config["wandb_log"]
+    # 10 million multiplications for each token take a core milliseconds
+    assert config["n_layer"] * config["n_embd"] ** 2 * 12 < 10**7 and config["block_size"] <= 256
 
 
 # ----- a val.bin for files that others prepared

@@ -11,6 +11,7 @@ from runs import REPO, TINY
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.vocabulary import of_characters
+from isogpt.data.windows import shuffled_windows
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -51,6 +52,9 @@ def test_windows_are_those_of_a_loop_over_documents():
             counts[start : start + BLOCK] += 1
         assert windows.left_out == (counts == 0).sum()
         assert windows.repeated == np.maximum(counts - 1, 0).sum()
+        epochs = shuffled_windows(windows, 1337, np.arange(2 * len(starts))).reshape(2, -1).tolist()
+        assert [sorted(epoch) for epoch in epochs] == [starts, starts], "each once per epoch"
+    assert epochs[0] != epochs[1] != starts != epochs[0], "in a random order"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -190,6 +194,8 @@ def test_a_run_reads_documents(zygote, tmp_path):
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "windows that begin with other documents" not in text
     find_documents.main([str(folder), "--id=5"])
+    compared = open_dataset(str(folder), 8, data_order="documents").facts()["the data's documents"]
+    assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()
     assert "this run continues with windows that begin with other documents of tiny: the loss" in text
 

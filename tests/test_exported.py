@@ -20,6 +20,13 @@ ARCHITECTURES = {
     "llama": {"arch": "llama", "n_kv_head": 1},
     "mixtral": {"arch": "llama", "n_expert": 2},
 }
+# what llama.cpp's converter reads of a config.json (conversion/*.py of llama-cpp-python 0.3.36)
+READ_BY_LLAMA_CPP = {
+    "gpt2": ("n_layer", "n_ctx", "n_embd", "n_head", "layer_norm_epsilon", "vocab_size"),
+    "llama": ("num_hidden_layers", "max_position_embeddings", "hidden_size", "intermediate_size")
+    + ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "hidden_size", "num_attention_heads"),
+}
 
 
 def export(folder, vocab_size=6, characters="abcdef", **shape):
@@ -60,10 +67,10 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     hf(**batch).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in hf.parameters())
 
-    # what llama.cpp's converter reads of a config.json (conversion/gpt2.py of llama-cpp-python 0.3.36)
     config = json.loads((tmp_path / "config.json").read_text())
-    read = ("n_layer", "n_ctx", "n_embd", "n_head", "layer_norm_epsilon", "vocab_size")
-    assert name != "gpt2" or all(isinstance(config.get(key), int | float) for key in read), config
+    read = READ_BY_LLAMA_CPP.get(name, ())
+    assert all(isinstance(config.get(key), int | float) for key in read), config
+    assert name != "gpt2" or config["n_ctx"] == config["n_positions"] == 32
 
     # what was added for other tools is not imported
     back = GPT.from_pretrained(str(tmp_path)).state_dict()

@@ -76,7 +76,11 @@ def test_ranks_know_each_other(at):
     at.set(network, "join", lambda *args: (store, others[2] | {"agents": []}))
     at.set(network, "choose_interface", lambda master: "eth0 (10.0.0.2)")
     as_rank(at, 2, 4, 1)
+    threads = []
+    at.set(torch, "set_num_threads", threads.append)
+    at.set(network, "own_cores", lambda: [0, 1, 2, 3])
     found = connect_ranks("cpu", "auto", 30)
+    assert threads == [2], "ranks that share cores divide them"
     assert found.rank == 1 == int(os.environ["RANK"]), "those of a machine are neighbors"
     assert found.topology() == "4 = 2 nodes (a, b) x 2" and found.network == "gloo over eth0 (10.0.0.2)"
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"

@@ -257,6 +257,14 @@ def test_files_for_clusters_pass_only_settings_to_train():
         assert flags and set(flags) <= settings_of(TRAIN).keys(), flags
 
 
+def test_jobs_that_restart_need_no_login():
+    """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
+    for place in ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md"):
+        jobs = r"(?:train\.py|slurm\.sh) config/train_gpt2\.py --out_dir[^`&#]*#?[^`&#]*"
+        for command in re.findall(jobs, (REPO / place).read_text()):
+            assert "--wandb_log=False" in command, f"{place}: {command}"
+
+
 def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from runs import default_plan, wait_for
 
-from isogpt.common.random_numbers import EVAL_VAL, TRAIN
+from isogpt.checkpoint.progress import Progress
+from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
 from isogpt.data import data_folder, token_files
 from isogpt.data.data_folder import read_meta
 from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset
@@ -62,6 +63,22 @@ def test_windows_have_not_changed():
         assert shuffled(1000003, 64, seed, step, 4).tolist() == golden
 
 
+def test_windows_are_uniform_and_depend_on_their_arguments_alone():
+    """Seeds, uses and steps draw differently, and the global generators are neither read nor advanced."""
+    numpys, torchs = np.random.get_state()[1].copy(), torch.get_rng_state()
+    counts = np.bincount(random_windows(108, BLOCK, 1, TRAIN, 0, 100_000), minlength=100)
+    # chi-squared: 99 on average, standard deviation 14
+    assert len(counts) == 100 and 50 < ((counts - 1000) ** 2 / 1000).sum() < 160
+    orders = np.array([permuted(np.arange(6), 6, 1337, epoch) for epoch in range(1500)])
+    places = np.array([np.bincount(column, minlength=6) for column in orders.T])
+    assert ((places - 250) ** 2 / 250).sum() < 50  # 25 on average, standard deviation 7
+    kinds = [*itertools.product((0, 1, 2**40), (TRAIN, EVAL_TRAIN, EVAL_VAL), (0, 1, 2, 2**40))]
+    drawn = [random_windows(10**9, BLOCK, *kind, 8).tolist() for kind in kinds]
+    assert len(np.unique(drawn)) == 8 * len(kinds)
+    assert [random_windows(10**9, BLOCK, *kind, 8).tolist() for kind in reversed(kinds)] == drawn[::-1]
+    assert (np.random.get_state()[1] == numpys).all() and torch.equal(torch.get_rng_state(), torchs)
+
+
 @pytest.mark.parametrize("n_tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30])
 def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path, n_tokens):
     tokens = file_of(np.arange(n_tokens, dtype=np.uint16), tmp_path)
@@ -86,6 +103,28 @@ def test_each_window_appears_once_per_epoch():
     places = np.arange(10**15 - 500, 10**15)
     order = permuted(places, 10**15, 1337, 0)
     assert len(np.unique(order)) == 500 and order.min() >= 0 and order.max() < 10**15
+
+
+def test_a_resume_with_a_different_batch_continues_the_epoch():
+    """No window is repeated or left out: a step that was not finite has read its windows, too."""
+    source = SimpleNamespace(windows=EvenWindows(N, BLOCK))
+    data = SimpleNamespace(train=range(N), sources=[source], quotas=[1000], begins=np.zeros(1, np.int64))
+    progress, read = Progress(tokens_per_step=6 * BLOCK), []
+    for n, steps in ((6, 7), (4, 10), (9, 30)):
+        run = {"iter_num": progress.step, "isogpt": progress.describe()}
+        progress = Progress(tokens_per_step=n * BLOCK)
+        progress.rewind(SimpleNamespace(run=run, stored=SimpleNamespace(val_loss=None)))
+        reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
+        reader.train(progress.step, progress.position)
+        for i in range(steps):
+            read += reader.starts(progress.step).tolist()
+            if i == 2:
+                progress.skip()
+            else:
+                progress.advance()
+    assert progress.position == len(read) * BLOCK == progress.tokens + (6 + 4 + 9) * BLOCK
+    one_by_one = [shuffled(N, BLOCK, 1, number, 1) for number in range(len(read))]
+    assert read == np.concatenate(one_by_one).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -167,6 +206,17 @@ def test_a_thread_reads_ahead(tmp_path):
     # each is in use or one of two more
     assert [step for step, _ in seen] == [0, 1, 2, 3]
     assert all(thread.startswith("loader") for _, thread in seen)
+
+
+@pytest.mark.parametrize("rank, world", [(0, 1), (6, 7)])
+def test_micro_batches_equal_rows_read_directly(tmp_path, rank, world):
+    tokens = file_of(np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16), tmp_path)
+    share, steps = share_of(20, rank, world, 3), [9, 2, 2]
+    micro_batches = itertools.product(steps, range(share.micro_steps))
+    for batch, (step, micro_step) in zip(batches_of(tokens, share, steps, []), micro_batches, strict=True):
+        starts = share.pick(random_windows(N, BLOCK, 1, TRAIN, step, 20), micro_step)
+        assert all(map(torch.equal, batch, read_rows(tokens, starts, BLOCK)))
+    assert not loaders()
 
 
 @pytest.mark.parametrize("place", [0, BLOCK])  # the first input, the last target only

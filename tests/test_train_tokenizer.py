@@ -65,6 +65,20 @@ def test_the_same_text_gives_the_same_tokenizer(at):
     assert (at.path / "tokenizer.json").read_text() == expected
 
 
+def test_the_sample_and_special_text(monkeypatch):
+    """The first SAMPLE characters are read, in pieces. The text of a special token is the token, or text."""
+    monkeypatch.setattr(train_tokenizer, "SAMPLE", 25)
+    monkeypatch.setattr(train_tokenizer, "PIECE", 4)
+    documents = iter(["a" * 10, "b" * 10, "c" * 10, "d"])
+    pieces = list(train_tokenizer.pieces_of(documents))
+    assert "".join(pieces) == "a" * 10 + "b" * 10 + "c" * 5 and max(map(len, pieces)) == 4
+    assert list(documents) == ["d"]
+    vocabulary = train_tokenizer.train_tokenizer([TEXT], 300)
+    plain = load(vocabulary, special_tokens=False)
+    assert load(vocabulary).encode("<|endoftext|>") == [0]
+    assert 0 not in (ids := plain.encode("<|endoftext|>")) and plain.decode(ids) == "<|endoftext|>"
+
+
 def prepare(at, name, *args):
     with pytest.raises(SystemExit) as exit:
         script(at, f"data/{name}/prepare.py", ["--out=new", *args])
