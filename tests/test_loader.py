@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_each_window_appears_once_per_epoch():
 
 def test_a_resume_with_a_different_batch_continues_the_epoch():
     """No window is repeated or left out: a step that was not finite has read its windows, too."""
-    source = SimpleNamespace(windows=EvenWindows(N, BLOCK))
+    source = SimpleNamespace(windows=Windows(N, BLOCK))
     data = SimpleNamespace(train=range(N), sources=[source], quotas=[1000], begins=np.zeros(1, np.int64))
     progress, read = Progress(tokens_per_step=6 * BLOCK), []
     for n, steps in ((6, 7), (4, 10), (9, 30)):
