@@ -82,28 +82,19 @@ def notes_about_files(folder: Path) -> list[str]:
     return notes
 
 
-def open_tokens(folder: Path, split: str, meta: dict) -> Tokens:
-    """
-    Open the files of a split, whatever their length.
-
-    Raises:
-        ValueError: the files are missing, or cannot be opened, see token_files.open_files.
-    """
-    files = files_of(folder, split)
-    if not files:
-        command = f"python {path_of_script('split.py')} {folder}"
-        raise ValueError(f"{folder / split}.bin does not exist: to take it from train.bin, type: {command}")
-    return open_files(files, meta.get("dtype"))
-
-
 def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
     """
     Open the files of train or val.
 
     Raises:
-        ValueError: see `open_tokens`, or they are too short or not as long as prepare.py has recorded.
+        ValueError: they are missing, cannot be opened (see token_files.open_files), are too short, or not as
+            long as prepare.py has recorded.
     """
-    tokens = open_tokens(folder, split, meta)
+    files = files_of(folder, split)
+    if not files:
+        command = f"python {path_of_script('split.py')} {folder}"
+        raise ValueError(f"{folder / split}.bin is missing: to take it from train.bin, type: {command}")
+    tokens = open_files(files, meta.get("dtype"))
     found = f"{tokens.path} contains {count_text(len(tokens), 'token')}"
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately

@@ -32,7 +32,6 @@ class DocumentWindows(Windows):
 
     def __init__(self, documents: np.ndarray, n_tokens: int, block_size: int) -> None:
         super().__init__(n_tokens, block_size)
-        self.documents = len(documents)
         begins = documents[documents + block_size < n_tokens]
         if not len(begins):
             problem = f"no document is followed by block_size {block_size} tokens"
@@ -57,8 +56,7 @@ class DocumentWindows(Windows):
     def about(self) -> str:
         """What a user should know."""
         left_out, repeated = self.left_out / self.n_tokens, self.repeated / self.n_tokens
-        windows = f"{len(self):,}, each of which begins with one of {self.documents:,} documents"
-        return f"{windows}; {left_out:.1%} of the tokens are left out, and {repeated:.1%} are read twice"
+        return f"{len(self):,}; {left_out:.1%} of the tokens are left out, {repeated:.1%} are read twice"
 
 
 def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) -> Windows:
@@ -75,11 +73,11 @@ def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) 
     """
     if data_order != "documents":
         return Windows(n_tokens, block_size)
-    path = meta.folder / FILE
-    documents = np.fromfile(path, np.int64) if path.exists() else np.empty(0, np.int64)
+    path, content = meta.folder / FILE, meta.content
+    documents = np.fromfile(path, np.int64) if path.exists() else ()
     # train may have become longer or shorter since the file was written
-    recorded = meta.content.get("train_documents"), meta.content.get("searched_tokens", n_tokens)
-    if not len(documents) or recorded != (len(documents), n_tokens):
+    recorded = content.get("train_documents"), content.get("searched_tokens", n_tokens)
+    if recorded != (len(documents), n_tokens):
         command = f"python {path_of_script('find_documents.py')} {meta.folder}"
         raise ValueError(f"{path} is missing or does not belong to train.bin: type: {command}")
     return DocumentWindows(documents, n_tokens, block_size)

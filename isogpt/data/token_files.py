@@ -77,7 +77,7 @@ def opened(tokens: TokenFile) -> BufferedReader:
     file = open(tokens.path, "rb", buffering=16, opener=regular_file)
     status = os.fstat(file.fileno())
     if (status.st_size, status.st_mtime_ns) != tokens.version:
-        raise DataError(f"{tokens.path} has been replaced or changed since the start of the run")
+        raise DataError(f"{tokens.path} has changed since the start of the run")
     if hasattr(os, "posix_fadvise"):  # Linux: at a page that is missing, it would read megabytes ahead
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     return file
@@ -161,11 +161,10 @@ def find_file(path: Path, declared: str | None) -> TokenFile:
         raise ValueError(f"{path} cannot be read, or is of a different dtype: {e}") from e
     size, expected = status.st_size, array.offset + array.nbytes
     if array.ndim != 1 or array.dtype not in DTYPES or size != expected:
-        raise ValueError(
-            f"{path} is not one row of ids: it contains {header}, an array of shape {array.shape} and dtype "
-            f"{array.dtype}, and {size - expected} bytes more"
-        )
-    return TokenFile(path, header, array.dtype, array.offset, array.size, (size, status.st_mtime_ns))
+        found = f"{header}, shape {array.shape}, {array.dtype}, {size - expected} bytes more"
+        raise ValueError(f"{path} is not one row of ids, but: {found}")
+    version = (size, status.st_mtime_ns)
+    return TokenFile(path, header, array.dtype, array.offset, array.size, version)
 
 
 def check_width(tokens: TokenFile) -> None:
@@ -173,7 +172,5 @@ def check_width(tokens: TokenFile) -> None:
     ids = tokens.read(0, min(2**18, tokens.count))
     first, second = ids[0::2].max(), ids[1::2].max(initial=0)
     if second < 16 <= first or second == 0 < first:  # the upper half of ids below 2**20
-        raise ValueError(
-            f'{tokens.path} contains ids of 32 or 64 bits: declare {{"dtype": "uint32"}}, or the dtype that '
-            f"is right, in {tokens.path.with_name('meta.json')}"
-        )
+        problem = f"{tokens.path} contains ids of 32 or 64 bits"
+        raise ValueError(f'{problem}: write {{"dtype": "uint32"}} or the like to meta.json')
