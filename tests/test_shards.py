@@ -15,7 +15,7 @@ import pytest
 from runs import REPO, TINY, column
 
 from isogpt.data import data_folder
-from isogpt.data.data_folder import files_of, find_dataset, notes_about_files, prepared_datasets
+from isogpt.data.data_folder import files_of, find_dataset, prepared_datasets
 from isogpt.data.dataset import digest_of, open_dataset, parts_of
 from isogpt.data.reader import read_rows
 from isogpt.data.token_files import MOST_OPEN, DataError, opened
@@ -99,16 +99,14 @@ def test_shards_read_like_one_file(folder, form, dtype, name):
     )
 
 
-def test_training_on_shards_and_the_note_about_files_that_are_not_read(work, zygote):
+def test_training_on_shards(work, zygote):
     tiny = work / "data/tiny"
     ids = np.fromfile(tiny / "train.bin", np.uint16)
     write(tiny, ids, cuts=[7, 9, 11_000], val=ids)
     short = [*TINY, "--max_iters=6", "--data_order=shuffle"]
-    both = zygote.start([*short, "--out_dir=one"], work).wait()
+    zygote.start([*short, "--out_dir=one"], work).wait()
     (tiny / "train.bin").unlink()
-    alone = zygote.start([*short, "--out_dir=shards"], work).wait()
-    note = "note:    data/tiny/train.bin is read, but not 4 other files of train in this folder"
-    assert note in both.text() and "is read, but not" not in alone.text()
+    zygote.start([*short, "--out_dir=shards"], work).wait()
     assert column(work / "one", "loss") == column(work / "shards", "loss")
 
 
@@ -144,9 +142,6 @@ def test_which_files_are_read_in_which_order(folder):
     """By name; a prefix of zeros makes this the order of the numbers."""
     assert names_of(folder, "train_10.bin", "train_9.bin", "val_0.bin") == ["train_10.bin", "train_9.bin"]
     assert names_of(folder, "train_2.bin", "train.bin", "train_1.bin") == ["train.bin"]
-    assert notes_about_files(folder) == [
-        "data/text/train.bin is read, but not 2 other files of train in this folder"
-    ]
     assert names_of(folder, "train.npy", "val.bin", "train_1.bin.0123.tmp", ".train_1.bin") == ["train.npy"]
     assert names_of(folder, "a_train_1.bin", "train_1.bin") == ["train_1.bin"]
     assert names_of(folder, "a_train_2.bin", "a_train_1.npy", "._a_train_3.bin", "train.txt") == [
@@ -154,7 +149,7 @@ def test_which_files_are_read_in_which_order(folder):
         "a_train_2.bin",
     ]
     assert names_of(folder, "a_val_000000.bin", "a_train_1.bin", split="val") == ["a_val_000000.bin"]
-    assert not notes_about_files(folder) and not files_of(folder / "none", "train")
+    assert not files_of(folder / "none", "train")
     assert find_dataset("text", "val") == folder and prepared_datasets() == ["text"]
 
 

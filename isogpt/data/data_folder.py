@@ -54,32 +54,14 @@ def prepared_datasets(split: str = "train") -> list[str]:
 
 def files_of(folder: Path, split: str) -> list[Path]:
     """
-    The token files of a split in the order in which they are read: train.bin alone if it exists, as in
-    nanoGPT, else its shards. [] if there are none.
-    """
-    whole = folder / f"{split}.bin"
-    return [whole] if os.path.exists(whole) else shards_of(folder, split)
-
-
-def shards_of(folder: Path, split: str) -> list[Path]:
-    """
-    The files train*.bin and train*.npy in a folder, else *_train_*.bin, *_train.bin and the same with .npy,
-    as others call them; in the order of their names. [] if the folder is missing or cannot be read.
+    The token files of a split in the order of their names: train.bin alone if it exists, as in nanoGPT; else
+    train*.bin and train*.npy; else *_train_*.bin, *_train.bin and the same with .npy, as others call them. []
+    if there are none, or the folder is missing or cannot be read.
     """
     names = sorted(glob("*.bin", root_dir=folder) + glob("*.npy", root_dir=folder))
-    of_split = matching(names, f"{split}*") or matching(names, f"*_{split}[_.]*")
-    return [folder / name for name in of_split]
-
-
-def notes_about_files(folder: Path) -> list[str]:
-    """Sentences for the user about shards that are not read, since there is a train.bin or val.bin too."""
-    notes = []
-    for split in ("train", "val"):
-        files, shards = files_of(folder, split), shards_of(folder, split)
-        if len(shards) > len(files):
-            unread = count_text(len(shards) - 1, "other file")
-            notes.append(f"{files[0]} is read, but not {unread} of {split} in this folder")
-    return notes
+    whole = [f"{split}.bin"]
+    shards = matching(names, f"{split}*") or matching(names, f"*_{split}[_.]*")
+    return [folder / name for name in (whole if whole[0] in names else shards)]
 
 
 def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
