@@ -17,17 +17,6 @@ META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
 # folders and files
 
 
-def places_of(name: str) -> list[Path]:
-    """The folders that data set `name` may be in, the first choice first."""
-    path = Path(os.path.expanduser(name))
-    return list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
-
-
-def is_folder(name: str) -> bool:
-    """Whether a folder has this name, even if its files are not prepared."""
-    return any(map(os.path.isdir, places_of(name)))
-
-
 def find_dataset(name: str, split: str = "train") -> Path:
     """
     Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
@@ -36,14 +25,16 @@ def find_dataset(name: str, split: str = "train") -> Path:
     Raises:
         ValueError: none of these folders contains files of the split, see `files_of`.
     """
-    places = places_of(name)
+    roots = [Path("data"), REPOSITORY / "data", Path(), REPOSITORY]
+    places = [root / os.path.expanduser(name) for root in roots]
     for place in places:
         if files_of(place, split):
             return place
     scripts = [script for place in places if os.path.exists(script := place / "prepare.py")]
     prepared = shortened(prepared_datasets(split), 20) or "none"
     advice = f"run: python {scripts[0]}" if scripts else f"prepared data sets: {prepared}"
-    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places[:2]))}; {advice}")
+    searched = " or ".join(dict.fromkeys(map(str, places[:2])))  # the same if `name` is a whole path
+    raise ValueError(f"no {split}.bin in {searched}; {advice}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:

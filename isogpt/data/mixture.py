@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from isogpt.common.random_numbers import MIXTURE, random_bits
-from isogpt.data.data_folder import find_dataset, is_folder
+from isogpt.data.data_folder import find_dataset
 
 PER = 1000  # sequences to which a quota refers
 
@@ -25,32 +25,27 @@ def find_sources(text: str) -> list[tuple[Path, Fraction | None]]:
     order in the text does not matter.
 
     Args:
-        text: a:0.7,b:0.3, or a,b, whose weights are None. A text that is the name of a folder is taken as
-            that name, even if it contains commas and colons.
+        text: a:0.7,b:0.3, or a,b, whose weights are None.
 
     Raises:
-        ValueError: a weight is not a positive number, only some data sets have one, or a folder is missing.
+        ValueError: a folder is missing, or only some data sets have a weight.
     """
-    names = [text] if is_folder(text) else [part.strip() for part in text.split(",") if part.strip()]
-    parts = [parse_part(name) for name in names or [text]]
-    if len({weight is None for _, weight in parts}) > 1:
-        raise ValueError(
-            f"--dataset={text}: type a weight after each name, such as a:0.7,b:0.3, or after none"
-        )
-    found = [(find_dataset(name), weight) for name, weight in parts]
-    return sorted(found, key=lambda part: part[0].resolve().name)
+    parts = [parse_part(part.strip()) for part in text.split(",") if part.strip()]
+    found = [(find_dataset(name), weight) for name, weight in parts or [(text, None)]]
+    if len({weight is None for _, weight in found}) > 1:
+        advice = "type a weight after each name, such as a:0.7,b:0.3, or after none"
+        raise ValueError(f"--dataset={text}: {advice}")
+    return sorted(found, key=lambda source: source[0].resolve().name)
 
 
 def parse_part(part: str) -> tuple[str, Fraction | None]:
-    """Parse NAME or NAME:WEIGHT. Raises ValueError if the weight is not a positive number."""
-    name, colon, weight = part.rpartition(":")
-    if not colon or is_folder(part):
-        return part, None
+    """Parse NAME or NAME:WEIGHT. What does not end with a positive number is a name, such as C:/data."""
+    name, _, weight = part.rpartition(":")
     with suppress(ValueError):
         # what is 0 or infinite as a float could have a billion digits as a fraction
-        if 0 < float(weight) < math.inf:
+        if name and 0 < float(weight) < math.inf:
             return name, Fraction(weight)
-    raise ValueError(f"--dataset contains {part}, but {weight!r} is not a positive number: type NAME:WEIGHT")
+    return part, None
 
 
 def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
