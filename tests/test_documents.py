@@ -151,13 +151,6 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     assert refusal(folder) == message
 
 
-def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
-    folder = write(tmp_path / "data", [END, 1, 2, 3, END, 4, 5], {"train_documents": 1})
-    np.array([4], np.int64).tofile(folder / "documents.bin")
-    assert "is followed by block_size 3 tokens: set a smaller --block_size=" in refusal(folder, 3)
-    assert len(open_dataset(str(folder), 2, data_order="documents").windows) == 1
-
-
 @pytest.mark.parametrize(
     ("ids", "args", "problem"),
     [

@@ -23,19 +23,13 @@ class DocumentWindows(Windows):
     and where windows overlap, tokens are read twice.
 
     Args:
-        documents: (documents,) the positions at which documents begin, increasing.
+        documents: (documents,) the positions at which documents begin, increasing from 0.
         n_tokens: the number of tokens in which they begin.
-
-    Raises:
-        ValueError: no window fits.
     """
 
     def __init__(self, documents: np.ndarray, n_tokens: int, block_size: int) -> None:
         super().__init__(n_tokens, block_size)
         begins = documents[documents + block_size < n_tokens]
-        if not len(begins):
-            problem = f"no document is followed by block_size {block_size} tokens"
-            raise ValueError(f"{problem}: set a smaller --block_size=, or --data_order=shuffle")
         following = np.searchsorted(begins, np.arange(0, n_tokens - block_size, block_size))
         following = np.minimum(following, len(begins) - 1)
         # each once; np.unique takes a hundred times longer, since it does not use that they are sorted
@@ -69,7 +63,7 @@ def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) 
         n_tokens: the number of tokens in train.
 
     Raises:
-        ValueError: documents.bin is missing or does not belong to train, or no window fits.
+        ValueError: documents.bin is missing or does not belong to train.
     """
     if data_order != "documents":
         return Windows(n_tokens, block_size)
