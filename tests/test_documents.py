@@ -107,12 +107,11 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
         "searched_tokens": len(ids),
     }
     data = open_dataset(str(folder), BLOCK, data_order="documents")
-    (windows,) = (source.windows for source in data.sources)
-    starts = windows.starts(np.arange(len(windows)))
+    starts = data.windows.starts(np.arange(len(data.windows)))
     assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), BLOCK)
     assert set(np.array(ids)[starts[1:]]) == {END}
     assert data.digest == open_dataset(str(folder), BLOCK).digest, "evaluations stay comparable"
-    assert not open_dataset(str(folder), BLOCK).documents
+    assert not open_dataset(str(folder), BLOCK).describe()
 
 
 def test_the_vocabulary_says_what_ends_a_document(tmp_path):
@@ -179,7 +178,7 @@ def test_a_run_reads_documents(zygote, tmp_path):
     find_documents.main([str(folder), f"--id={END}"])
     args = [*TINY, f"--dataset={folder}", "--block_size=8", "--data_order=documents", "--out_dir=out"]
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
-    (windows,) = open_dataset(str(folder), 8, data_order="documents").documents.values()
+    windows = open_dataset(str(folder), 8, data_order="documents").windows
     left_out, repeated = (f"{n / len(ids):.1%}" for n in (windows.left_out, windows.repeated))
     read = f"{left_out} of the tokens are left out, {repeated} are read twice"
     assert f"windows: tiny: {len(windows)}; {read}" in text

@@ -128,10 +128,10 @@ def test_ids_are_those_of_the_sources(three):
 
 
 def test_quotas_by_the_largest_remainder():
-    assert quotas_of({"a": 1, "b": 1, "c": 1}) == [334, 333, 333]
-    assert quotas_of({"a": Fraction("0.7"), "b": Fraction("0.3")}) == [700, 300]
-    assert quotas_of({"a": 10**15, "b": 3 * 10**15 + 1}) == [250, 750]
-    assert quotas_of({"a": Fraction("5e-4"), "b": Fraction("9.995e-1")}) == [1, 999]
+    assert quotas_of([1, 1, 1]) == [334, 333, 333]
+    assert quotas_of([Fraction("0.7"), Fraction("0.3")]) == [700, 300]
+    assert quotas_of([10**15, 3 * 10**15 + 1]) == [250, 750]
+    assert quotas_of([Fraction("5e-4"), Fraction("9.995e-1")]) == [1, 999]
 
 
 def test_names_of_mixtures(three):
@@ -154,7 +154,7 @@ def test_mixtures_that_are_refused(three, at, capsys):
         "a:0,b:1": "no train.bin in data/a:0 ",
         "a:nan,b:1": "no train.bin in data/a:nan ",
         "a:1e999999999,b:1": "no train.bin in data/a:1e999999999 ",
-        "a:1,b:1e9": "the weight of a is rounded to 0 of each 1,000 sequences: set a larger one, or leave a",
+        "a:1,b:1e9": r"of each 1,000 sequences, the data sets would get \[0, 1000\]: set a larger weight",
         "a:1,data/a:2": "data/a, data/a have the same name, by which losses are reported: rename a folder",
         "a:1,elsewhere/a:2": "data/a, elsewhere/a have the same name, by which",
         "a:1,nosuch:2": "no train.bin in data/nosuch or .*; prepared data sets: a, b, c",

@@ -12,7 +12,7 @@ import numpy as np
 
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import Metadata, find_dataset, open_split, read_metadata
-from isogpt.data.documents import DocumentWindows, windows_of
+from isogpt.data.documents import windows_of
 from isogpt.data.mixture import PER, find_sources, quotas_of
 from isogpt.data.token_files import DataError, Tokens
 from isogpt.data.vocabulary import Vocabulary
@@ -93,11 +93,6 @@ class Dataset:
         """
         return bits_per_byte(val_loss, 1, self.bytes_per_token or 0)
 
-    @property
-    def documents(self) -> dict[str, DocumentWindows]:
-        """The windows that begin with a document, by source; {} with another order of the data."""
-        return {one.name: one.windows for one in self.sources if isinstance(one.windows, DocumentWindows)}
-
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""
         return {"val_text": self.val_text, "val_bytes": self.val_bytes, "val_tokens": len(self.val)}
@@ -108,9 +103,10 @@ class Dataset:
         windows that begin with a document, both by the source's name.
         """
         quotas = zip(self.parts, self.quotas, strict=False)
-        sources = {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas}
-        documents = {name: windows.digest for name, windows in self.documents.items()}
-        facts = {"sources": sources, "documents": documents}
+        facts = {
+            "sources": {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas},
+            "documents": {one.name: one.windows.digest for one in self.sources if one.windows.digest},
+        }
         return {name: value for name, value in facts.items() if value}
 
     def facts(self) -> dict:
@@ -155,12 +151,12 @@ def open_dataset(
     for other in filter(None, map(str.strip, eval_datasets.split(","))):
         meta = read_metadata(find_dataset(other, "val"))
         further.append(open_source(meta, MOST_IDS, block_size))
-    named = sources + further if len(sources) > 1 else further
-    if len({one.name for one in named}) < len(named):
-        folders = ", ".join(str(one.folder) for one in named)
-        raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
     whole = mix(sources, [weight for _, weight in found]) if len(sources) > 1 else sources[0]
-    return replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
+    data = replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
+    if len({one.name for one in data.named}) < len(data.named):
+        folders = ", ".join(str(one.folder) for one in data.named)
+        raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
+    return data
 
 
 def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: str = "") -> Dataset:
@@ -205,8 +201,8 @@ def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
 
 def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
     """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
-    named = {one.name: weight or len(one.train) for one, weight in zip(sources, weights, strict=True)}
-    quotas = quotas_of(named)
+    pairs = zip(sources, weights, strict=True)
+    quotas = quotas_of([weight or len(one.train) for one, weight in pairs])
     sizes = [one.val_bytes for one in sources]
     texts = [one.val_text for one in sources]
     return Dataset(

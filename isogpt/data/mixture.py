@@ -48,26 +48,20 @@ def parse_part(part: str) -> tuple[str, Fraction | None]:
     return part, None
 
 
-def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
+def quotas_of(weights: Sequence[Fraction | int]) -> list[int]:
     """
-    Return how many of each PER sequences are of each data set, by the method of the largest remainder.
-
-    Args:
-        weights: by name.
-
-    Raises:
-        ValueError: a data set gets none.
+    Return how many of each PER sequences are of each data set, by the method of the largest remainder. Raises
+    ValueError if a data set gets none.
     """
-    total = sum(weights.values())
-    shares = [Fraction(weight) * PER / total for weight in weights.values()]
+    total = sum(weights)
+    shares = [Fraction(weight) * PER / total for weight in weights]
     quotas = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i])
     for i in by_remainder[: PER - sum(quotas)]:
         quotas[i] += 1
-    for name, quota in zip(weights, quotas, strict=True):
-        if not quota:
-            problem = f"the weight of {name} is rounded to 0 of each {PER:,} sequences"
-            raise ValueError(f"{problem}: set a larger one, or leave {name} out of --dataset=")
+    if 0 in quotas:
+        problem = f"of each {PER:,} sequences, the data sets would get {quotas}"
+        raise ValueError(f"{problem}: set a larger weight in --dataset=, or leave one out")
     return quotas
 
 

@@ -39,6 +39,7 @@ class Windows:
 
     n_tokens: int
     block_size: int
+    digest = ""  # of where they begin, if more than these numbers determines it
 
     def __len__(self) -> int:
         """The number of windows. The last one is whole."""

@@ -29,7 +29,7 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
     return [
         f"data:    {folders}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
-        *(f"windows: {name}: {windows.about()}" for name, windows in data.documents.items()),
+        *(f"windows: {one.name}: {one.windows.about()}" for one in data.sources if one.windows.digest),
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]
 
