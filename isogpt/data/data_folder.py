@@ -6,7 +6,7 @@ from fnmatch import filter as matching
 from glob import glob
 from pathlib import Path
 
-from isogpt.common.console import count_text, shortened, visible
+from isogpt.common.console import shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, path_of_script, read_utf8
 from isogpt.data.token_files import Tokens, open_files
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
@@ -26,20 +26,20 @@ def find_dataset(name: str, split: str = "train") -> Path:
         ValueError: none of these folders contains files of the split, see `files_of`.
     """
     roots = [Path("data"), REPOSITORY / "data", Path(), REPOSITORY]
-    places = [root / os.path.expanduser(name) for root in roots]
+    places = dict.fromkeys(root / os.path.expanduser(name) for root in roots)
     for place in places:
         if files_of(place, split):
             return place
     scripts = [script for place in places if os.path.exists(script := place / "prepare.py")]
     prepared = shortened(prepared_datasets(split), 20) or "none"
     advice = f"run: python {scripts[0]}" if scripts else f"prepared data sets: {prepared}"
-    searched = " or ".join(dict.fromkeys(map(str, places[:2])))  # the same if `name` is a whole path
+    searched = " or ".join([*map(str, places)][:2])
     raise ValueError(f"no {split}.bin in {searched}; {advice}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:
     """Names of the data sets that contain files of a split."""
-    folders = [folder for root in (Path("data"), REPOSITORY / "data") for folder in root.glob("*/")]
+    folders = [*Path("data").glob("*/"), *(REPOSITORY / "data").glob("*/")]
     return sorted({visible(folder.name) for folder in folders if files_of(folder, split)})
 
 
@@ -68,13 +68,12 @@ def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
         command = f"python {path_of_script('split.py')} {folder}"
         raise ValueError(f"{folder / split}.bin is missing: to take it from train.bin, type: {command}")
     tokens = open_files(files, meta.get("dtype"))
-    found = f"{tokens.path} contains {count_text(len(tokens), 'token')}"
+    found = f"{tokens.path} contains {len(tokens)} tokens"
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately
         raise ValueError(f"{found}, but meta.json says {recorded}: prepare the data set again")
     if len(tokens) <= block_size:
-        need = f"block_size {block_size} needs {block_size + 1} or more"
-        raise ValueError(f"{found}, but {need}: set a smaller --block_size=, or use more text")
+        raise ValueError(f"{found}, but block_size {block_size} needs {block_size + 1} or more")
     return tokens
 
 
@@ -96,7 +95,8 @@ def read_metadata(folder: Path) -> Metadata:
     """Read what a folder says about its token ids. Raises ValueError if a file cannot be read."""
     meta = read_meta(folder)
     vocabulary = vocabulary_of_data(meta, folder)
-    return Metadata(folder, meta, vocabulary, meta.get("vocab_size", (vocabulary and vocabulary.size) or 0))
+    size = vocabulary.size if vocabulary else 0
+    return Metadata(folder, meta, vocabulary, meta.get("vocab_size", size or 0))
 
 
 def read_meta(folder: Path) -> dict:
@@ -114,7 +114,7 @@ def read_meta(folder: Path) -> dict:
         meta |= read_dict(ours)
     for name in ("vocab_size", "val_bytes"):
         if not isinstance(meta.get(name, 0), int):
-            raise ValueError(f"the metadata in {folder}: {name} is {meta[name]!r}, not a whole number")
+            raise ValueError(f"metadata in {folder}: {name} is {meta[name]!r}, not a number")
     return meta
 
 

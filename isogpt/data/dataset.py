@@ -247,10 +247,9 @@ def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.n
         return highest
     row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
     file, _ = tokens.place_of(int(starts[row] + column))
-    raise DataError(
-        f"{file.path} holds token id {windows[row, column]}, but the vocabulary size is {vocab_size}: set "
-        f"--vocab_size={highest + 1} or more if the tokenizer has so many ids, or else write the file again"
-    )
+    problem = f"holds token id {windows[row, column]}, but the vocabulary size is {vocab_size}"
+    advice = f"set --vocab_size={highest + 1} or more, or write the file again"
+    raise DataError(f"{file.path} {problem}: {advice}")
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:
