@@ -361,7 +361,7 @@ def test_the_highest_id_of_a_large_file(tmp_path):
     [
         (
             '{"dtype": "float32"}',
-            r"train.bin is not one row of ids, but: no header, shape \(50,\), float32, 0 bytes",
+            r"train.bin is not one row of ids, but: shape \(50,\), float32, and 0 bytes",
         ),
         ('{"vocab_size": 90', "meta.json cannot be read"),
         ("[90]", "meta.json cannot be read"),

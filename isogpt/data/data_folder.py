@@ -33,8 +33,7 @@ def find_dataset(name: str, split: str = "train") -> Path:
     scripts = [script for place in places if os.path.exists(script := place / "prepare.py")]
     prepared = shortened(prepared_datasets(split), 20) or "none"
     advice = f"run: python {scripts[0]}" if scripts else f"prepared data sets: {prepared}"
-    searched = " or ".join([*map(str, places)][:2])
-    raise ValueError(f"no {split}.bin in {searched}; {advice}")
+    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:

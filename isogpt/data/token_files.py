@@ -37,7 +37,6 @@ class TokenFile:
     """
 
     path: Path
-    header: str  # its kind
     dtype: np.dtype  # of the ids, one of DTYPES
     offset: int  # bytes before the first id
     count: int  # ids
@@ -131,9 +130,9 @@ def open_files(paths: Sequence[Path], declared: str | None) -> Tokens:
         ValueError: a file is empty, truncated or of an unknown format, or the files are of different formats.
     """
     files = [find_file(path, declared) for path in paths]
-    kinds = {f"{file.dtype} with {file.header}": str(file.path) for file in files}
+    kinds = {(file.dtype.name, file.offset > 0): str(file.path) for file in files}
     if len(kinds) > 1:
-        raise ValueError(f"the files of a split must be of one kind, but there are several: {kinds}")
+        raise ValueError(f"files of several dtypes, or not all with a header: {[*kinds.values()]}")
     first = files[0]
     if not first.offset and not declared:
         check_width(first)
@@ -152,19 +151,19 @@ def find_file(path: Path, declared: str | None) -> TokenFile:
             start, status = file.read(12), os.fstat(file.fileno())
         magic, version, count = struct.unpack("=3i", start.ljust(12, b"\0"))
         if start.startswith(np.lib.format.MAGIC_PREFIX):
-            header, array = "a .npy header", np.load(path, mmap_mode="r")
+            ids = np.load(path, mmap_mode="r")
         elif dtype := HEADERS.get((magic, version)):
-            header, array = "llm.c's header", np.memmap(path, dtype, "r", HEADER_BYTES, count)
+            ids = np.memmap(path, dtype, "r", HEADER_BYTES, count)
         else:
-            header, array = "no header", np.memmap(path, declared or "uint16", "r")
+            ids = np.memmap(path, declared or "uint16", "r")
     except Exception as e:  # a damaged .npy header raises nearly anything
         raise ValueError(f"{path} cannot be read, or is of a different dtype: {e}") from e
-    size, expected = status.st_size, array.offset + array.nbytes
-    if array.ndim != 1 or array.dtype not in DTYPES or size != expected:
-        found = f"{header}, shape {array.shape}, {array.dtype}, {size - expected} bytes more"
+    size, modified = status.st_size, status.st_mtime_ns
+    rest = size - ids.offset - ids.nbytes
+    if ids.ndim != 1 or ids.dtype not in DTYPES or rest:
+        found = f"shape {ids.shape}, {ids.dtype}, and {rest} bytes more"
         raise ValueError(f"{path} is not one row of ids, but: {found}")
-    version = (size, status.st_mtime_ns)
-    return TokenFile(path, header, array.dtype, array.offset, array.size, version)
+    return TokenFile(path, ids.dtype, ids.offset, ids.size, (size, modified))
 
 
 def check_width(tokens: TokenFile) -> None:
