@@ -138,8 +138,8 @@ def refusal(folder, block_size=BLOCK):
 def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
     folder = write(tmp_path / "data", ids_of_documents(False))
-    command = f"type: python data/find_documents.py {folder}"
-    message = f"{folder}/documents.bin is missing or does not belong to train.bin: {command}"
+    command = f"type python data/find_documents.py {folder}"
+    message = f"{folder}/documents.bin is missing or of another train.bin: {command}"
     assert refusal(folder) == message
     find_documents.main([str(folder), f"--id={END}"])
     changed(folder, train_documents=59)
@@ -180,7 +180,7 @@ def test_a_run_reads_documents(zygote, tmp_path):
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
     windows = open_dataset(str(folder), 8, data_order="documents").windows
     left_out, repeated = (f"{n / len(ids):.1%}" for n in (windows.left_out, windows.repeated))
-    read = f"{left_out} of the tokens are left out, {repeated} are read twice"
+    read = f"{left_out} of the tokens are left out, {repeated} read twice"
     assert f"windows: tiny: {len(windows)}; {read}" in text
     assert "iter 3: loss" in text
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()

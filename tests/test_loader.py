@@ -319,7 +319,7 @@ def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
 
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
-    refused(r"val\.bin is missing: to take it from train\.bin, type: python .*split\.py data.text$")
+    refused(r"val\.bin is missing: type python .*split\.py data.text$")
     (folder / "train.bin").unlink()
     refused(r"no train\.bin in data.text or .*repository.data.text; prepared data sets: none")
     write_data(tmp_path / "data" / "other")

@@ -150,7 +150,7 @@ def test_names_of_mixtures(three):
 def test_mixtures_that_are_refused(three, at, capsys):
     write(three / "elsewhere/a", np.arange(30), train=np.arange(30))
     for name, message in {
-        "a:1,b": "dataset=a:1,b: type a weight after each name, such as a:0.7,b:0.3, or after none",
+        "a:1,b": "dataset=a:1,b: type a weight after each name, or after none",
         "a:0,b:1": "no train.bin in data/a:0 ",
         "a:nan,b:1": "no train.bin in data/a:nan ",
         "a:1e999999999,b:1": "no train.bin in data/a:1e999999999 ",
@@ -178,8 +178,8 @@ def test_sources_whose_ids_mean_different_things(three):
     assert open_dataset("abc,a", BLOCK).vocabulary.size == 3  # a does not say
     assert open_dataset("one,two", BLOCK).vocabulary.name == "gpt2"
     for name, message in {
-        "abc,acb": "data/acb are not those of data/abc, .* id 1 was 'b' and is 'c'. Run the prepare.py of",
-        "abc,one": "Run the prepare.py of both with the same --tokenizer=, such as gpt2$",
+        "abc,acb": "data/acb are not those of data/abc, .* id 1 was 'b' and is 'c'. Prepare both with",
+        "abc,one": "Prepare both with the same --tokenizer=$",
     }.items():
         with pytest.raises(ValueError, match=message) as e:
             open_dataset(name, BLOCK)

@@ -156,7 +156,7 @@ def test_which_files_are_read_in_which_order(folder):
 def test_shards_without_a_validation_set(folder):
     write(folder, form="npy", name="edufineweb_train_{:06d}")
     (folder / "val.bin").unlink()
-    refused("data/text/val.bin is missing: to take it from train.bin, type: python ")
+    refused("data/text/val.bin is missing: type python .*split.py data/text$")
     with pytest.raises(ValueError, match="contains 9 files of training tokens, not one: .* rename the last"):
         split.split(folder, 0.1)
     (folder / "edufineweb_train_000008.npy").rename(folder / "val.npy")

@@ -49,9 +49,10 @@ def files_of(folder: Path, split: str) -> list[Path]:
     if there are none, or the folder is missing or cannot be read.
     """
     names = sorted(glob("*.bin", root_dir=folder) + glob("*.npy", root_dir=folder))
-    whole = [f"{split}.bin"]
-    shards = matching(names, f"{split}*") or matching(names, f"*_{split}[_.]*")
-    return [folder / name for name in (whole if whole[0] in names else shards)]
+    found = matching(names, f"{split}.bin")
+    found = found or matching(names, f"{split}*")
+    found = found or matching(names, f"*_{split}[_.]*")
+    return [folder / name for name in found]
 
 
 def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
@@ -64,8 +65,8 @@ def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
     """
     files = files_of(folder, split)
     if not files:
-        command = f"python {path_of_script('split.py')} {folder}"
-        raise ValueError(f"{folder / split}.bin is missing: to take it from train.bin, type: {command}")
+        script = path_of_script("split.py")
+        raise ValueError(f"{folder / split}.bin is missing: type python {script} {folder}")
     tokens = open_files(files, meta.get("dtype"))
     found = f"{tokens.path} contains {len(tokens)} tokens"
     recorded = meta.get(f"{split}_tokens", len(tokens))

@@ -169,6 +169,9 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
     folder, content = meta.folder, meta.content
     names = ("train", "val") if data_order else ("val",)
     splits = {split: open_split(folder, split, content, block_size) for split in names}
+    windows = None
+    if data_order:
+        windows = windows_of(meta, len(splits["train"]), data_order, block_size)
     return Dataset(
         folder,
         highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
@@ -176,7 +179,7 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
         vocabulary=meta.vocabulary,
         val_bytes=content.get("val_bytes", 0),
         val_text=content.get("val_text", ""),
-        windows=windows_of(meta, len(splits["train"]), data_order, block_size) if data_order else None,
+        windows=windows,
         **splits,
     )
 
@@ -192,10 +195,8 @@ def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
     most = max(known, key=lambda meta: (meta.vocabulary.kind != "unknown", meta.vocabulary.size or 0))
     for meta in known:
         if problem := tokenizer.difference(most.vocabulary, meta.vocabulary):
-            raise ValueError(
-                f"the token ids of {meta.folder} are not those of {most.folder}: {problem}. "
-                "Run the prepare.py of both with the same --tokenizer=, such as gpt2"
-            )
+            between = f"the token ids of {meta.folder} are not those of {most.folder}"
+            raise ValueError(f"{between}: {problem}. Prepare both with the same --tokenizer=")
     return most.vocabulary
 
 

@@ -30,11 +30,13 @@ class DocumentWindows(Windows):
     def __init__(self, documents: np.ndarray, n_tokens: int, block_size: int) -> None:
         super().__init__(n_tokens, block_size)
         begins = documents[documents + block_size < n_tokens]
-        following = np.searchsorted(begins, np.arange(0, n_tokens - block_size, block_size))
-        following = np.minimum(following, len(begins) - 1)
-        # each once; np.unique takes a hundred times longer, since it does not use that they are sorted
-        self.begins = begins[following[np.diff(following, prepend=-1) > 0]]  # (windows,)
-        covered = int(np.minimum(np.diff(self.begins, append=n_tokens), block_size).sum())
+        blocks = np.arange(0, n_tokens - block_size, block_size)
+        following = np.searchsorted(begins, blocks).clip(max=len(begins) - 1)
+        # np.unique takes a hundred times longer, since it does not use that they are sorted
+        is_first = np.diff(following, prepend=-1) > 0
+        self.begins = begins[following[is_first]]  # (windows,)
+        lengths = np.diff(self.begins, append=n_tokens).clip(max=block_size)
+        covered = int(lengths.sum())
         self.left_out = n_tokens - covered  # tokens that no window reads as input
         self.repeated = len(self) * block_size - covered  # tokens that are read twice
         self.digest = hashlib.sha256(self.begins).hexdigest()[:12]
@@ -49,8 +51,9 @@ class DocumentWindows(Windows):
 
     def about(self) -> str:
         """What a user should know."""
-        left_out, repeated = self.left_out / self.n_tokens, self.repeated / self.n_tokens
-        return f"{len(self):,}; {left_out:.1%} of the tokens are left out, {repeated:.1%} are read twice"
+        left_out = self.left_out / self.n_tokens
+        repeated = self.repeated / self.n_tokens
+        return f"{len(self):,}; {left_out:.1%} of the tokens are left out, {repeated:.1%} read twice"
 
 
 def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) -> Windows:
@@ -72,6 +75,6 @@ def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) 
     # train may have become longer or shorter since the file was written
     recorded = content.get("train_documents"), content.get("searched_tokens", n_tokens)
     if recorded != (len(documents), n_tokens):
-        command = f"python {path_of_script('find_documents.py')} {meta.folder}"
-        raise ValueError(f"{path} is missing or does not belong to train.bin: type: {command}")
+        script = path_of_script("find_documents.py")
+        raise ValueError(f"{path} is missing or of another train.bin: type python {script} {meta.folder}")
     return DocumentWindows(documents, n_tokens, block_size)

@@ -33,8 +33,7 @@ def find_sources(text: str) -> list[tuple[Path, Fraction | None]]:
     parts = [parse_part(part.strip()) for part in text.split(",") if part.strip()]
     found = [(find_dataset(name), weight) for name, weight in parts or [(text, None)]]
     if len({weight is None for _, weight in found}) > 1:
-        advice = "type a weight after each name, such as a:0.7,b:0.3, or after none"
-        raise ValueError(f"--dataset={text}: {advice}")
+        raise ValueError(f"--dataset={text}: type a weight after each name, or after none")
     return sorted(found, key=lambda source: source[0].resolve().name)
 
 

@@ -100,7 +100,8 @@ class Reader:
         """
         bits = random_bits(self.seed, stream, step, len(of_sources))
         lengths = np.array([len(source.train) for source in self.data.sources])
-        return starts_of_bits(bits, lengths[of_sources], self.block_size) + self.data.begins[of_sources]
+        starts = starts_of_bits(bits, lengths[of_sources], self.block_size)
+        return starts + self.data.begins[of_sources]
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
