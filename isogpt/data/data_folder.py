@@ -30,10 +30,10 @@ def find_dataset(name: str, split: str = "train") -> Path:
     for place in places:
         if files_of(place, split):
             return place
-    scripts = [script for place in places if os.path.exists(script := place / "prepare.py")]
-    prepared = shortened(prepared_datasets(split), 20) or "none"
-    advice = f"run: python {scripts[0]}" if scripts else f"prepared data sets: {prepared}"
-    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice}")
+    scripts = [place / "prepare.py" for place in places]
+    advice = [f"run: python {script}" for script in scripts if os.path.exists(script)]
+    advice.append("prepared data sets: " + (shortened(prepared_datasets(split), 20) or "none"))
+    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice[0]}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:
