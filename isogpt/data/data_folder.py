@@ -68,7 +68,7 @@ def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
         script = path_of_script("split.py")
         raise ValueError(f"{folder / split}.bin is missing: type python {script} {folder}")
     tokens = open_files(files, meta.get("dtype"))
-    found = f"{tokens.path} contains {len(tokens)} tokens"
+    found = f"{folder / split}.bin contains {len(tokens)} tokens"
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately
         raise ValueError(f"{found}, but meta.json says {recorded}: prepare the data set again")

@@ -67,8 +67,9 @@ class Dataset:
     @property
     def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
-        own = {"train": self.train} if self.parts else {"train": self.train, "val": self.val}
-        return own | {f"val/{one.name}": one.val for one in self.named}
+        val = {} if self.parts else {"val": self.val}
+        named = {f"val/{one.name}": one.val for one in self.named}
+        return {"train": self.train} | val | named
 
     def mean(self, values: Iterable[float]) -> float:
         """The mean of a value of each source, weighted by their quotas."""

@@ -92,8 +92,7 @@ class Tokens:
         self.files = files
         self.dtype = np.result_type(*{file.dtype for file in files})
         self.ends = np.cumsum([file.count for file in files])
-        prefix = os.path.commonprefix([str(file.path) for file in files])
-        self.path = Path(prefix if len(files) == 1 else f"{prefix}*")  # what messages name
+        self.path = files[0].path  # what messages name
 
     def __len__(self) -> int:
         """The number of ids."""
