@@ -141,10 +141,8 @@ def test_names_of_mixtures(three):
     assert len({data.digest for data in same}) == 1 and same[0].quotas == (667, 333)
     assert len({open_dataset(name, BLOCK).digest for name in ("a,b", "a:2,b:1", "a:2,c:1")}) == 3
     write(three / "data/x:y", np.arange(30), train=np.arange(30), vocab_size=50)
-    assert open_dataset("x:y", BLOCK).folder.name == "x:y" and open_dataset("x:y:1,b:1", BLOCK).quotas == (
-        500,
-        500,
-    )
+    assert open_dataset("x:y", BLOCK).folder.name == "x:y"
+    assert open_dataset("x:y:1,b:1", BLOCK).quotas == (500, 500)
 
 
 def test_mixtures_that_are_refused(three, at, capsys):
