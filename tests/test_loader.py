@@ -348,6 +348,7 @@ def test_the_highest_id_of_a_large_file(tmp_path):
     # zeros take no room on the disk
     ids = np.memmap(tmp_path / "train.bin", np.uint8, "w+", shape=2**26 + 5000)
     tokens = open_files([tmp_path / "train.bin"], "uint8")
+    assert highest_id(tokens, 8) == 0  # opens the file, before it changes
     for place in 0, 4095, -4096, -1:
         ids[place] = 7
         assert highest_id(tokens, 8) == 7
