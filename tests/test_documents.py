@@ -5,13 +5,15 @@ import sys
 
 import numpy as np
 import pytest
-from documents import documents_of
+import torch
+from documents import documents_of, loss_of
 from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.vocabulary import of_characters
 from isogpt.data.windows import shuffled_windows
+from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -199,3 +201,9 @@ def test_documents_of_the_validation_set(tmp_path):
     find_documents.main([str(folder), f"--id={END}"])
     of_val = documents_of(open_dataset(str(folder), BLOCK, data_order="documents"))
     assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
+    model, total, count = GPT(GPTConfig(BLOCK, END + 1, 1, 1, 8), seed=1).eval(), 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]  # the third one is longer than a window
+        _, mean = model(tokens[:, :-1], tokens[:, 1:])
+        total, count = total + mean.item() * (tokens.size(1) - 1), count + tokens.size(1) - 1
+    assert loss_of(model, of_val) == pytest.approx(total / count, rel=1e-6)

@@ -9,6 +9,9 @@ import resource
 import shlex
 import shutil
 import signal
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,10 +19,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, prune_checkpoints
 from isogpt.checkpoint.folder import (
@@ -38,10 +42,14 @@ from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkp
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
+from isogpt.monitor.curves import read_curves
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.sink_console import Console
+from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_plot import plot_loss
+from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel.local_parts import local_part_of
 
@@ -118,9 +126,7 @@ def test_two_damaged_newest_checkpoints_are_passed_over(zygote, work, flags):
         next(path for path in folder.iterdir() if path.suffix in (".pt", ".distcp"))
         for folder in step_folders(out)
     )
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    flip_a_bit(newest)
     older.unlink()
     text = zygote.train([*args, "--init_from=resume", "--max_iters=6"], work, 2).text()
     assert f"out/step_00000006 is damaged: the checksum of {newest.name} does not match\n" in text
@@ -204,7 +210,27 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     said = f"error: rank 1: {work}/out1/step_00000006/ckpt.pt is not the checkpoint that rank 0 found"
     assert set(run.codes) == {1} and said in run.text()
     shutil.copytree(work / "out0", work / "out1", symlinks=True)
-    assert "iter 7:" in zygote.train([*args, "--init_from=resume", "--max_iters=7"], work, 2).text()
+    resume = [*args, "--init_from=resume", "--max_iters=7"]
+    flip_a_bit(work / "out1/step_00000006/ckpt.pt")
+    (work / "own.py").write_text(f"{OWN}os.environ['LOCAL_RANK'] = '0'\n")  # each is on a machine of its own
+    text = zygote.train(resume, work, 2).text()
+    assert "out1/step_00000006" not in text and "step_00000006 is damaged: the checksum of ckpt.pt" in text
+    assert "step 3\n" in text and "iter 7:" in text
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("setting", ["tp", "zero"])
+def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
+    """Groups of ranks, for instance, which other ranks would never join."""
+    (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
+    run = zygote.train([*SHORT, "own.py"], work, 2, ok=False)
+    text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
+    assert set(run.codes) == {1} and run.text() == text
 
 
 def test_the_same_folder_under_different_paths(zygote, work):
@@ -285,6 +311,31 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     assert step_folders(tmp_path) == [folder]
 
 
+def test_a_loss_that_is_nan_is_the_same_on_all_ranks(tmp_path, monkeypatch):
+    """In float16, an evaluation can overflow. Another rank compares the manifest that rank 0 has found."""
+    checkpoint = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
+    checkpoint["manifest"]["val_loss"] = float("nan")
+    commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint)
+    found, _ = newest_checkpoint(str(tmp_path))
+    monkeypatch.setattr(search, "is_main", lambda: False)
+    assert search.verify(pickle.loads(pickle.dumps(found))) == ""  # as rank 0 sends it
+
+
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
+    """As on CIFS: a checkpoint is complete there, too."""
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    make_writable(str(tmp_path / "out"))
+    checkpoint = write_unfinished(tmp_path / "unfinished", "ckpt.pt")
+    assert not damage(commit_checkpoint(tmp_path / "unfinished", keep_last=0, **checkpoint))
+
+
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
 LIMITED = """
 import os, resource, sys
@@ -304,6 +355,41 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     failed = [r["reason"] for r in records(work / "out") if r.get("event") == "save_failed"]
     assert failed == ["[Errno 27] File too large (rank 1)"] * 2, run.text()
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
+
+
+# train.py, whose disk is slow: the work goes on once the ranks, which communicate once a second, have done so
+# more often than dist_timeout_s
+SLOW_DISK = """
+import time
+from isogpt.checkpoint import save, search, state
+from isogpt.launch import together
+add_together, calls = together.add_together, []
+def counted(*counts):
+    calls.append(counts)
+    return add_together(*counts)
+together.add_together = counted
+def slow(work):
+    def after_a_while(*args, **kwargs):
+        end = len(calls) + 10
+        while len(calls) < end:
+            time.sleep(0.05)
+        return work(*args, **kwargs)
+    return after_a_while
+save.write_file, search.verify = slow(save.write_file), slow(search.verify)
+if os.environ["RANK"] == "1":
+    state.restore_checkpoint = slow(state.restore_checkpoint)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
+    """Which writes, verifies and reads checkpoints."""
+    args = [*SHORT, "--dist_timeout_s=6"]
+    run = start_changed(zygote, SLOW_DISK, args, work, 2).wait()
+    assert "saved out/step_00000003" in run.text() and "saved out/step_00000006" in run.text()
+    args += ["--init_from=auto", "--max_iters=6", "--save_checkpoint=False"]
+    run = start_changed(zygote, SLOW_DISK, args, work, 2).wait()
+    assert "iter 6:" in run.text() and "iter 5:" not in run.text()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -393,6 +479,95 @@ def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
     logger = Logger(progress, [Console()])
     RunReport(logger, meter, ranks, 3, 1, 1.0, None, LayerStatistics(0, *[None] * 5), steps_taken=4).done("")
     assert capsys.readouterr().out == f"{said}\n"
+
+
+# train.py whose rank 2 is killed while the others connect for the first checkpoint
+DYING = """
+import signal, time
+from isogpt.checkpoint import save
+make = save.Saver.__post_init__
+def noted(saver):
+    open("waits" + os.environ["RANK"], "w").close()
+    make(saver)
+def die(saver):
+    while not os.path.exists("waits0") or not os.path.exists("waits1"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+save.Saver.__post_init__ = die if os.environ["RANK"] == "2" else noted
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
+    """Long before dist_timeout_s, which is 600."""
+    run = start_changed(zygote, DYING, [*SHORT, "--zero=1"], work, 3).wait(ok=False)
+    assert run.codes == [1, 1, -9] and "Traceback" not in run.text()
+    for rank in (0, 1):
+        assert re.search(rf"error: rank {rank} at step 0, .*: .*; rank 2 does not respond", run.text())
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_end_the_run(work):
+    """train.py ... | head -3"""
+    command = [sys.executable, str(REPO / "train.py"), *TINY, *SHORT]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=work, text=True, **pipes) as run:
+        for _ in range(3):
+            run.stdout.readline()
+        run.stdout.close()
+        errors = run.stderr.read()
+    assert run.returncode == 0 and errors.count("stdout was closed") == 1 and "Traceback" not in errors
+    assert (work / "out/step_00000006/ckpt.pt").exists() and (work / "out/loss.png").exists()
+
+
+def test_no_module_is_imported_after_the_first_step(zygote, work):
+    """A checkout may be changed or moved while a run goes on: it must not load a mixture of versions."""
+    changes = """
+from isogpt.monitor.run_report import RunReport
+loaded, step, end = [], RunReport.step, RunReport.end
+def noted_step(self, *args):
+    loaded.extend(() if loaded else sys.modules)
+    return step(self, *args)
+def noted_end(self, *args):
+    end(self, *args)
+    print("late:", [name for name in sys.modules if "isogpt" in name and name not in loaded])
+RunReport.step, RunReport.end = noted_step, noted_end
+"""
+    args = ["--out_dir=out", "--max_iters=2", "--zero=1", f"--mirror=file://{work}/there"]
+    assert "late: []\n" in start_changed(zygote, changes, args, work).wait().text()
+
+
+def test_a_rollback_leaves_each_step_once_in_the_logs(tmp_path):
+    """TensorBoard's reader drops what was logged before the rollback."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
+    metrics = MetricsFile(config, step=0)
+    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
+    for first in (0, 3):
+        for step in range(first, 5):
+            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
+        logger.event("end" if first else "rollback", to=3)
+    metrics.file.close()
+    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+
+
+def test_what_the_plot_shows(tmp_path, monkeypatch):
+    """All steps, smoothed if there are many, and the evaluations; the legend contains the last values."""
+    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
+    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
+    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
+    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
+    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
+    (axes,) = figures[0].axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
+    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
+    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
 
 
 def test_how_to_sample(at):

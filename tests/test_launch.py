@@ -16,7 +16,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
 from isogpt.launch.device import gpu_identity, pick_backend, pick_device
 from isogpt.launch.machines import Process, problem_with_gpus, survey
-from isogpt.launch.process_group import connect_ranks, rank_names
+from isogpt.launch.process_group import connect_ranks, island_count, rank_names
 from isogpt.monitor import banner
 from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
@@ -83,6 +83,9 @@ def test_ranks_know_each_other(at):
     assert threads == [2], "ranks that share cores divide them"
     assert found.rank == 1 == int(os.environ["RANK"]), "those of a machine are neighbors"
     assert found.topology() == "4 = 2 nodes (a, b) x 2" and found.network == "gloo over eth0 (10.0.0.2)"
+    assert island_count(found) == 2
+    with pytest.raises(ValueError, match="the numbers of processes differ: .* set --islands= to a"):
+        island_count(replace(found, local_sizes=[2, 2, 1, 1]))
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
     problem = survey([replace(told[0], gpu="GPU-1")] * 2)
     at.set(network, "join", lambda *args: (store, problem))

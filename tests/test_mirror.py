@@ -21,11 +21,13 @@ from isogpt.checkpoint.manifest import (
     damage,
     make_manifest,
     read_manifest,
+    sealed,
     step_folder,
     step_folders,
     steps_in,
 )
 from isogpt.checkpoint.mirror import Mirror, start_mirror
+from isogpt.common.files import write_whole
 from isogpt.monitor.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
@@ -151,6 +153,18 @@ def test_steps_to_which_the_run_did_not_go_on_are_deleted(tmp_path, at):
     assert outcomes(copied) == [] and steps_in(tmp_path / "there") == [2, 1]
 
 
+def test_a_loss_that_is_recorded_later_is_copied_alone(tmp_path, at):
+    """The manifest there is that of the run's folder: a later start finds the best step by it."""
+    copied, folder, done = copies(tmp_path), commit(tmp_path / "out", 1), []
+    copied.request(folder)
+    outcomes(copied)
+    at.setattr(Faulty, "before", staticmethod(lambda operation, path: done.append(path)))
+    write_whole(folder / "manifest.json", sealed(read_manifest(folder) | {"val_loss": 1.5}))
+    copied.request(folder)
+    assert outcomes(copied) == [] and not done
+    assert read_manifest(tmp_path / "there" / folder.name) == read_manifest(folder)
+
+
 def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
     first, second = copies(tmp_path), Mirror(f"faulty://{tmp_path}/there", tmp_path / "2", 2, start=1)
     first.request(commit(tmp_path / "out", 1))
@@ -162,6 +176,24 @@ def test_only_the_latest_of_two_runs_copies_to_a_folder(tmp_path, at):
     problem = "a different run now copies there: set a different --mirror="
     assert f"fails at step_00000002: {problem}" in warning.text
     assert whole_steps(tmp_path / "there") == [5, 1]
+
+
+def test_a_launch_that_is_overtaken_while_it_copies_deletes_nothing(tmp_path, at):
+    """The steps beyond its own are the later launch's, not abandoned ones."""
+    first, second = copies(tmp_path), Mirror(f"faulty://{tmp_path}/there", tmp_path / "2", 2, start=1)
+    first.request(commit(tmp_path / "out", 1))
+    outcomes(first)
+
+    def overtake(operation, path):
+        if operation == "put more" and "step_00000002" in path:
+            at.setattr(Faulty, "before", staticmethod(lambda operation, path: None))
+            second.request(commit(tmp_path / "2", 5))
+            outcomes(second)
+
+    at.setattr(Faulty, "before", staticmethod(overtake))
+    first.request(commit(tmp_path / "out", 2))
+    assert [o.event for o in outcomes(first)] == ["mirror", "mirror_failed"]
+    assert whole_steps(tmp_path / "there")[0] == 5
 
 
 def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at):
@@ -316,7 +348,7 @@ def test_a_mirror_that_fails_ends_no_run(zygote, work):
     copied = [(r["event"], r["iter"]) for r in records(work / "out") if "mirror" in r.get("event", "")]
     assert copied[0] == ("mirror_failed", 2) and copied[-1] == ("mirror", 6)
     refusal = f"{there}/step_00000002/ckpt.pt says no; the next checkpoint is tried"
-    assert f"warning: the mirror {there} fails at step_00000002: {refusal}\n" in text
+    assert text.count(f"warning: the mirror {there} fails at step_00000002: {refusal}\n") == 1
     assert whole_steps(work / "there") == steps_in(work / "out") == [6]
 
 

@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from isogpt.checkpoint.manifest import read_manifest, size_of, step_of
-from isogpt.checkpoint.remote import Remote, check_url, explained, name_of
+from isogpt.checkpoint.manifest import read_manifest, sealed, size_of, step_of
+from isogpt.checkpoint.remote import MANIFEST, Remote, check_url, explained, name_of
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
 from isogpt.common.console import duration
@@ -121,18 +121,21 @@ class Mirror:
         with self.lock:
             self.copying = {newest, best}
         for folder in dict.fromkeys((newest, best)):
-            began, entries = time.perf_counter(), read_manifest(folder)["files"]
-            if remote.manifest(step_of(folder)).get("files") == entries:
+            began, here = time.perf_counter(), read_manifest(folder)
+            there = remote.manifest(step_of(folder))
+            if there.get("files") == here["files"]:
+                if there != here:  # the loss was recorded later, see Saver.record_loss
+                    remote.write(f"{folder.name}/{MANIFEST}", sealed(here))
                 continue
             remote.put(folder)
-            size, self.seconds = size_of({"files": entries}), time.perf_counter() - began
+            size, self.seconds = size_of(here), time.perf_counter() - began
             text = f"copied {folder.name} to {self.shown} ({size / 1e6:,.1f} MB in {self.seconds:.1f} s)"
             if others := [name for name in skipped if name != best.name]:
                 text += f", but not {', '.join(others)}: copying is slower than saving"
             facts = {"folder": folder.name, "seconds": self.seconds, "bytes": size, "skipped": others}
             self.outcomes.append(Outcome("mirror", text, step_of(folder), facts))
             skipped = []
-        steps, step_here = remote.steps(), manifest["step"]
+        steps, step_here = self.connect().steps(), manifest["step"]  # unless a later launch copies there now
         older = [step for step in steps if step <= step_here]
         kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)}
         for step in steps:
