@@ -3,37 +3,36 @@
 import hashlib
 import os
 import signal
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from threading import Thread
 
 import numpy as np
 from write_files import END_OF_DOCUMENT, dtype_for
 
-from isogpt.data.tokenizer import Tokenizer, load
+from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
-IN_FLIGHT = 3  # at most so many batches for each process wait for an earlier batch
+AT_ONCE = 2  # batches for each process that are read while as many are tokenized
 OF_PROCESS = {}  # "tokenizer": that of this process
 
 
-def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[dict[str, bytearray]]:
+def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[tuple[str, bytes]]:
     """
-    Divide documents into batches: the text of each split, with END_OF_DOCUMENT after each document. None of
-    the documents may be empty.
+    Divide documents into batches: a split and some of its text, with END_OF_DOCUMENT after each document.
+    None of the documents may be empty.
     """
-    batch = {"train": bytearray(), "val": bytearray()}
+    texts = {"train": bytearray(), "val": bytearray()}
     for index, document in enumerate(documents):
         split = "val" if goes_to_val(seed, index, val_fraction) else "train"
-        batch[split] += document.encode() + END_OF_DOCUMENT
-        if len(batch["train"]) + len(batch["val"]) >= BATCH_BYTES:
-            yield batch
-            batch = {"train": bytearray(), "val": bytearray()}
-    yield batch
+        texts[split] += document.encode() + END_OF_DOCUMENT
+        if len(texts[split]) >= BATCH_BYTES:
+            yield split, bytes(texts[split])
+            texts[split].clear()
+    yield from texts.items()
 
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
@@ -47,40 +46,24 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < val_fraction * 2**64
 
 
-def ids_of(text: bytearray, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a text of documents, with the end-of-text token after each, as in a .bin file."""
-    ids, end = [], tokenizer.end_of_text
-    for document in text.split(END_OF_DOCUMENT)[:-1]:
-        of_document = tokenizer.encode(document.decode())
-        ids += of_document
-        if of_document[-1:] != [end]:
-            ids.append(end)
-    return np.array(ids, dtype_for(tokenizer.n_ids))
-
-
 def tokenize(
-    batches: Iterable[dict[str, bytearray]], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
-) -> Iterator[tuple[dict[str, bytearray], dict[str, np.ndarray]]]:
+    batches: Iterator[tuple[str, bytes]], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
+) -> Iterator[tuple[tuple[str, bytes], np.ndarray]]:
     """
     Yield each batch with its ids, in order. No more processes are started than there are batches.
 
     Raises:
-        ValueError: a text cannot be encoded, or a process has ended.
+        ValueError: a text cannot be encoded.
+        BrokenProcessPool: a process has been killed, for instance for lack of memory.
     """
     context = get_context("spawn")  # a fork would copy threads of the libraries that read files
-    waiting = deque()
-    try:
-        with ProcessPoolExecutor(num_proc, context, start_process, (vocabulary, special_tokens)) as pool:
-            for batch in batches:
-                waiting.append((batch, pool.submit(answer, batch)))
-                if len(waiting) > IN_FLIGHT * num_proc:
-                    batch, ids = waiting.popleft()
-                    yield batch, ids.result()
-            for batch, ids in waiting:
-                yield batch, ids.result()
-    except BrokenProcessPool as error:
-        problem = "a tokenizing process has ended, probably for lack of memory"
-        raise ValueError(f"{problem}: set a smaller --num_proc, or divide long documents") from error
+    with ProcessPoolExecutor(num_proc, context, start_process, (vocabulary, special_tokens)) as pool:
+        earlier = ()
+        while some := list(islice(batches, AT_ONCE * num_proc)):
+            ids = pool.map(ids_of, some)  # starts, and does not wait
+            yield from earlier
+            earlier = zip(some, ids, strict=True)
+        yield from earlier
 
 
 def start_process(vocabulary: Vocabulary, special_tokens: bool) -> None:
@@ -96,6 +79,12 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def answer(batch: dict[str, bytearray]) -> dict[str, np.ndarray]:
-    """The ids of a batch, in a tokenizing process."""
-    return {split: ids_of(text, OF_PROCESS["tokenizer"]) for split, text in batch.items()}
+def ids_of(batch: tuple[str, bytes]) -> np.ndarray:
+    """The ids of a batch, with the end-of-text token after each document, in a tokenizing process."""
+    tokenizer, ids = OF_PROCESS["tokenizer"], []
+    for document in batch[1].split(END_OF_DOCUMENT)[:-1]:
+        of_document = tokenizer.encode(document.decode())
+        ids += of_document
+        if of_document[-1:] != [tokenizer.end_of_text]:
+            ids.append(tokenizer.end_of_text)
+    return np.array(ids, dtype_for(tokenizer.n_ids))

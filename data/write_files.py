@@ -4,9 +4,8 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +14,14 @@ import numpy as np
 
 from isogpt.common.files import sync_folder
 from isogpt.data.dataset import parts_of
+from isogpt.data.shards import open_files
 from isogpt.data.token_array import Tokens
+from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.vocabulary import Vocabulary
 
-# what a new data set replaces, whether the earlier one consists of shards or not
-OF_DATA_SET = re.compile(r"(train|val)(_\d{6})?\.bin|documents\.bin|meta\.(json|pkl)")
-TEMPORARY = ("unfinished.", ".tmp")  # how the names of temporary folders begin and end
+# what a new data set replaces, whether the earlier one consists of shards or not, in this order
+TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
+OF_DATA_SET = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 
@@ -52,13 +53,15 @@ class SplitWriter(SplitText):
         shard_tokens: ids of each file but the last; 0: all are in one file.
     """
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
         super().__init__()
-        self.folder, self.split, self.shard_tokens, self.tokens = folder, split, shard_tokens, 0
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.shard_tokens, self.tokens = shard_tokens, 0
 
-    def write(self, text: bytes, ids: np.ndarray) -> None:
-        """Append the ids of a text, see SplitText.add, in the dtype of the files."""
+    def write(self, text: bytes, ids: Sequence[int]) -> None:
+        """Append the ids of a text, see SplitText.add."""
         self.add(text)
+        ids = np.asarray(ids, self.dtype)
         while ids.size:
             name, room = f"{self.split}.bin", ids.size
             if self.shard_tokens > 0:
@@ -73,82 +76,88 @@ class SplitWriter(SplitText):
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """
-    Yield a temporary folder, whose files are moved to `folder` at the end; an error leaves `folder` as it
-    was. What killed processes have left there is removed.
+    Yield a temporary folder, whose files replace the data set in `folder` at the end; an error leaves
+    `folder` as it was. The training tokens leave first and come last: after a kill there is no train.bin, or
+    there are fewer tokens than meta.json says, which train.py refuses.
     """
-    for path in folder.glob("?*".join(TEMPORARY)):
+    for path in folder.glob("unfinished.*.tmp"):  # of killed processes
         shutil.rmtree(path, ignore_errors=True)
-    with TemporaryDirectory(prefix=TEMPORARY[0], suffix=TEMPORARY[1], dir=folder) as temporary:
+    with TemporaryDirectory(prefix="unfinished.", suffix=".tmp", dir=folder) as temporary:
         yield Path(temporary)
-        move_in(Path(temporary), folder)
+        new = sorted(Path(temporary).iterdir(), key=lambda path: path.name.startswith("train"))
+        for path in new:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        for pattern in OF_DATA_SET:
+            for path in folder.glob(pattern):
+                path.unlink()
+            sync_folder(folder)  # each time, so that the order survives a power failure
+        for path in new:
+            os.replace(path, folder / path.name)
+            sync_folder(folder)
 
 
-def move_in(temporary: Path, folder: Path) -> None:
+def document_begins(tokens: Tokens, token: int) -> np.ndarray:
     """
-    Move files to `folder`; with a meta.json, they replace an earlier data set as a whole. The training tokens
-    leave first and come last: after a kill there is no train.bin, or there are fewer tokens than meta.json
-    says, which train.py refuses.
-    """
-
-    def is_train(path: Path) -> bool:
-        return path.name.startswith("train")
-
-    new = sorted(temporary.iterdir(), key=is_train)
-    for path in new:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    names = {path.name for path in new}
-    for path in sorted(folder.iterdir(), key=is_train, reverse=True):
-        if path.name in names or "meta.json" in names and OF_DATA_SET.fullmatch(path.name):
-            path.unlink()
-            sync_folder(folder)  # after each file, so that the order survives a power failure
-    for path in new:
-        os.replace(path, folder / path.name)
-        sync_folder(folder)
-
-
-def write_positions(folder: Path, tokens: Tokens, token: int) -> int:
-    """
-    Write documents.bin: 0, and where the id `token` is, which closes one document and opens the next one; the
-    last token of all opens none. Returns the number of positions.
+    The content of documents.bin: 0, and where the id `token` is, which closes one document and opens the next
+    one; the last token of all opens none.
     """
     begin, found = 0, [[0]]
     for (part,) in parts_of(tokens):
         found.append(np.flatnonzero(part == token) + begin)
         begin += len(part)
-    positions = np.unique(np.concatenate(found)).astype(np.int64)
-    positions = positions[positions < max(1, begin - 1)]
-    positions.tofile(folder / "documents.bin")
-    return len(positions)
+    begins = np.unique(np.concatenate(found))
+    return begins[begins < max(1, begin - 1)]
 
 
-def write_meta(
-    folder: Path, vocabulary: Vocabulary, size: int, writers: dict[str, SplitWriter], facts: dict
+def write_data_set(
+    folder: Path,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    parts: Iterable[tuple[tuple[str, bytes], Sequence[int]]],
+    source: dict,
+    shard_tokens: int,
 ) -> dict:
     """
-    Write the metadata of new files in `folder`, and return the content of meta.json. A table of characters is
-    written as nanoGPT's meta.pkl.
+    Write a data set to `folder`, and return the content of its meta.json. A table of characters is written as
+    nanoGPT's meta.pkl.
 
     Args:
-        size: the number of ids of the tokenizer.
-        facts: what else is recorded.
+        parts: part by part, the split and its text, see SplitText.add, and the ids.
+        source: what meta.json records of the text's origin.
+
+    Raises:
+        ValueError: one of the splits is empty.
     """
-    padded = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if vocabulary.name == "char":
-        padded = size
-        tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
-        (folder / "meta.pkl").write_bytes(pickle.dumps(tables))
-    elif vocabulary.kind == "tokenizer.json":
-        (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
-        end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
-        (folder / "tokenizer_config.json").write_text(end_of_text)
-    meta = {"dtype": dtype_for(size).name, "vocab_size": padded}
-    meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
-    meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
-    for split, writer in writers.items():
-        meta |= writer.facts(split)
-    meta |= facts
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    size = tokenizer.n_ids
+    dtype = dtype_for(size)
+    with atomic_folder(folder) as temporary:
+        writers = {split: SplitWriter(temporary, split, dtype, shard_tokens) for split in ("train", "val")}
+        for (split, text), ids in parts:
+            writers[split].write(text, ids)
+        if not all(writer.tokens for writer in writers.values()):
+            advice = "use more text or documents, or set --val_fraction=0.1 or the like"
+            raise ValueError(f"train.bin or val.bin would be empty: {advice}")
+        is_char, padded = vocabulary.name == "char", -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        meta = {"dtype": dtype.name, "vocab_size": size if is_char else padded}
+        meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
+        meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
+        for split, writer in writers.items():
+            meta |= writer.facts(split)
+        if documents := sum(writer.documents for writer in writers.values()):
+            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype.name, size)
+            begins = document_begins(tokens, tokenizer.end_of_text)
+            begins.tofile(temporary / "documents.bin")
+            meta |= {"documents": documents, "train_documents": len(begins)}
+        meta |= {"source": source}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        if is_char:
+            tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
+            (temporary / "meta.pkl").write_bytes(pickle.dumps(tables))
+        elif vocabulary.kind == "tokenizer.json":
+            (temporary / "tokenizer.json").write_bytes(vocabulary.content.encode())
+            end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
+            (temporary / "tokenizer_config.json").write_text(end_of_text)
     return meta
 
 
