@@ -12,10 +12,10 @@ from count_bytes import record
 from write_files import document_begins
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_meta
+from isogpt.data.data_folder import open_split, read_metadata
 from isogpt.data.dataset import GPT2_VOCAB
 from isogpt.data.tokenizer import load
-from isogpt.data.vocabulary import gpt2_or_unknown, vocabulary_of_data
+from isogpt.data.vocabulary import gpt2_or_unknown
 
 
 def find_documents(folder: Path, token: int | None) -> None:
@@ -28,10 +28,9 @@ def find_documents(folder: Path, token: int | None) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or there are fewer than two documents.
     """
-    meta = read_meta(folder)
-    size = meta.get("vocab_size", 0)
-    tokens = open_split(folder, "train", meta, size, block_size=1)
-    vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
+    meta = read_metadata(folder)
+    tokens = open_split(folder, "train", meta.content, meta.vocab_size, block_size=1)
+    vocabulary = meta.vocabulary or gpt2_or_unknown(meta.vocab_size or GPT2_VOCAB, str(folder))
     if token is None and vocabulary.kind != "unknown":
         token = load(vocabulary).end_of_text
     if token is None or len(begins := document_begins(tokens, token)) < 2:

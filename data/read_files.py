@@ -34,14 +34,14 @@ def read_documents(data_files: str, text_key: str = "text", separator: str = "")
         count = 0
         try:
             for text in texts_in(path, text_key, separator):
-                count += 1
                 if not isinstance(text, str | None):
                     raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}; {ADVICE}")
+                count += 1
                 if text is not None:
                     # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
                     yield text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         except Exception as error:  # a damaged file raises nearly anything
-            raise ValueError(f"{path}, after document {count}: {error}") from error
+            raise ValueError(f"{path}, document {count + 1}: {error}") from error
 
 
 def find_files(data_files: str) -> list[Path]:
@@ -109,7 +109,8 @@ def read_hub(name: str, text_key: str, options: dict) -> Iterator[str | None]:
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
-    for batch in load_dataset(name, split="train", streaming=True, **options).iter(batch_size=BATCH_ROWS):
+    rows = load_dataset(name, split="train", streaming=True, **options)
+    for batch in rows.iter(batch_size=BATCH_ROWS):
         if text_key not in batch:
             raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
         yield from batch[text_key]

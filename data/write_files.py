@@ -1,39 +1,141 @@
-"""Write the files of a data set, whole or not at all: token ids and their metadata."""
+"""
+Tokenize text in several processes, and write the files of a data set, whole or not at all.
+
+A batch is a split, train or val, and some of its text in UTF-8, with END_OF_DOCUMENT after each document.
+"""
 
 import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import numpy as np
 
-from isogpt.common.files import sync_folder
 from isogpt.data.dataset import parts_of
 from isogpt.data.shards import open_files
 from isogpt.data.token_array import Tokens
-from isogpt.data.tokenizer import Tokenizer
+from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary
 
+Batch = tuple[str, bytes]
+
+BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
+AT_ONCE = 2  # batches for each process that are read while as many are tokenized
+OF_PROCESS = {}  # "tokenizer": that of this process
+END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
+VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 # what a new data set replaces, whether the earlier one consists of shards or not, in this order
 TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
 OF_DATA_SET = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
-VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
-END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
+
+
+def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[Batch]:
+    """Divide documents into batches; None and empty documents are left out."""
+    texts = {"train": bytearray(), "val": bytearray()}
+    for index, document in enumerate(filter(None, documents)):
+        split = "val" if goes_to_val(seed, index, val_fraction) else "train"
+        texts[split] += document.encode() + END_OF_DOCUMENT
+        if len(texts[split]) >= BATCH_BYTES:
+            yield split, bytes(texts[split])
+            texts[split].clear()
+    yield from texts.items()
+
+
+def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
+    """
+    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
+    the first two documents goes to each file, so that neither is empty.
+    """
+    if index < 2:
+        return index == seed % 2
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < val_fraction * 2**64
+
+
+def tokenize(
+    batches: Iterator[Batch], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """
+    Yield each batch with its ids, in order.
+
+    Args:
+        num_proc: 1: in this process; else in so many others, or fewer if there are fewer batches.
+
+    Raises:
+        ValueError: a text cannot be encoded.
+        BrokenProcessPool: a process has been killed, for instance for lack of memory.
+    """
+    if num_proc == 1:
+        OF_PROCESS["tokenizer"] = load(vocabulary, special_tokens)
+        for batch in batches:
+            yield batch, ids_of(batch)
+        return
+    context = get_context("spawn")  # a fork would copy threads of the libraries that read files
+    with ProcessPoolExecutor(num_proc, context, start_process, (vocabulary, special_tokens)) as pool:
+        earlier = ()
+        while some := list(islice(batches, AT_ONCE * num_proc)):
+            ids = pool.map(ids_of, some)  # starts, and does not wait
+            yield from earlier
+            earlier = zip(some, ids, strict=True)
+        yield from earlier
+
+
+def start_process(vocabulary: Vocabulary, special_tokens: bool) -> None:
+    """Prepare a tokenizing process, which ends with the main one, also after a kill and after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which reaches all processes
+    Thread(target=end_with_parent, daemon=True).start()
+    OF_PROCESS["tokenizer"] = load(vocabulary, special_tokens)
+
+
+def end_with_parent() -> None:
+    """Wait until the main process has ended, and end this one."""
+    parent_process().join()
+    os._exit(1)
+
+
+def ids_of(batch: Batch) -> np.ndarray:
+    """The ids of a batch, with the end-of-text token after each document."""
+    tokenizer, ids = OF_PROCESS["tokenizer"], []
+    *documents, rest = batch[1].split(END_OF_DOCUMENT)
+    if documents and tokenizer.end_of_text is None:
+        raise ValueError("the tokenizer lacks a token that ends a document: set --tokenizer=gpt2")
+    for document in documents:
+        of_document = tokenizer.encode(document.decode())
+        ids += of_document
+        if of_document[-1:] != [tokenizer.end_of_text]:
+            ids.append(tokenizer.end_of_text)
+    if rest:
+        ids = tokenizer.encode(rest.decode())
+    return np.array(ids, dtype_for(tokenizer.n_ids))
 
 
 class SplitText:
-    """The numbers of documents and bytes of a split's text, and its SHA-256, updated while it is written."""
+    """
+    The numbers of documents and bytes of a split's text, and its SHA-256, updated while it is written; the
+    ids are written to train.bin or, in shards, to train_000000.bin and so on.
 
-    def __init__(self) -> None:
-        self.documents, self.bytes, self.sha256 = 0, 0, hashlib.sha256()
+    Args:
+        folder: of the files; None: the ids are not written.
+        split: train or val.
+        per_file: ids of each shard but the last; 0: all are in one file.
+    """
+
+    def __init__(self, folder: Path | None = None, split: str = "val", per_file: int = 0) -> None:
+        self.folder, self.split, self.per_file = folder, split, per_file
+        self.documents, self.bytes, self.tokens = 0, 0, 0
+        self.sha256 = hashlib.sha256()
 
     def add(self, text: bytes) -> None:
-        """Add some of the text, in UTF-8, with END_OF_DOCUMENT after each document, which is only hashed."""
+        """Add some of the text, with END_OF_DOCUMENT after each document, which is only hashed."""
         documents = text.count(END_OF_DOCUMENT)
         self.documents += documents
         self.bytes += len(text) - documents
@@ -43,58 +145,80 @@ class SplitText:
         """What meta.json records of the text."""
         return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
 
-
-class SplitWriter(SplitText):
-    """
-    Writes the ids of a split to train.bin or, in shards, to train_000000.bin and so on.
-
-    Args:
-        split: train or val.
-        shard_tokens: ids of each file but the last; 0: all are in one file.
-    """
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
-        super().__init__()
-        self.folder, self.split, self.dtype = folder, split, dtype
-        self.shard_tokens, self.tokens = shard_tokens, 0
-
-    def write(self, text: bytes, ids: Sequence[int]) -> None:
-        """Append the ids of a text, see SplitText.add."""
-        self.add(text)
-        ids = np.asarray(ids, self.dtype)
+    def write(self, ids: np.ndarray) -> None:
+        """Append ids, in the dtype of the files."""
         while ids.size:
             name, room = f"{self.split}.bin", ids.size
-            if self.shard_tokens > 0:
-                shard, begin = divmod(self.tokens, self.shard_tokens)
-                name, room = f"{self.split}_{shard:06d}.bin", self.shard_tokens - begin
+            if self.per_file > 0:
+                shard, begin = divmod(self.tokens, self.per_file)
+                name, room = f"{self.split}_{shard:06d}.bin", self.per_file - begin
             with open(self.folder / name, "ab") as file:
                 file.write(ids[:room])
             self.tokens += ids[:room].size
             ids = ids[room:]
 
 
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def write_data_set(
+    folder: Path, vocabulary: Vocabulary, tokenizer: Tokenizer, source: dict, parts: Iterable, per_file: int
+) -> dict:
     """
-    Yield a temporary folder, whose files replace the data set in `folder` at the end; an error leaves
-    `folder` as it was. The training tokens leave first and come last: after a kill there is no train.bin, or
-    there are fewer tokens than meta.json says, which train.py refuses.
+    Write a data set to a temporary folder, move it to `folder`, and return the content of its meta.json. An
+    error leaves `folder` as it was.
+
+    Args:
+        source: what meta.json records of the text's origin.
+        parts: batches and their ids, see tokenize.
+
+    Raises:
+        ValueError: one of the splits is empty.
     """
+    size = tokenizer.n_ids
     for path in folder.glob("unfinished.*.tmp"):  # of killed processes
         shutil.rmtree(path, ignore_errors=True)
-    with TemporaryDirectory(prefix="unfinished.", suffix=".tmp", dir=folder) as temporary:
-        yield Path(temporary)
-        new = sorted(Path(temporary).iterdir(), key=lambda path: path.name.startswith("train"))
-        for path in new:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    with TemporaryDirectory(prefix="unfinished.", suffix=".tmp", dir=folder) as name:
+        temporary = Path(name)
+        writers = {split: SplitText(temporary, split, per_file) for split in ("train", "val")}
+        for (split, text), ids in parts:
+            writers[split].add(text)
+            writers[split].write(ids)
+        if not all(writer.tokens for writer in writers.values()):
+            raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
+        meta = {"dtype": dtype_for(size).name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
+        meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
+        meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
+        for split, writer in writers.items():
+            meta |= writer.facts(split)
+        if documents := sum(writer.documents for writer in writers.values()):
+            tokens = open_files(sorted(temporary.glob("train*.bin")), meta["dtype"], size)
+            begins = document_begins(tokens, tokenizer.end_of_text)
+            begins.tofile(temporary / "documents.bin")
+            meta |= {"documents": documents, "train_documents": len(begins)}
+        meta |= {"source": source}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        # the training tokens leave first and come last: after a kill there is no train.bin, or there are
+        # fewer tokens than meta.json says, which train.py refuses
         for pattern in OF_DATA_SET:
             for path in folder.glob(pattern):
                 path.unlink()
-            sync_folder(folder)  # each time, so that the order survives a power failure
-        for path in new:
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name.startswith("train")):
             os.replace(path, folder / path.name)
-            sync_folder(folder)
+    return meta
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary, size: int) -> int:
+    """
+    Write a table of `size` characters as nanoGPT's meta.pkl, or a tokenizer.json. Returns the number of ids
+    of a model.
+    """
+    if vocabulary.name == "char":
+        tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
+        (folder / "meta.pkl").write_bytes(pickle.dumps(tables))
+        return size
+    if vocabulary.kind == "tokenizer.json":
+        (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
+        end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
+        (folder / "tokenizer_config.json").write_text(end_of_text)
+    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def document_begins(tokens: Tokens, token: int) -> np.ndarray:
@@ -108,57 +232,6 @@ def document_begins(tokens: Tokens, token: int) -> np.ndarray:
         begin += len(part)
     begins = np.unique(np.concatenate(found))
     return begins[begins < max(1, begin - 1)]
-
-
-def write_data_set(
-    folder: Path,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    parts: Iterable[tuple[tuple[str, bytes], Sequence[int]]],
-    source: dict,
-    shard_tokens: int,
-) -> dict:
-    """
-    Write a data set to `folder`, and return the content of its meta.json. A table of characters is written as
-    nanoGPT's meta.pkl.
-
-    Args:
-        parts: part by part, the split and its text, see SplitText.add, and the ids.
-        source: what meta.json records of the text's origin.
-
-    Raises:
-        ValueError: one of the splits is empty.
-    """
-    size = tokenizer.n_ids
-    dtype = dtype_for(size)
-    with atomic_folder(folder) as temporary:
-        writers = {split: SplitWriter(temporary, split, dtype, shard_tokens) for split in ("train", "val")}
-        for (split, text), ids in parts:
-            writers[split].write(text, ids)
-        if not all(writer.tokens for writer in writers.values()):
-            advice = "use more text or documents, or set --val_fraction=0.1 or the like"
-            raise ValueError(f"train.bin or val.bin would be empty: {advice}")
-        is_char, padded = vocabulary.name == "char", -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        meta = {"dtype": dtype.name, "vocab_size": size if is_char else padded}
-        meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
-        meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
-        for split, writer in writers.items():
-            meta |= writer.facts(split)
-        if documents := sum(writer.documents for writer in writers.values()):
-            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype.name, size)
-            begins = document_begins(tokens, tokenizer.end_of_text)
-            begins.tofile(temporary / "documents.bin")
-            meta |= {"documents": documents, "train_documents": len(begins)}
-        meta |= {"source": source}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        if is_char:
-            tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
-            (temporary / "meta.pkl").write_bytes(pickle.dumps(tables))
-        elif vocabulary.kind == "tokenizer.json":
-            (temporary / "tokenizer.json").write_bytes(vocabulary.content.encode())
-            end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
-            (temporary / "tokenizer_config.json").write_text(end_of_text)
-    return meta
 
 
 def dtype_for(tokenizer_size: int) -> np.dtype:

@@ -19,26 +19,20 @@ SKIPPED = re.compile(
 )
 
 
-def read_library(library: Path) -> tuple[str, int]:
+def read_library(folder: Path) -> tuple[str, dict]:
     """
-    Return the source files in `library`, sorted by path and separated by blank lines, and their number. Files
-    with non-ASCII characters are skipped, since they would add many rare characters.
+    Return the source files of this interpreter's library, sorted by path and separated by blank lines, and a
+    description of their origin; `folder` is unused. Files with non-ASCII characters are skipped, since they
+    would add many rare characters.
     """
+    library = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py") if path.is_file()}
     sources = [paths[name].read_bytes() for name in sorted(paths) if not SKIPPED.search(name)]
     texts = [source.decode("ascii") for source in sources if source.isascii()]
-    return "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n"), len(texts)
-
-
-def read_standard_library(folder: Path) -> tuple[str, dict]:
-    """Return the text of this interpreter's library and a description of its source; `folder` is unused."""
-    library = Path(sysconfig.get_path("stdlib"))
-    text, files = read_library(library)
-    implementation, version = platform.python_implementation(), platform.python_version()
-    print(f"{implementation} {version}: {files:,} files of {library}, {len(text):,} characters")
-    facts = {"implementation": implementation, "version": version, "files": files}
-    return text, {"name": "Python standard library"} | facts
+    text = "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n")
+    origin = {"name": "Python standard library", "implementation": platform.python_implementation()}
+    return text, origin | {"version": platform.python_version(), "files": len(texts)}
 
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_text, __file__, __doc__, read_standard_library))
+    sys.exit(run(prepare_text, __file__, __doc__, read_library))

@@ -10,9 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
-IDS = 4096  # few words: a larger vocabulary would cost a small model time
-
+# few words: a larger vocabulary would cost a small model time
+DEFAULTS = {"tokenizer": 4096, "document_separator": "<|endoftext|>"}
 
 if __name__ == "__main__":
-    dataset, selection = "roneneldan/TinyStories", {}
-    sys.exit(run(prepare_documents, __file__, __doc__, dataset, selection, IDS, "<|endoftext|>"))
+    sys.exit(run(prepare_documents, __file__, __doc__, "roneneldan/TinyStories", {}, **DEFAULTS))
