@@ -9,7 +9,7 @@ import hashlib
 import os
 import shlex
 import sys
-from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
-from read_files import KINDS, read_documents, read_hub, read_shakespeare
+from read_files import read_documents, read_hub, read_shakespeare
 from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
@@ -26,8 +26,7 @@ from isogpt.common.console import visible
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
-TOKENIZER_HELP = "char, an encoding of tiktoken, or the folder of a tokenizer.json or of a training run"
-SPECIAL_HELP = "True: the text of a special token, such as <|endoftext|>, becomes this token"
+TOKENIZER_HELP = "char, an encoding of tiktoken, or the folder of a tokenizer.json or of a run"
 SAMPLE = "This is Some Text"  # which a tokenizer that does not know capital letters changes
 
 
@@ -40,24 +39,17 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     parser = ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
     parser.set_defaults(**defaults)
     add = parser.add_argument
-    add("--data_files", help=f"your own {' '.join(KINDS)} files: paths, folders or globs")
-    add("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
+    add("--data_files", help="your own files, folders or globs, separated by commas")
+    add("--text_key", default="text", help="key or column of a document's text")
     add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
-    add("--val_fraction", type=fraction, help="what part goes to val.bin")
-    add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: train.bin is one file")
+    add("--val_fraction", type=float, help="what part goes to val.bin")
+    add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: all are in one")
     add("--tokenizer", help=TOKENIZER_HELP)
     to_train = {"dest": "tokenizer", "metavar": "N", "default": SUPPRESS}
     add("--train_tokenizer", type=number_of_ids, help=TRAIN_HELP, **to_train)
-    add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
+    about = "whether text such as <|endoftext|> becomes the token"
+    add("--special_tokens", default="True", choices=["True", "False"], help=about)
     return parser
-
-
-def fraction(text: str) -> float:
-    """Parse a number between 0 and 1, excluding both."""
-    number = float(text)
-    if not 0 < number < 1:
-        raise ArgumentTypeError(f"{text} is not between 0 and 1")
-    return number
 
 
 def run(main: Callable, *args: Any, **options: Any) -> int:
@@ -126,8 +118,8 @@ def prepare_documents(
     defaults = {"val_fraction": 0.0005, "tokenizer": "gpt2", "document_separator": ""} | defaults
     parser = make_parser(script, about, defaults)
     add = parser.add_argument
-    add("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    add("--num_proc", type=int, default=os.cpu_count(), help="number of tokenizing processes")
+    add("--seed", type=int, default=1337, help="which documents go to val.bin")
+    add("--num_proc", type=int, default=os.cpu_count(), help="tokenizing processes")
     add("--document_separator", help="what is between the documents of a .txt file")
     args = parser.parse_args(argv)
 
@@ -151,6 +143,8 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
         source: what meta.json records of the text's origin.
         documents: those of `batches`, for a vocabulary that is made from the text.
     """
+    if not 0 < args.val_fraction < 1:
+        raise ValueError(f"--val_fraction={args.val_fraction} is not between 0 and 1")
     vocabulary = find_vocabulary(args.tokenizer, documents)
     special_tokens = args.special_tokens == "True"
     tokenizer = load(vocabulary, special_tokens)

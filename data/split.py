@@ -1,7 +1,7 @@
 """
 Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin,
-from which the command can be repeated with a different --val_fraction. A data set of several files needs no
-such command: its last file can be renamed.
+from which the command can be repeated with a different --val_fraction; then repeat count_bytes.py, too. A
+data set of several files needs no such command: its last file can be renamed.
 """
 
 import argparse
@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from bins import fraction, run
-from count_bytes import count_bytes, record
+from bins import run
+from count_bytes import record
 
 from isogpt.data.data_folder import how_to_split, read_meta
 from isogpt.data.dataset import parts_of
@@ -48,8 +48,6 @@ def split(folder: Path, val_fraction: float) -> None:
             file.writelines(part)
             os.fsync(file.fileno())
         os.replace(unfinished, folder / name)
-    if "val_bytes" in meta:  # of an earlier val.bin
-        count_bytes(folder)
     print(f"{folder}: {cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin; all of them in all.bin")
 
 
@@ -57,7 +55,7 @@ def main(argv: list[str]) -> None:
     """Parse the arguments and divide the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder that contains train.bin")
-    parser.add_argument("--val_fraction", type=fraction, default=0.1, help="what part goes to val.bin: 0.1")
+    parser.add_argument("--val_fraction", type=float, default=0.1, help="what part goes to val.bin: 0.1")
     args = parser.parse_args(argv)
     split(args.folder, args.val_fraction)
 

@@ -10,7 +10,6 @@ from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
-from isogpt.data.vocabulary import of_characters
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -111,13 +110,6 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
     assert not open_dataset(str(folder), BLOCK).documents
 
 
-def test_the_vocabulary_says_what_ends_a_document(tmp_path):
-    gpt2 = find_documents.gpt2_or_unknown(50304, "")
-    assert find_documents.end_of_text(gpt2) == 50256
-    table = of_characters({"a": 0, "<|endoftext|>": 1})
-    assert find_documents.end_of_text(table) == 1
-
-
 def changed(folder, **facts):
     """Replace facts in a meta.json."""
     meta = json.loads((folder / "meta.json").read_text())
@@ -169,9 +161,9 @@ def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
         (
             [1, 2, 3, END],
             ["--id=9"],
-            "token 9, which should separate documents, separates none in .*: give the",
+            "train.bin contains no documents that token 9 separates: give the id with --id=",
         ),
-        ([1, END, 3], [], "it is not known which id ends a document: .* do not fit GPT-2; give the id"),
+        ([1, END, 3], [], "train.bin contains no documents that token None separates: give the id"),
     ],
 )
 def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
