@@ -27,6 +27,7 @@ from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
 TOKENIZER_HELP = "char, an encoding of tiktoken, or the folder of a tokenizer.json or of a run"
+SPECIAL_HELP = "whether text such as <|endoftext|> becomes the token"
 SAMPLE = "This is Some Text"  # which a tokenizer that does not know capital letters changes
 
 
@@ -47,8 +48,7 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     add("--tokenizer", help=TOKENIZER_HELP)
     to_train = {"dest": "tokenizer", "metavar": "N", "default": SUPPRESS}
     add("--train_tokenizer", type=number_of_ids, help=TRAIN_HELP, **to_train)
-    about = "whether text such as <|endoftext|> becomes the token"
-    add("--special_tokens", default="True", choices=["True", "False"], help=about)
+    add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
 
 
@@ -146,17 +146,16 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     if not 0 < args.val_fraction < 1:
         raise ValueError(f"--val_fraction={args.val_fraction} is not between 0 and 1")
     vocabulary = find_vocabulary(args.tokenizer, documents)
-    special_tokens = args.special_tokens == "True"
-    tokenizer = load(vocabulary, special_tokens)
+    make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
+    tokenizer = make_tokenizer()
     if vocabulary.name == "tokenizer.json" and SAMPLE not in tokenizer.decode(tokenizer.encode(SAMPLE)):
         print("note: the tokenizer does not keep the text, for instance capital letters")
-    parts = tokenize(batches, vocabulary, special_tokens, args.num_proc)
+    parts = tokenize(batches, make_tokenizer, args.num_proc)
     folder = args.out.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     meta = write_data_set(folder, vocabulary, tokenizer, source, parts, args.shard_tokens)
     train, val = meta["train_tokens"], meta["val_tokens"]
-    print(f"{folder}: {train:,} tokens for training, {val:,} for validation")
-    print(f"tokenizer {vocabulary.name}: {tokenizer.n_ids:,} ids, vocab_size {meta['vocab_size']:,}")
+    print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
     is_in_data = folder.parent.resolve() == Path(__file__).resolve().parent
     name = folder.name if is_in_data else str(folder.absolute())
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
@@ -186,6 +185,5 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
 
     newest, reports = newest_checkpoint(str(folder))
     if not newest:
-        problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
-        raise ValueError("; ".join([problem, *reports]))
+        raise ValueError("; ".join([f"{folder} has no tokenizer.json and no checkpoint", *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)

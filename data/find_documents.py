@@ -34,20 +34,19 @@ def find_documents(folder: Path, token: int | None) -> None:
     if token is None and vocabulary.kind != "unknown":
         token = load(vocabulary).end_of_text
     if token is None or len(begins := document_begins(tokens, token)) < 2:
-        problem = f"{tokens.path} contains no documents that token {token} separates"
-        raise ValueError(f"{problem}: give the id with --id=, or train with --data_order=shuffle")
+        raise ValueError(f"{tokens.path}: no documents, which token {token} would separate; set --id=")
     # a kill after this leaves a count that train.py refuses, as it refuses a different number of tokens
     write_whole(folder / "documents.bin", begins.tobytes())
     record(folder, {"train_documents": len(begins), "searched_tokens": len(tokens)})
-    mean = f"{len(tokens) / len(begins):,.0f} tokens on average"
-    print(f"{folder / 'documents.bin'}: {len(begins):,} documents of {mean}, separated by token {token}")
+    mean = len(tokens) / len(begins)
+    print(f"{len(begins):,} documents of {mean:,.0f} tokens on average, separated by token {token}")
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments and search."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="the folder that contains the training set")
-    parser.add_argument("--id", type=int, help="the token that separates documents, if not <|endoftext|>")
+    parser.add_argument("folder", type=Path, help="that contains train.bin")
+    parser.add_argument("--id", type=int, help="of the token that separates documents")
     args = parser.parse_args(argv)
     find_documents(args.folder, args.id)
 

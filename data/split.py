@@ -37,8 +37,7 @@ def split(folder: Path, val_fraction: float) -> None:
     tokens = open_files(files, declared_dtype(meta, folder), meta.get("vocab_size", 0))
     cut = int(len(tokens) * (1 - val_fraction))
     if not 0 < cut < len(tokens):
-        problem = f"--val_fraction={val_fraction} of {len(tokens):,} tokens"
-        raise ValueError(f"{problem} leaves train.bin or val.bin empty: set --val_fraction=0.1 or the like")
+        raise ValueError(f"--val_fraction={val_fraction} leaves train.bin or val.bin empty: set 0.1")
     record(folder, {"dtype": tokens.dtype.name})  # the new files have no header that says the dtype
     os.replace(files[0], whole)
     (folder / "train.bin").unlink(missing_ok=True)
@@ -48,14 +47,14 @@ def split(folder: Path, val_fraction: float) -> None:
             file.writelines(part)
             os.fsync(file.fileno())
         os.replace(unfinished, folder / name)
-    print(f"{folder}: {cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin; all of them in all.bin")
+    print(f"{cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin, all of them in all.bin")
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments and divide the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="the folder that contains train.bin")
-    parser.add_argument("--val_fraction", type=float, default=0.1, help="what part goes to val.bin: 0.1")
+    parser.add_argument("folder", type=Path, help="that contains train.bin")
+    parser.add_argument("--val_fraction", type=float, default=0.1, help="what part goes to val.bin")
     args = parser.parse_args(argv)
     split(args.folder, args.val_fraction)
 

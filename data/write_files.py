@@ -9,8 +9,7 @@ import json
 import os
 import pickle
 import shutil
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -23,7 +22,7 @@ import numpy as np
 from isogpt.data.dataset import parts_of
 from isogpt.data.shards import open_files
 from isogpt.data.token_array import Tokens
-from isogpt.data.tokenizer import Tokenizer, load
+from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.vocabulary import Vocabulary
 
 Batch = tuple[str, bytes]
@@ -61,13 +60,12 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < val_fraction * 2**64
 
 
-def tokenize(
-    batches: Iterator[Batch], vocabulary: Vocabulary, special_tokens: bool, num_proc: int
-) -> Iterator[tuple[Batch, np.ndarray]]:
+def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterator[tuple[Batch, np.ndarray]]:
     """
     Yield each batch with its ids, in order.
 
     Args:
+        make: returns the tokenizer.
         num_proc: 1: in this process; else in so many others, or fewer if there are fewer batches.
 
     Raises:
@@ -75,12 +73,12 @@ def tokenize(
         BrokenProcessPool: a process has been killed, for instance for lack of memory.
     """
     if num_proc == 1:
-        OF_PROCESS["tokenizer"] = load(vocabulary, special_tokens)
+        OF_PROCESS["tokenizer"] = make()
         for batch in batches:
             yield batch, ids_of(batch)
         return
     context = get_context("spawn")  # a fork would copy threads of the libraries that read files
-    with ProcessPoolExecutor(num_proc, context, start_process, (vocabulary, special_tokens)) as pool:
+    with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
         earlier = ()
         while some := list(islice(batches, AT_ONCE * num_proc)):
             ids = pool.map(ids_of, some)  # starts, and does not wait
@@ -89,11 +87,10 @@ def tokenize(
         yield from earlier
 
 
-def start_process(vocabulary: Vocabulary, special_tokens: bool) -> None:
-    """Prepare a tokenizing process, which ends with the main one, also after a kill and after Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which reaches all processes
+def start_process(make: Callable) -> None:
+    """Prepare a tokenizing process, which ends with the main one, also after a kill."""
     Thread(target=end_with_parent, daemon=True).start()
-    OF_PROCESS["tokenizer"] = load(vocabulary, special_tokens)
+    OF_PROCESS["tokenizer"] = make()
 
 
 def end_with_parent() -> None:

@@ -88,9 +88,7 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
 
     monkeypatch.setattr(write_files, "parts_of", small_parts)
     find_documents.main([str(folder), f"--id={END}"])
-    assert (
-        "documents.bin: 60 documents of 17 tokens on average, separated by token 9" in capsys.readouterr().out
-    )
+    assert "60 documents of 17 tokens on average, separated by token 9\n" in capsys.readouterr().out
     begins = np.fromfile(folder / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
@@ -158,12 +156,8 @@ def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("ids", "args", "problem"),
     [
-        (
-            [1, 2, 3, END],
-            ["--id=9"],
-            "train.bin contains no documents that token 9 separates: give the id with --id=",
-        ),
-        ([1, END, 3], [], "train.bin contains no documents that token None separates: give the id"),
+        ([1, 2, 3, END], ["--id=9"], "train.bin: no documents, which token 9 would separate; set --id="),
+        ([1, END, 3], [], "train.bin: no documents, which token None would sep"),
     ],
 )
 def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
