@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
@@ -26,8 +25,6 @@ from isogpt.common.console import visible
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
-TOKENIZER_HELP = "char, an encoding of tiktoken, or the folder of a tokenizer.json or of a run"
-SPECIAL_HELP = "whether text such as <|endoftext|> becomes the token"
 SAMPLE = "This is Some Text"  # which a tokenizer that does not know capital letters changes
 
 
@@ -45,14 +42,13 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
     add("--val_fraction", type=float, help="what part goes to val.bin")
     add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: all are in one")
-    add("--tokenizer", help=TOKENIZER_HELP)
-    to_train = {"dest": "tokenizer", "metavar": "N", "default": SUPPRESS}
-    add("--train_tokenizer", type=number_of_ids, help=TRAIN_HELP, **to_train)
-    add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
+    add("--tokenizer", help="char, an encoding of tiktoken, the folder of a tokenizer.json or of a run")
+    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=number_of_ids, help=TRAIN_HELP)
+    add("--special_tokens", default="True", choices=["True", "False"], help="False: <|endoftext|> is text")
     return parser
 
 
-def run(main: Callable, *args: Any, **options: Any) -> int:
+def run(main: Callable, *args: object, **options: object) -> int:
     """
     Call main(what was typed, *args, **options) and return the exit status: 1, with a one-line message, for
     errors that a user can fix.
@@ -70,7 +66,7 @@ def run(main: Callable, *args: Any, **options: Any) -> int:
 
 
 def prepare_text(
-    argv: list[str], script: str, about: str, read: Callable = read_shakespeare, **defaults: Any
+    argv: list[str], script: str, about: str, read: Callable = read_shakespeare, **defaults: object
 ) -> None:
     """
     Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
@@ -99,7 +95,7 @@ def prepare_text(
 
 
 def prepare_documents(
-    argv: list[str], script: str, about: str, dataset: str, selection: dict, **defaults: Any
+    argv: list[str], script: str, about: str, dataset: str, selection: dict, **defaults: object
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
@@ -117,10 +113,9 @@ def prepare_documents(
 
     defaults = {"val_fraction": 0.0005, "tokenizer": "gpt2", "document_separator": ""} | defaults
     parser = make_parser(script, about, defaults)
-    add = parser.add_argument
-    add("--seed", type=int, default=1337, help="which documents go to val.bin")
-    add("--num_proc", type=int, default=os.cpu_count(), help="tokenizing processes")
-    add("--document_separator", help="what is between the documents of a .txt file")
+    parser.add_argument("--seed", type=int, default=1337, help="which documents go to val.bin")
+    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
+    parser.add_argument("--document_separator", help="what is between the documents of a .txt file")
     args = parser.parse_args(argv)
 
     if args.data_files:

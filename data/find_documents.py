@@ -46,9 +46,8 @@ def main(argv: list[str]) -> None:
     """Parse the arguments and search."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="that contains train.bin")
-    parser.add_argument("--id", type=int, help="of the token that separates documents")
-    args = parser.parse_args(argv)
-    find_documents(args.folder, args.id)
+    parser.add_argument("--id", type=int, dest="token", help="of the token that separates documents")
+    find_documents(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

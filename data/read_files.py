@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 from isogpt.common.files import parse_json, write_whole
@@ -16,7 +15,6 @@ from isogpt.data.text_files import read_text
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-ADVICE = "set --text_key=, or see Chats and instructions in data/README.md"
 BATCH_ROWS = 1000
 BLOCK = 1 << 20  # characters of a .txt file, or bytes of a .parquet file, that are read at once
 
@@ -35,7 +33,7 @@ def read_documents(data_files: str, text_key: str = "text", separator: str = "")
         try:
             for text in texts_in(path, text_key, separator):
                 if not isinstance(text, str | None):
-                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}; {ADVICE}")
+                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}: set --text_key=")
                 count += 1
                 if text is not None:
                     # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
@@ -59,7 +57,7 @@ def find_files(data_files: str) -> list[Path]:
     return [Path(name) for name in sorted(names)]
 
 
-def texts_in(path: Path, text_key: str, separator: str) -> Iterator[Any]:
+def texts_in(path: Path, text_key: str, separator: str) -> Iterator[object]:
     """Yield the texts of a file; for a record without text_key, the record itself."""
     name = path.name.lower()
     if name.endswith(".txt"):

@@ -55,8 +55,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="that contains train.bin")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="what part goes to val.bin")
-    args = parser.parse_args(argv)
-    split(args.folder, args.val_fraction)
+    split(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -28,10 +28,8 @@ from isogpt.data.vocabulary import Vocabulary
 Batch = tuple[str, bytes]
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
-AT_ONCE = 2  # batches for each process that are read while as many are tokenized
 OF_PROCESS = {}  # "tokenizer": that of this process
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
-VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 # what a new data set replaces, whether the earlier one consists of shards or not, in this order
 TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
 OF_DATA_SET = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
@@ -80,8 +78,8 @@ def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterato
     context = get_context("spawn")  # a fork would copy threads of the libraries that read files
     with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
         earlier = ()
-        while some := list(islice(batches, AT_ONCE * num_proc)):
-            ids = pool.map(ids_of, some)  # starts, and does not wait
+        while some := list(islice(batches, 2 * num_proc)):
+            ids = pool.map(ids_of, some)  # starts, so that as many batches are read meanwhile
             yield from earlier
             earlier = zip(some, ids, strict=True)
         yield from earlier
@@ -112,7 +110,7 @@ def ids_of(batch: Batch) -> np.ndarray:
             ids.append(tokenizer.end_of_text)
     if rest:
         ids = tokenizer.encode(rest.decode())
-    return np.array(ids, dtype_for(tokenizer.n_ids))
+    return np.array(ids, np.uint16 if tokenizer.n_ids <= 1 << 16 else np.uint32)
 
 
 class SplitText:
@@ -180,7 +178,7 @@ def write_data_set(
             writers[split].write(ids)
         if not all(writer.tokens for writer in writers.values()):
             raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
-        meta = {"dtype": dtype_for(size).name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
+        meta = {"dtype": ids.dtype.name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
         meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
         meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
         for split, writer in writers.items():
@@ -215,7 +213,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary, size: int) -> int:
         (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
         end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
         (folder / "tokenizer_config.json").write_text(end_of_text)
-    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return -(-size // 64) * 64  # matrix multiplications are faster: 50257 becomes 50304
 
 
 def document_begins(tokens: Tokens, token: int) -> np.ndarray:
@@ -229,8 +227,3 @@ def document_begins(tokens: Tokens, token: int) -> np.ndarray:
         begin += len(part)
     begins = np.unique(np.concatenate(found))
     return begins[begins < max(1, begin - 1)]
-
-
-def dtype_for(tokenizer_size: int) -> np.dtype:
-    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
-    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)

@@ -365,8 +365,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,no*.txt": "--data_files: 'no\\*.txt' is no file that ends in .txt, ",
     "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
-    "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set "
-    "--text_key=, or see Chats and instructions in data/README.md",
+    "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction=1.5 is not between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
