@@ -5,7 +5,6 @@ text, write_files.py tokenizes it and writes train.bin, val.bin and their metada
 README.md in this folder describes the files that are read and written.
 """
 
-import hashlib
 import os
 import shlex
 import sys
@@ -87,8 +86,7 @@ def prepare_text(
         source = {"data_files": args.data_files}
     else:
         text, source = read(Path(script).parent)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
+    source |= {"val_fraction": args.val_fraction}
     cut = int(len(text) * (1 - args.val_fraction))
     batches = [("train", text[:cut].encode()), ("val", text[cut:].encode())]
     write(args, source, [text], batches)

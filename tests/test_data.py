@@ -106,7 +106,9 @@ def decode_characters(folder):
     assert vocabulary["vocab_size"] == len(vocabulary["itos"]) == meta["vocab_size"] == meta["tokenizer_size"]
     characters = np.array([vocabulary["itos"][i] for i in range(vocabulary["vocab_size"])])
     text = characters[np.append(train, val)].tobytes().decode("utf-32-le")
-    assert hashlib.sha256(text.encode()).hexdigest() == meta["source"]["sha256"]
+    cut = meta["train_tokens"]
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        assert hashlib.sha256(part.encode()).hexdigest() == meta[f"{split}_text"]
     return meta, text
 
 
