@@ -86,7 +86,7 @@ def prepare_text(
         source = {"data_files": args.data_files}
     else:
         text, source = read(Path(script).parent)
-    source |= {"val_fraction": args.val_fraction}
+    source["val_fraction"] = args.val_fraction
     cut = int(len(text) * (1 - args.val_fraction))
     batches = [("train", text[:cut].encode()), ("val", text[cut:].encode())]
     write(args, source, [text], batches)
