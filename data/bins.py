@@ -1,104 +1,61 @@
 """
 Code shared by the prepare.py scripts: their options, and the two kinds of data sets. read_files.py reads the
-text, tokenize_documents.py tokenizes documents, write_files.py writes train.bin, val.bin and their metadata.
+text, write_files.py tokenizes it and writes train.bin, val.bin and their metadata.
 
 README.md in this folder describes the files that are read and written.
 """
 
-import argparse
-import hashlib
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
-import numpy as np
-from read_files import KINDS, read_documents, read_hub
-from tokenize_documents import batches_of, tokenize
+from read_files import read_documents, read_hub, read_shakespeare
 from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
-from write_files import SplitWriter, atomic_folder, dtype_for, write_meta, write_positions
+from write_files import Batch, batches_of, tokenize, write_data_set
 
 from isogpt.common.console import visible
-from isogpt.common.files import REPOSITORY
-from isogpt.common.packages import needed_by
-from isogpt.data.shards import open_files
-from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, table_in, tokenizer_in
+from isogpt.data.tokenizer import load
+from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
-TOKENIZER_HELP = (
-    "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
-    "Hugging Face, or the folder of a training run, whose vocabulary is used"
-)
-SPECIAL_HELP = (
-    "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
-)
-CHECKED = 100_000  # characters with which a tokenizer is checked
+SAMPLE = "This is Some Text"  # which a tokenizer that does not know capital letters changes
 
 
-def make_parser(
-    script: str, description: str, val_fraction: float, tokenizer: str | int
-) -> argparse.ArgumentParser:
+def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     """
     The options that all prepare.py scripts share. The parsed `tokenizer` is what --tokenizer or
-    --train_tokenizer says, or else `tokenizer`: a number is that of the ids of one to train.
+    --train_tokenizer says: a number is that of the ids of one to train.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
-    add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("--data_files", help=f"your own {' '.join(KINDS)} files: comma-separated paths, folders or globs")
-    add("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
-    add("--out", default=str(Path(script).absolute().parent), help="folder to write to, created if missing")
-    add_val_fraction(parser, val_fraction)
-    add("--shard_tokens", type=int, default=0, help="tokens of each train_000000.bin and so on; 0: train.bin")
-    either("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
-    to_train = {"dest": "tokenizer", "metavar": "N", "type": number_of_ids, "help": TRAIN_HELP}
-    either("--train_tokenizer", default=argparse.SUPPRESS, **to_train)
-    add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
+    formatter = ArgumentDefaultsHelpFormatter
+    parser = ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
+    parser.set_defaults(**defaults)
+    add = parser.add_argument
+    add("--data_files", help="your own files, folders or globs, separated by commas")
+    add("--text_key", default="text", help="key or column of a document's text")
+    add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
+    add("--val_fraction", type=float, help="what part goes to val.bin")
+    add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: all are in one")
+    add("--tokenizer", help="char, an encoding of tiktoken, the folder of a tokenizer.json or of a run")
+    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=number_of_ids, help=TRAIN_HELP)
+    add("--special_tokens", default="True", choices=["True", "False"], help="False: <|endoftext|> is text")
     return parser
 
 
-def add_val_fraction(parser: argparse.ArgumentParser, default: float) -> None:
-    """Add the option --val_fraction."""
-    parser.add_argument("--val_fraction", type=fraction, default=default, help="what part goes to val.bin")
-
-
-def fraction(text: str) -> float:
-    """Parse a number between 0 and 1, excluding both."""
-    number = float(text)
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1: type a number such as 0.1")
-    return number
-
-
-def cut_for(n: int, val_fraction: float, unit: str) -> int:
+def run(main: Callable, *args: object, **options: object) -> int:
     """
-    Return how many of n characters or tokens train.bin gets: the first ones. Raises ValueError if one of the
-    files would be empty.
+    Call main(what was typed, *args, **options) and return the exit status: 1, with a one-line message, for
+    errors that a user can fix.
     """
-    cut = int(n * (1 - val_fraction))
-    if not 0 < cut < n:
-        problem = f"--val_fraction={val_fraction} leaves train.bin or val.bin empty ({unit} in all: {n:,})"
-        raise ValueError(f"{problem}: use more text, or set --val_fraction=0.1 or the like")
-    return cut
-
-
-def run(main: Callable[[list[str]], None]) -> int:
-    """
-    Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can
-    fix.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # SystemExit, unlike a kill, removes the temporary files
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:], *args, **options)
         return 0
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, BrokenProcessPool) as error:
         print("error:", visible(" ".join(str(error).split())), file=sys.stderr)
         return 1
 
@@ -108,39 +65,35 @@ def run(main: Callable[[list[str]], None]) -> int:
 
 
 def prepare_text(
-    script: str, description: str, argv: list[str], read: Callable[[Path], tuple], tokenizer: str = "char"
+    argv: list[str], script: str, about: str, read: Callable = read_shakespeare, **defaults: object
 ) -> None:
     """
     Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
     `script`: the first part of the text is train.bin, the rest val.bin.
 
     Args:
+        about: the description of the script.
         read: read(folder of `script`) returns the text and its source, if there are no --data_files.
-        tokenizer: the default of --tokenizer. With char, there is one id per character, in sort order.
+        defaults: of the options. With the tokenizer char, there is one id per character, in sort order.
 
     Raises:
         ValueError: the text is too short, or contains a character that the vocabulary lacks.
     """
-    args = make_parser(script, description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
-    if args.data_files is None:
-        text, source = read(Path(script).absolute().parent)
-    else:
+    defaults = {"val_fraction": 0.1, "tokenizer": "char", "num_proc": 1} | defaults
+    args = make_parser(script, about, defaults).parse_args(argv)
+    if args.data_files:
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
-    cut = cut_for(len(text), args.val_fraction, "characters")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
-    vocabulary = find_vocabulary(args.tokenizer, [text])
-    loaded = load(vocabulary, args.special_tokens == "True")
-    note_on_loss([text], loaded)
-    parts = {"train": text[:cut], "val": text[cut:]}
-    texts = {split: part.encode() for split, part in parts.items()}
-    ids = {split: np.array(loaded.encode(part), dtype_for(loaded.n_ids)) for split, part in parts.items()}
-    write(args, vocabulary, loaded, source, [(texts, ids)])
+    else:
+        text, source = read(Path(script).parent)
+    source["val_fraction"] = args.val_fraction
+    cut = int(len(text) * (1 - args.val_fraction))
+    batches = [("train", text[:cut].encode()), ("val", text[cut:].encode())]
+    write(args, source, [text], batches)
 
 
 def prepare_documents(
-    script: str, about: str, argv: list[str], dataset: str, selection: dict, tokenizer: str | int = "gpt2"
+    argv: list[str], script: str, about: str, dataset: str, selection: dict, **defaults: object
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
@@ -149,79 +102,55 @@ def prepare_documents(
     Args:
         about: the description of the script.
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
-        tokenizer: the default of --tokenizer, or the number of ids that --train_tokenizer trains by default.
+        defaults: of the options.
 
     Raises:
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
-    parser = make_parser(script, about, val_fraction=0.0005, tokenizer=tokenizer)
-    add, affinity = parser.add_argument, getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count()
-    add("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    add("--num_proc", type=int, default=cores, help="number of tokenizing processes")
-    add("--document_separator", default="", help="what is between the documents of a .txt file, if several")
+    from tqdm import tqdm
+
+    defaults = {"val_fraction": 0.0005, "tokenizer": "gpt2", "document_separator": ""} | defaults
+    parser = make_parser(script, about, defaults)
+    parser.add_argument("--seed", type=int, default=1337, help="which documents go to val.bin")
+    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
+    parser.add_argument("--document_separator", help="what is between the documents of a .txt file")
     args = parser.parse_args(argv)
-    with needed_by("the progress bar", "tqdm"):
-        from tqdm import tqdm
 
-    def read() -> Iterator[str]:
-        if args.data_files is None:
-            return filter(None, read_hub(dataset, args.text_key, selection))
-        return filter(None, read_documents(args.data_files, args.text_key, args.document_separator))
-
-    vocabulary = find_vocabulary(args.tokenizer, read())
-    special_tokens = args.special_tokens == "True"
-    loaded = load(vocabulary, special_tokens)
-    if loaded.end_of_text is None:
-        advice = "set --tokenizer=gpt2, or --train_tokenizer=257, which has an id for each byte"
-        raise ValueError(f"the tokenizer lacks {vocabulary.end_of_text}, which ends a document: {advice}")
-    documents = read()
-    first = list(islice(documents, 100))
-    if len(first) < 2:
-        advice = "use files with more text; data/shakespeare/prepare.py splits one text"
-        raise ValueError(f"2 non-empty documents or more are needed, but there are {len(first)}: {advice}")
-    note_on_loss(first, loaded)
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
-    shown = tqdm(chain(first, documents), unit=" documents", unit_scale=True, mininterval=pause, delay=pause)
-    batches = batches_of(shown, args.seed, args.val_fraction)
-    source = {"data_files": args.data_files} if args.data_files else {"dataset": dataset, **selection}
+    if args.data_files:
+        read = partial(read_documents, args.data_files, args.text_key, args.document_separator)
+        source = {"data_files": args.data_files}
+    else:
+        read = partial(read_hub, dataset, args.text_key, selection)
+        source = {"dataset": dataset, **selection}
     source |= {"val_fraction": args.val_fraction, "seed": args.seed}
-    tokenized = tokenize(batches, vocabulary, special_tokens, args.num_proc)
-    write(args, vocabulary, loaded, source, tokenized)
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
+    shown = tqdm(read(), unit=" documents", unit_scale=True, mininterval=pause, delay=pause)
+    write(args, source, read(), batches_of(shown, args.seed, args.val_fraction))
 
 
-def write(
-    args: argparse.Namespace, vocabulary: Vocabulary, tokenizer: Tokenizer, source: dict, parts: Iterable
-) -> None:
+def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iterable[Batch]) -> None:
     """
     Write a data set, and print the command that trains on it on a CPU.
 
     Args:
         source: what meta.json records of the text's origin.
-        parts: part by part, the text and the ids by split.
+        documents: those of `batches`, for a vocabulary that is made from the text.
     """
-    folder, size = Path(args.out).expanduser(), tokenizer.n_ids
+    if not 0 < args.val_fraction < 1:
+        raise ValueError(f"--val_fraction={args.val_fraction} is not between 0 and 1")
+    vocabulary = find_vocabulary(args.tokenizer, documents)
+    make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
+    tokenizer = make_tokenizer()
+    if vocabulary.name == "tokenizer.json" and SAMPLE not in tokenizer.decode(tokenizer.encode(SAMPLE)):
+        print("note: the tokenizer does not keep the text, for instance capital letters")
+    parts = tokenize(batches, make_tokenizer, args.num_proc)
+    folder = args.out.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(folder) as temporary:
-        writers = {split: SplitWriter(temporary, split, args.shard_tokens) for split in ("train", "val")}
-        for texts, ids in parts:
-            for split, writer in writers.items():
-                writer.write(texts[split], ids[split])
-        facts = {"source": source}
-        if documents := sum(writer.documents for writer in writers.values()):
-            tokens = open_files(sorted(temporary.glob("train*.bin")), dtype_for(size).name, size)
-            count = write_positions(temporary, tokens, tokenizer.end_of_text)
-            facts = {"documents": documents, "train_documents": count, "source": source}
-        meta = write_meta(temporary, vocabulary, size, writers, facts)
-    tokens = f"{meta['train_tokens']:,} tokens for training, {meta['val_tokens']:,} for validation"
-    print(f"{folder}: {tokens}, {meta['dtype']}")
-    print(f"tokenizer {meta['tokenizer']}: {size:,} ids, vocab_size {meta['vocab_size']:,}")
+    meta = write_data_set(folder, vocabulary, tokenizer, source, parts, args.shard_tokens)
+    train, val = meta["train_tokens"], meta["val_tokens"]
+    print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
     is_in_data = folder.parent.resolve() == Path(__file__).resolve().parent
     name = folder.name if is_in_data else str(folder.absolute())
-    for config in (f"config/train_{name}_fast.py", f"config/train_{name}.py"):
-        if (REPOSITORY / config).exists():
-            print(f"next: python train.py {config}")
-            return
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
     print(f"next: python train.py config/train_small.py {options}")
 
@@ -234,7 +163,7 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
     """
     if name == "char":
         characters = sorted(set().union(*documents))
-        return table_in({"stoi": {character: i for i, character in enumerate(characters)}})
+        return of_characters({character: i for i, character in enumerate(characters)})
     if isinstance(name, int):
         return train_tokenizer(documents, name)
     folder = Path(name).expanduser()
@@ -249,15 +178,5 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
 
     newest, reports = find_checkpoint(str(folder))
     if not newest:
-        problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
-        raise ValueError("; ".join([problem, *reports]))
+        raise ValueError("; ".join([f"{folder} has no tokenizer.json and no checkpoint", *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)
-
-
-def note_on_loss(texts: list[str], tokenizer: Tokenizer) -> None:
-    """Print a note if a tokenizer does not keep the text, for instance its capital letters."""
-    for line in filter(None, map(str.strip, "\n".join(texts)[:CHECKED].splitlines())):
-        decoded = tokenizer.decode(tokenizer.encode(line))
-        if line not in decoded:  # tokens may be added at the start and the end
-            print(f"note: the tokenizer does not keep the text: {line[:60]!r} becomes {decoded[:60]!r}")
-            return

@@ -12,7 +12,7 @@ from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_tokens, read_dict, read_meta
+from isogpt.data.data_folder import open_split, read_dict, read_meta
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import load_encoding
 from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, vocabulary_of_data
@@ -27,8 +27,9 @@ def count_bytes(folder: Path) -> None:
         ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
     """
     meta = read_meta(folder)
+    meta.pop("val_tokens", None)  # of an earlier val.bin
     size = meta.get("vocab_size", 0)
-    tokens, text = open_tokens(folder, "val", meta, size), SplitText()
+    tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
     vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
     table, end = bytes_by_id(vocabulary), None
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text

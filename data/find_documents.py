@@ -9,14 +9,13 @@ from pathlib import Path
 
 from bins import run
 from count_bytes import record
-from write_files import atomic_folder, write_positions
+from write_files import document_begins
 
-from isogpt.data.data_folder import open_split, read_meta
+from isogpt.common.files import write_whole
+from isogpt.data.data_folder import open_split, read_metadata
 from isogpt.data.dataset import GPT2_VOCAB
 from isogpt.data.tokenizer import load
-from isogpt.data.vocabulary import GPT2_IDS, Vocabulary, gpt2_or_unknown, vocabulary_of_data
-
-ADVICE = "give the id with --id=, or train on the text as a whole with --data_order=shuffle"
+from isogpt.data.vocabulary import gpt2_or_unknown
 
 
 def find_documents(folder: Path, token: int | None) -> None:
@@ -27,44 +26,28 @@ def find_documents(folder: Path, token: int | None) -> None:
         token: the id with which documents begin or end; None: the end-of-text token of the vocabulary.
 
     Raises:
-        ValueError: a file is missing or cannot be read, the end-of-text token is not known, or there are
-            fewer than two documents.
+        ValueError: a file is missing or cannot be read, or there are fewer than two documents.
     """
-    meta = read_meta(folder)
-    size = meta.get("vocab_size", 0)
-    tokens = open_split(folder, "train", meta, size, block_size=1)
-    if token is None:
-        vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
-        token = end_of_text(vocabulary)
-    with atomic_folder(folder) as temporary:
-        count = write_positions(temporary, tokens, token)
-        if count < 2:
-            problem = f"token {token}, which should separate documents, separates none in {tokens.path}"
-            raise ValueError(f"{problem}: {ADVICE}")
-    # a kill before this leaves a count that train.py refuses, as it refuses a different number of tokens
-    record(folder, {"train_documents": count, "searched_tokens": len(tokens)})
-    found = f"{count:,} documents of {len(tokens) / count:,.0f} tokens on average, separated by token {token}"
-    print(f"{folder / 'documents.bin'}: {found}")
-
-
-def end_of_text(vocabulary: Vocabulary) -> int:
-    """The id of the end-of-text token. Raises ValueError if the vocabulary lacks it or is not known."""
-    if vocabulary.kind == "unknown":
-        raise ValueError(f"it is not known which id ends a document: {vocabulary.content}; {ADVICE}")
-    is_gpt2 = (vocabulary.kind, vocabulary.content) == ("tiktoken", "gpt2")
-    token = GPT2_IDS - 1 if is_gpt2 else load(vocabulary).end_of_text  # tiktoken needs a network or a cache
-    if token is None:
-        raise ValueError(f"the vocabulary contains no {vocabulary.end_of_text} to end documents: {ADVICE}")
-    return token
+    meta = read_metadata(folder)
+    tokens = open_split(folder, "train", meta.content, block_size=1)
+    vocabulary = meta.vocabulary or gpt2_or_unknown(meta.vocab_size or GPT2_VOCAB, str(folder))
+    if token is None and vocabulary.kind != "unknown":
+        token = load(vocabulary).end_of_text
+    if token is None or len(begins := document_begins(tokens, token)) < 2:
+        raise ValueError(f"{tokens.path}: no documents, which token {token} would separate; set --id=")
+    # a kill after this leaves a count that train.py refuses, as it refuses a different number of tokens
+    write_whole(folder / "documents.bin", begins.tobytes())
+    record(folder, {"train_documents": len(begins), "searched_tokens": len(tokens)})
+    mean = len(tokens) / len(begins)
+    print(f"{len(begins):,} documents of {mean:,.0f} tokens on average, separated by token {token}")
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments and search."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="the folder that contains the training set")
-    parser.add_argument("--id", type=int, help="the token that separates documents, if not <|endoftext|>")
-    args = parser.parse_args(argv)
-    find_documents(args.folder, args.id)
+    parser.add_argument("folder", type=Path, help="that contains train.bin")
+    parser.add_argument("--id", type=int, dest="token", help="of the token that separates documents")
+    find_documents(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

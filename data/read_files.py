@@ -5,22 +5,17 @@ import gzip
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
 from isogpt.data.text_files import read_text
 
-SHAKESPEARE = {
-    "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-}
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
-ADVICE = "set --text_key=, or write one text for each record: data/README.md, Chats and instructions"
 BATCH_ROWS = 1000
 BLOCK = 1 << 20  # characters of a .txt file, or bytes of a .parquet file, that are read at once
 
@@ -39,26 +34,23 @@ def read_documents(data_files: str, text_key: str = "text", separator: str = "")
         try:
             for text in texts_in(path, text_key, separator):
                 if not isinstance(text, str | None):
-                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}; {ADVICE}")
+                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}: set --text_key=")
                 count += 1
                 if text is not None:
                     # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
                     yield text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        except (ValueError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except Exception as error:  # a damaged file raises nearly anything
             raise ValueError(f"{path}, document {count + 1}: {error}") from error
 
 
 def find_files(data_files: str) -> list[Path]:
     """The files of --data_files, see `read_documents`."""
     names = set()
-    # a file's name may contain a comma
-    patterns = [data_files] if os.path.exists(data_files) else data_files.split(",")
-    for pattern in patterns:
-        name = os.path.expanduser(pattern.strip())  # a shell replaces ~ only at the start of a word
+    for pattern in data_files.split(","):
+        name = os.path.expanduser(pattern)  # a shell replaces ~ only at the start of a word
         if os.path.isdir(name):
-            found = glob.glob(os.path.join(glob.escape(name), "**", "*"), recursive=True)
-        else:
-            found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+            name = os.path.join(glob.escape(name), "**", "*")
+        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         files = [file for file in found if file.lower().endswith(KINDS) and os.path.isfile(file)]
         if not files:
             raise ValueError(f"--data_files: '{pattern}' is no file that ends in {', '.join(KINDS)}")
@@ -66,16 +58,16 @@ def find_files(data_files: str) -> list[Path]:
     return [Path(name) for name in sorted(names)]
 
 
-def texts_in(path: Path, text_key: str, separator: str) -> Iterator[Any]:
+def texts_in(path: Path, text_key: str, separator: str) -> Iterator[object]:
     """Yield the texts of a file; for a record without text_key, the record itself."""
     name = path.name.lower()
     if name.endswith(".txt"):
         yield from separated(path, separator) if separator else [read_text(path)]
     elif name.endswith(".parquet"):
-        with needed_by("a .parquet file", "pyarrow"):
-            import pyarrow.parquet
+        from pyarrow.parquet import ParquetFile
+
         # by default, a column of a whole row group would be in memory, which may be as large as the file
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
+        with ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
             for batch in table.iter_batches(BATCH_ROWS, columns=[text_key]):
                 yield from batch[text_key].to_pylist()
     else:  # `datasets` would read a text that is a date as a date, and records of one form only
@@ -98,19 +90,15 @@ def separated(path: Path, separator: str) -> Iterator[str]:
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
     """
     Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does
-    not exist. Raises ValueError if the download fails or has a different SHA-256.
+    not exist. Raises ValueError if the download has a different SHA-256.
     """
-    path, url = folder / "input.txt", SHAKESPEARE["url"]
+    path = folder / "input.txt"
     if not path.exists():
-        print(f"downloading {url}")
-        try:
-            with urlopen(url, timeout=60) as response:
-                data = response.read()
-            if hashlib.sha256(data).hexdigest() != SHAKESPEARE["sha256"]:
-                raise OSError(f"{len(data):,} bytes that are not the expected text")
-        except OSError as error:
-            advice = f"put the text at {path}, or use your own with --data_files="
-            raise ValueError(f"could not download {url} ({error}); {advice}") from error
+        print(f"downloading {SHAKESPEARE}; without a network, put the text at {path}")
+        with urlopen(SHAKESPEARE, timeout=60) as response:
+            data = response.read()
+        if hashlib.sha256(data).hexdigest() != SHA256:
+            raise ValueError(f"the {len(data):,} bytes of {SHAKESPEARE} are not the expected text")
         write_whole(path, data)
     return read_text(path), {"file": path.name}
 
@@ -120,7 +108,8 @@ def read_hub(name: str, text_key: str, options: dict) -> Iterator[str | None]:
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
-    for batch in load_dataset(name, split="train", streaming=True, **options).iter(batch_size=BATCH_ROWS):
+    rows = load_dataset(name, split="train", streaming=True, **options)
+    for batch in rows.iter(batch_size=BATCH_ROWS):
         if text_key not in batch:
-            raise ValueError(f"no column '{text_key}' in {list(batch)}; {ADVICE}")
+            raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
         yield from batch[text_key]

@@ -1,38 +1,135 @@
-"""Write the files of a data set, whole or not at all: token ids and their metadata."""
+"""
+Tokenize text in several processes, and write the files of a data set, whole or not at all.
+
+A batch is a split, train or val, and some of its text in UTF-8, with END_OF_DOCUMENT after each document.
+"""
 
 import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import numpy as np
 
-from isogpt.common.files import sync_folder
 from isogpt.data.dataset import parts_of
-from isogpt.data.token_array import Tokens
+from isogpt.data.token_files import Tokens, open_files
+from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.vocabulary import Vocabulary
 
-# what a new data set replaces, whether the earlier one consists of shards or not
-OF_DATA_SET = re.compile(r"(train|val)(_\d{6})?\.bin|documents\.bin|meta\.(json|pkl)")
-TEMPORARY = ("unfinished.", ".tmp")  # how the names of temporary folders begin and end
-VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
+Batch = tuple[str, bytes]
+
+BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
+OF_PROCESS = {}  # "tokenizer": that of this process
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
+# what a new data set replaces, whether the earlier one consists of shards or not, in this order
+TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
+OF_DATA_SET = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
+
+
+def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[Batch]:
+    """Divide documents into batches; None and empty documents are left out."""
+    texts = {"train": bytearray(), "val": bytearray()}
+    for index, document in enumerate(filter(None, documents)):
+        split = "val" if goes_to_val(seed, index, val_fraction) else "train"
+        texts[split] += document.encode() + END_OF_DOCUMENT
+        if len(texts[split]) >= BATCH_BYTES:
+            yield split, bytes(texts[split])
+            texts[split].clear()
+    yield from texts.items()
+
+
+def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
+    """
+    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
+    the first two documents goes to each file, so that neither is empty.
+    """
+    if index < 2:
+        return index == seed % 2
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < val_fraction * 2**64
+
+
+def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterator[tuple[Batch, np.ndarray]]:
+    """
+    Yield each batch with its ids, in order.
+
+    Args:
+        make: returns the tokenizer.
+        num_proc: 1: in this process; else in so many others, or fewer if there are fewer batches.
+
+    Raises:
+        ValueError: a text cannot be encoded.
+        BrokenProcessPool: a process has been killed, for instance for lack of memory.
+    """
+    if num_proc == 1:
+        OF_PROCESS["tokenizer"] = make()
+        for batch in batches:
+            yield batch, ids_of(batch)
+        return
+    context = get_context("spawn")  # a fork would copy threads of the libraries that read files
+    with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
+        earlier = ()
+        while some := list(islice(batches, 2 * num_proc)):
+            ids = pool.map(ids_of, some)  # starts, so that as many batches are read meanwhile
+            yield from earlier
+            earlier = zip(some, ids, strict=True)
+        yield from earlier
+
+
+def start_process(make: Callable) -> None:
+    """Prepare a tokenizing process, which ends with the main one, also after a kill."""
+    Thread(target=end_with_parent, daemon=True).start()
+    OF_PROCESS["tokenizer"] = make()
+
+
+def end_with_parent() -> None:
+    """Wait until the main process has ended, and end this one."""
+    parent_process().join()
+    os._exit(1)
+
+
+def ids_of(batch: Batch) -> np.ndarray:
+    """The ids of a batch, with the end-of-text token after each document."""
+    tokenizer, ids = OF_PROCESS["tokenizer"], []
+    *documents, rest = batch[1].split(END_OF_DOCUMENT)
+    if documents and tokenizer.end_of_text is None:
+        raise ValueError("the tokenizer lacks a token that ends a document: set --tokenizer=gpt2")
+    for document in documents:
+        of_document = tokenizer.encode(document.decode())
+        ids += of_document
+        if of_document[-1:] != [tokenizer.end_of_text]:
+            ids.append(tokenizer.end_of_text)
+    if rest:
+        ids = tokenizer.encode(rest.decode())
+    return np.array(ids, np.uint16 if tokenizer.n_ids <= 1 << 16 else np.uint32)
 
 
 class SplitText:
-    """The numbers of documents and bytes of a split's text, and its SHA-256, updated while it is written."""
+    """
+    The numbers of documents and bytes of a split's text, and its SHA-256, updated while it is written; the
+    ids are written to train.bin or, in shards, to train_000000.bin and so on.
 
-    def __init__(self) -> None:
-        self.documents, self.bytes, self.sha256 = 0, 0, hashlib.sha256()
+    Args:
+        folder: of the files; None: the ids are not written.
+        split: train or val.
+        per_file: ids of each shard but the last; 0: all are in one file.
+    """
+
+    def __init__(self, folder: Path | None = None, split: str = "val", per_file: int = 0) -> None:
+        self.folder, self.split, self.per_file = folder, split, per_file
+        self.documents, self.bytes, self.tokens = 0, 0, 0
+        self.sha256 = hashlib.sha256()
 
     def add(self, text: bytes) -> None:
-        """Add some of the text, in UTF-8, with END_OF_DOCUMENT after each document, which is only hashed."""
+        """Add some of the text, with END_OF_DOCUMENT after each document, which is only hashed."""
         documents = text.count(END_OF_DOCUMENT)
         self.documents += documents
         self.bytes += len(text) - documents
@@ -42,116 +139,90 @@ class SplitText:
         """What meta.json records of the text."""
         return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
 
-
-class SplitWriter(SplitText):
-    """
-    Writes the ids of a split to train.bin or, in shards, to train_000000.bin and so on.
-
-    Args:
-        split: train or val.
-        shard_tokens: ids of each file but the last; 0: all are in one file.
-    """
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
-        super().__init__()
-        self.folder, self.split, self.shard_tokens, self.tokens = folder, split, shard_tokens, 0
-
-    def write(self, text: bytes, ids: np.ndarray) -> None:
-        """Append the ids of a text, see SplitText.add, in the dtype of the files."""
-        self.add(text)
+    def write(self, ids: np.ndarray) -> None:
+        """Append ids, in the dtype of the files."""
         while ids.size:
             name, room = f"{self.split}.bin", ids.size
-            if self.shard_tokens > 0:
-                shard, begin = divmod(self.tokens, self.shard_tokens)
-                name, room = f"{self.split}_{shard:06d}.bin", self.shard_tokens - begin
+            if self.per_file > 0:
+                shard, begin = divmod(self.tokens, self.per_file)
+                name, room = f"{self.split}_{shard:06d}.bin", self.per_file - begin
             with open(self.folder / name, "ab") as file:
                 file.write(ids[:room])
             self.tokens += ids[:room].size
             ids = ids[room:]
 
 
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def write_data_set(
+    folder: Path, vocabulary: Vocabulary, tokenizer: Tokenizer, source: dict, parts: Iterable, per_file: int
+) -> dict:
     """
-    Yield a temporary folder, whose files are moved to `folder` at the end; an error leaves `folder` as it
-    was. What killed processes have left there is removed.
+    Write a data set to a temporary folder, move it to `folder`, and return the content of its meta.json. An
+    error leaves `folder` as it was.
+
+    Args:
+        source: what meta.json records of the text's origin.
+        parts: batches and their ids, see tokenize.
+
+    Raises:
+        ValueError: one of the splits is empty.
     """
-    for path in folder.glob("?*".join(TEMPORARY)):
+    size = tokenizer.n_ids
+    for path in folder.glob("unfinished.*.tmp"):  # of killed processes
         shutil.rmtree(path, ignore_errors=True)
-    with TemporaryDirectory(prefix=TEMPORARY[0], suffix=TEMPORARY[1], dir=folder) as temporary:
-        yield Path(temporary)
-        move_in(Path(temporary), folder)
+    with TemporaryDirectory(prefix="unfinished.", suffix=".tmp", dir=folder) as name:
+        temporary = Path(name)
+        writers = {split: SplitText(temporary, split, per_file) for split in ("train", "val")}
+        for (split, text), ids in parts:
+            writers[split].add(text)
+            writers[split].write(ids)
+        if not all(writer.tokens for writer in writers.values()):
+            raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
+        meta = {"dtype": ids.dtype.name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
+        meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
+        meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
+        for split, writer in writers.items():
+            meta |= writer.facts(split)
+        if documents := sum(writer.documents for writer in writers.values()):
+            tokens = open_files(sorted(temporary.glob("train*.bin")), meta["dtype"])
+            begins = document_begins(tokens, tokenizer.end_of_text)
+            begins.tofile(temporary / "documents.bin")
+            meta |= {"documents": documents, "train_documents": len(begins)}
+        meta |= {"source": source}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        # the training tokens leave first and come last: after a kill there is no train.bin, or there are
+        # fewer tokens than meta.json says, which train.py refuses
+        for pattern in OF_DATA_SET:
+            for path in folder.glob(pattern):
+                path.unlink()
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name.startswith("train")):
+            os.replace(path, folder / path.name)
+    return meta
 
 
-def move_in(temporary: Path, folder: Path) -> None:
+def write_vocabulary(folder: Path, vocabulary: Vocabulary, size: int) -> int:
     """
-    Move files to `folder`; with a meta.json, they replace an earlier data set as a whole. The training tokens
-    leave first and come last: after a kill there is no train.bin, or there are fewer tokens than meta.json
-    says, which train.py refuses.
+    Write a table of `size` characters as nanoGPT's meta.pkl, or a tokenizer.json. Returns the number of ids
+    of a model.
     """
-
-    def is_train(path: Path) -> bool:
-        return path.name.startswith("train")
-
-    new = sorted(temporary.iterdir(), key=is_train)
-    for path in new:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    names = {path.name for path in new}
-    for path in sorted(folder.iterdir(), key=is_train, reverse=True):
-        if path.name in names or "meta.json" in names and OF_DATA_SET.fullmatch(path.name):
-            path.unlink()
-            sync_folder(folder)  # after each file, so that the order survives a power failure
-    for path in new:
-        os.replace(path, folder / path.name)
-        sync_folder(folder)
+    if vocabulary.name == "char":
+        tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
+        (folder / "meta.pkl").write_bytes(pickle.dumps(tables))
+        return size
+    if vocabulary.kind == "tokenizer.json":
+        (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
+        end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
+        (folder / "tokenizer_config.json").write_text(end_of_text)
+    return -(-size // 64) * 64  # matrix multiplications are faster: 50257 becomes 50304
 
 
-def write_positions(folder: Path, tokens: Tokens, token: int) -> int:
+def document_begins(tokens: Tokens, token: int) -> np.ndarray:
     """
-    Write documents.bin: 0, and where the id `token` is, which closes one document and opens the next one; the
-    last token of all opens none. Returns the number of positions.
+    The content of documents.bin: 0, and where the id `token` is, which closes one document and opens the next
+    one; the last token of all opens none.
     """
     begin, found = 0, [[0]]
     for (part,) in parts_of(tokens):
         found.append(np.flatnonzero(part == token) + begin)
         begin += len(part)
-    positions = np.unique(np.concatenate(found)).astype(np.int64)
-    positions = positions[positions < max(1, begin - 1)]
-    positions.tofile(folder / "documents.bin")
-    return len(positions)
-
-
-def write_meta(
-    folder: Path, vocabulary: Vocabulary, size: int, writers: dict[str, SplitWriter], facts: dict
-) -> dict:
-    """
-    Write the metadata of new files in `folder`, and return the content of meta.json. A table of characters is
-    written as nanoGPT's meta.pkl.
-
-    Args:
-        size: the number of ids of the tokenizer.
-        facts: what else is recorded.
-    """
-    padded = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if vocabulary.name == "char":
-        padded = size
-        tables = {"vocab_size": size, "itos": vocabulary.tokens, "stoi": vocabulary.ids}
-        (folder / "meta.pkl").write_bytes(pickle.dumps(tables))
-    elif vocabulary.kind == "tokenizer.json":
-        (folder / "tokenizer.json").write_bytes(vocabulary.content.encode())
-        end_of_text = json.dumps({"eos_token": vocabulary.end_of_text})
-        (folder / "tokenizer_config.json").write_text(end_of_text)
-    meta = {"dtype": dtype_for(size).name, "vocab_size": padded}
-    meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
-    meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
-    for split, writer in writers.items():
-        meta |= writer.facts(split)
-    meta |= facts
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    return meta
-
-
-def dtype_for(tokenizer_size: int) -> np.dtype:
-    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
-    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)
+    begins = np.unique(np.concatenate(found))
+    return begins[begins < max(1, begin - 1)]

@@ -563,14 +563,14 @@ def metrics(sizes: tuple[int, ...] = (1_000, 1_000_000)) -> list[Cost]:
 
 def shuffle(sizes: tuple[int, ...] = (10**9, 10**12), sequences: int = 480) -> list[Cost]:
     """The memory with which a rank finds a step's windows of 1,024 tokens, and how much of it stays."""
-    from isogpt.data.windows import EvenWindows, shuffled_windows
+    from isogpt.data.windows import Windows, shuffled_windows
 
     numbers = 7 * sequences + np.arange(sequences)  # of the sequences of step 7
-    shuffled_windows(EvenWindows(10**6, 1024), 1337, numbers)  # imports what numpy needs
+    shuffled_windows(Windows(10**6, 1024), 1337, numbers)  # imports what numpy needs
     costs = []
     for n_tokens in sizes:
         tracemalloc.start()
-        starts = shuffled_windows(EvenWindows(n_tokens, 1024), 1337, numbers)
+        starts = shuffled_windows(Windows(n_tokens, 1024), 1337, numbers)
         stays, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         size = f"{n_tokens:,} tokens"

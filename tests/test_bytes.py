@@ -74,7 +74,7 @@ def test_documents_are_counted_without_end_of_text_tokens(at):
 
 @needs_gpt2
 def test_a_data_set_of_nanogpt(at, capsys):
-    """With GPT-2's tokens, and with characters, which split.py counts too; val.bin suffices."""
+    """With GPT-2's tokens, and with characters; val.bin suffices."""
     import tiktoken
 
     gpt2, text, folder = tiktoken.get_encoding("gpt2"), "naïve 東京", at.path
@@ -92,6 +92,7 @@ def test_a_data_set_of_nanogpt(at, capsys):
     np.array([characters.index(c) for c in TEXT], np.uint16).tofile(folder / "train.bin")
     for fraction in (0.1, 0.2):
         run(at, "split.py", str(folder), f"--val_fraction={fraction}")
+        run(at, "count_bytes.py", str(folder))
         cut = int(len(TEXT) * (1 - fraction))
         data = open_dataset(str(folder), 8)
         assert (data.val_bytes, data.val_text) == (len(TEXT[cut:].encode()), digest(TEXT[cut:].encode()))

@@ -12,7 +12,6 @@ from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
-from isogpt.data.vocabulary import of_characters
 from isogpt.data.windows import shuffled_windows
 from model import GPT, GPTConfig
 
@@ -96,9 +95,7 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
 
     monkeypatch.setattr(write_files, "parts_of", small_parts)
     find_documents.main([str(folder), f"--id={END}"])
-    assert (
-        "documents.bin: 60 documents of 17 tokens on average, separated by token 9" in capsys.readouterr().out
-    )
+    assert "60 documents of 17 tokens on average, separated by token 9\n" in capsys.readouterr().out
     begins = np.fromfile(folder / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
@@ -110,19 +107,11 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
         "searched_tokens": len(ids),
     }
     data = open_dataset(str(folder), BLOCK, data_order="documents")
-    (windows,) = (source.windows for source in data.sources)
-    starts = windows.starts(np.arange(len(windows)))
+    starts = data.windows.starts(np.arange(len(data.windows)))
     assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), BLOCK)
     assert set(np.array(ids)[starts[1:]]) == {END}
     assert data.digest == open_dataset(str(folder), BLOCK).digest, "evaluations stay comparable"
-    assert not open_dataset(str(folder), BLOCK).documents
-
-
-def test_the_vocabulary_says_what_ends_a_document(tmp_path):
-    gpt2 = find_documents.gpt2_or_unknown(50304, "")
-    assert find_documents.end_of_text(gpt2) == 50256
-    table = of_characters({"a": 0, "<|endoftext|>": 1})
-    assert find_documents.end_of_text(table) == 1
+    assert not open_dataset(str(folder), BLOCK).describe()
 
 
 def changed(folder, **facts):
@@ -142,43 +131,23 @@ def refusal(folder, block_size=BLOCK):
 def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
     folder = write(tmp_path / "data", ids_of_documents(False))
-    command = f": type: python data/find_documents.py {folder}"
-    said = refusal(folder)
-    assert said.startswith("data_order 'documents' needs ") and command in said
+    command = f"type python data/find_documents.py {folder}"
+    message = f"{folder}/documents.bin is missing or of another train.bin: {command}"
+    assert refusal(folder) == message
     find_documents.main([str(folder), f"--id={END}"])
-    begins = np.fromfile(folder / "documents.bin", np.int64)
-    ids = ids_of_documents(False)
-
-    for positions, count in (
-        (begins, 59),
-        (np.append(begins, len(ids) + 5), 61),
-        (begins[[*range(50), 49, *range(51, 60)]], 60),
-    ):
-        positions.tofile(folder / "documents.bin")
-        changed(folder, train_documents=count)
-        assert f"which is missing or does not fit the {len(ids)} tokens of train{command}" in refusal(folder)
+    changed(folder, train_documents=59)
+    assert refusal(folder) == message
     find_documents.main([str(folder), f"--id={END}"])
     with open(folder / "train.bin", "ab") as f:
         f.write(np.array([5, END], np.uint16).tobytes())
-    assert f"does not fit the {len(ids) + 2} tokens of train{command}" in refusal(folder)
-
-
-def test_a_block_size_for_which_no_window_fits_is_refused(tmp_path):
-    folder = write(tmp_path / "data", [END, 1, 2, 3, END, 4, 5], {"train_documents": 1})
-    np.array([4], np.int64).tofile(folder / "documents.bin")
-    assert "is followed by block_size 3 tokens: set a smaller --block_size=" in refusal(folder, 3)
-    assert len(open_dataset(str(folder), 2, data_order="documents").windows) == 1
+    assert refusal(folder) == message
 
 
 @pytest.mark.parametrize(
     ("ids", "args", "problem"),
     [
-        (
-            [1, 2, 3, END],
-            ["--id=9"],
-            "token 9, which should separate documents, separates none in .*: give the",
-        ),
-        ([1, END, 3], [], "it is not known which id ends a document: .* do not fit GPT-2; give the id"),
+        ([1, 2, 3, END], ["--id=9"], "train.bin: no documents, which token 9 would separate; set --id="),
+        ([1, END, 3], [], "train.bin: no documents, which token None would sep"),
     ],
 )
 def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
@@ -198,10 +167,10 @@ def test_a_run_reads_documents(zygote, tmp_path):
     find_documents.main([str(folder), f"--id={END}"])
     args = [*TINY, f"--dataset={folder}", "--block_size=8", "--data_order=documents", "--out_dir=out"]
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
-    (windows,) = open_dataset(str(folder), 8, data_order="documents").documents.values()
+    windows = open_dataset(str(folder), 8, data_order="documents").windows
     left_out, repeated = (f"{n / len(ids):.1%}" for n in (windows.left_out, windows.repeated))
-    begin = f"windows: tiny: {len(windows)}, each of which begins with one of 240 documents; "
-    assert f"{begin}{left_out} of the tokens are left out" in text and f" {repeated} are read twice" in text
+    read = f"{left_out} of the tokens are left out, {repeated} read twice"
+    assert f"windows: tiny: {len(windows)}; {read}" in text
     assert "iter 3: loss" in text
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "this run continues with" not in text

@@ -21,13 +21,11 @@ from isogpt.checkpoint.manifest import (
     damage,
     make_manifest,
     read_manifest,
-    sealed,
     step_folder,
     step_folders,
     steps_in,
 )
 from isogpt.checkpoint.mirror import Mirror
-from isogpt.common.files import write_whole
 from isogpt.monitor.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")

@@ -16,7 +16,6 @@ from runs import REPO, wait_for
 from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F401 (fixtures)
 
 sys.path.insert(0, str(REPO / "data"))
-import tokenize_documents
 import write_files
 
 END = "<|endoftext|>"
@@ -35,7 +34,7 @@ BEFORE = {
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A folder of documents with a small tokenizer, and batches of a few documents."""
-    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
     folder, model = tmp_path / "texts", tmp_path / "tokenizer"
     folder.mkdir()
     model.mkdir()
@@ -56,7 +55,7 @@ def write_jsonl(path, documents):
 def prepare(source, out, *args):
     """Prepare in this process."""
     options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
-    bins.prepare_documents(__file__, "", [*options, "--val_fraction=0.2", "--num_proc=1", *args], "", {})
+    bins.prepare_documents([*options, "--val_fraction=0.2", "--num_proc=1", *args], __file__, "", "", {})
 
 
 def forked(function, *args):
@@ -72,7 +71,7 @@ def forked(function, *args):
 
 
 def killed_at(moment, function, *args):
-    """Call a function that is killed before it renames or syncs a file for the `moment`-th time."""
+    """Call a function that is killed before it renames or deletes a file for the `moment`-th time."""
     count = 0
 
     def counted(call):
@@ -85,7 +84,7 @@ def killed_at(moment, function, *args):
 
         return counting
 
-    os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+    os.replace, Path.unlink = counted(os.replace), counted(Path.unlink)
     function(*args)
 
 
@@ -113,12 +112,12 @@ def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch
         f"Document {i}: naïve 東京 {END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)
     ]
     write_jsonl(tmp_path / "a.jsonl", [*documents, "", END, f"x{END}"])
-    monkeypatch.setattr(tokenize_documents, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(write_files, "BATCH_BYTES", 5000)
     options = [f"--data_files={tmp_path}/a.jsonl", "--val_fraction=0.2", "--tokenizer=gpt2"]
     for special, num_proc, shard_tokens in (("True", 2, "1_000"), ("False", 1, "0"), ("True", 1, "0")):
         more = [f"--special_tokens={special}", f"--num_proc={num_proc}", f"--shard_tokens={shard_tokens}"]
         folder = tmp_path / f"{special}{shard_tokens}"
-        bins.prepare_documents(__file__, "", [*options, *more, f"--out={folder}"], "", {})
+        bins.prepare_documents([*options, *more, f"--out={folder}"], __file__, "", "", {})
         for split in ("train", "val"):
             assert hashlib.sha256(joined(folder, split)).hexdigest() == BEFORE[special, split]
     shards, one = contents(tmp_path / "True1_000"), contents(tmp_path / "True0")
@@ -146,10 +145,10 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
     text = ["--shard_tokens=0", f"--out={folder}"]
-    bins.prepare_text(__file__, "", text, lambda _: ("some text " * 20, {}))
+    bins.prepare_text(text, __file__, "", lambda _: ("some text " * 20, {}))
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    bins.prepare_text(__file__, "", ["--shard_tokens=50", text[1]], lambda _: ("some text " * 20, {}))
+    bins.prepare_text(["--shard_tokens=50", text[1]], __file__, "", lambda _: ("some text " * 20, {}))
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
@@ -180,7 +179,7 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     prepare(source, folder, "--shard_tokens=200", "--seed=3")
     earlier = contents(folder)
     assert len(earlier) > len(new)
-    for moment in itertools.count(1, step=5):
+    for moment in itertools.count(1, step=3):
         code = forked(killed_at, moment, prepare, source, folder, *args)
         if code == 0:
             break
@@ -196,18 +195,20 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     assert moment > 20 and contents(folder) == new
 
 
-def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch):
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch, capsys):
     """As for want of memory: in one line, not by waiting for its answer."""
-    write = write_files.SplitWriter.write
+    write = write_files.SplitText.write
 
     def killing(*args):
         for process in multiprocessing.active_children():
             process.kill()
         write(*args)
 
-    monkeypatch.setattr(write_files.SplitWriter, "write", killing)
-    with pytest.raises(ValueError, match="a tokenizing process has ended, .*: set a smaller --num_proc"):
-        prepare(source, tmp_path / "out", "--num_proc=2")
+    monkeypatch.setattr(write_files.SplitText, "write", killing)
+    monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    assert bins.run(lambda _: prepare(source, tmp_path / "out", "--num_proc=2")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: A ") and "process" in line
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -123,7 +123,6 @@ def test_tinystories(at, capsys, monkeypatch):
     [
         (["--train_tokenizer=256"], "256 is not from 257 to 1048576: type a number such as 4096"),
         (["--train_tokenizer=4k"], "4k is not from 257 to 1048576: type a number such as 4096"),
-        (["--tokenizer=gpt2", "--train_tokenizer=300"], "not allowed with argument --tokenizer"),
     ],
 )
 def test_options_that_are_refused(at, capsys, args, said):

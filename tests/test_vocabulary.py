@@ -105,9 +105,7 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     """The run keeps its vocabulary."""
     whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
-    data = SimpleNamespace(
-        further=(), vocabulary=part, folder="data/part", highest=1, digest="", is_mixture=False
-    )
+    data = SimpleNamespace(further=(), vocabulary=part, folder="data/part", highest=1, digest="", parts=())
     source = SimpleNamespace(run=run)
     for is_resume in (True, False):
         assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])

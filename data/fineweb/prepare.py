@@ -9,11 +9,5 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
-
-def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(__file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"})
-
-
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(prepare_documents, __file__, __doc__, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}))

@@ -13,10 +13,5 @@ from bins import prepare_documents, run
 REVISION = "refs/convert/parquet"
 
 
-def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(__file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION})
-
-
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(prepare_documents, __file__, __doc__, "Skylion007/openwebtext", {"revision": REVISION}))

@@ -8,13 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_text, run
-from read_files import read_shakespeare
-
-
-def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script, or to --out."""
-    prepare_text(__file__, __doc__, argv, read_shakespeare)
-
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(prepare_text, __file__, __doc__))

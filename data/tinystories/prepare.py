@@ -1,8 +1,7 @@
 """
 TinyStories: 2.1 million stories in the words of small children (Eldan and Li, 2023), streamed from the
 Hugging Face hub, with a tokenizer of 4,096 ids that is trained on them. With --data_files=, the script reads
-local files without a network, such as the hub's TinyStoriesV2-GPT4-train.txt: in a .txt file, the default of
---document_separator is <|endoftext|> here.
+local files without a network, such as the hub's TinyStoriesV2-GPT4-train.txt.
 """
 
 import sys
@@ -11,14 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
-IDS = 4096  # few words: a larger vocabulary would cost a small model time
-
-
-def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script, or to --out."""
-    argv = ["--document_separator=<|endoftext|>", *argv]
-    prepare_documents(__file__, __doc__, argv, "roneneldan/TinyStories", {}, tokenizer=IDS)
-
+# few words: a larger vocabulary would cost a small model time
+DEFAULTS = {"tokenizer": 4096, "document_separator": "<|endoftext|>"}
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(prepare_documents, __file__, __doc__, "roneneldan/TinyStories", {}, **DEFAULTS))

@@ -6,7 +6,8 @@ from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import read_metadata
-from isogpt.data.dataset import Dataset, common_vocabulary, find_sources
+from isogpt.data.dataset import Dataset, common_vocabulary
+from isogpt.data.mixture import find_sources
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 from isogpt.nn.huggingface import GPT2
 
@@ -29,7 +30,7 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
         return vocabulary
     vocab_size, name = run["model_args"]["vocab_size"], dataset or run["config"].get("dataset", "")
     try:
-        metas = [read_metadata(folder) for folder in find_sources(name)]
+        metas = [read_metadata(folder) for folder, _ in find_sources(name)]
     except ValueError:
         if dataset:
             raise
@@ -92,7 +93,7 @@ def vocabulary_for_run(
         notes.append(problem)
     elif before and (now.size or 0) < (before.size or 0):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    of_mixture = data.is_mixture or (source and "sources" in source.run["isogpt"])
+    of_mixture = data.parts or (source and "sources" in source.run["isogpt"])
     # what changed in a mixture, or from or to one, see start.change_of_sources
     if is_resume and not of_mixture and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")

@@ -14,7 +14,6 @@ from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.common.console import visible
 from isogpt.data.dataset import Dataset
-from isogpt.data.shards import notes_about_files
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together
@@ -66,9 +65,8 @@ class Start:
 
     def vocabulary(self, config: dict, data: Dataset, vocab_size: int) -> tuple[Vocabulary, list[str]]:
         """
-        Find the vocabulary that the run's checkpoints record, and what a user should know about the files of
-        the data, and about settings and data that differ from the checkpoint's (all ranks). Exits if the data
-        does not fit.
+        Find the vocabulary that the run's checkpoints record, and what a user should know about settings and
+        data that differ from the checkpoint's (all ranks). Exits if the data does not fit.
         """
         weights_from = config["out_dir"] if self.is_resume else self.name
         with exit_together():
@@ -76,9 +74,8 @@ class Start:
                 data, self.checkpoint, weights_from, vocab_size, self.is_resume
             )
             args = self.model_args(config, data.vocab_size)
-            files = [note for source in data.sources for note in notes_about_files(source.folder)]
             changes = differences(config, args, self.checkpoint, self.is_resume, data.describe())
-            return vocabulary, changes + notes + files
+            return vocabulary, changes + notes
 
     def check(self, model: nn.Module) -> None:
         """Exit if a checkpoint's weights do not fit the model, which is not divided yet (all ranks)."""

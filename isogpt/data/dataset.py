@@ -1,22 +1,20 @@
-"""The data of a run: one data set or a mixture, whose tokens are opened and checked."""
+"""A data set, or a mixture of several: its tokens are opened and checked."""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from isogpt.data import tokenizer
-from isogpt.data.data_folder import Metadata, find_dataset, is_folder, open_split, read_metadata
-from isogpt.data.documents import DocumentWindows, windows_of
-from isogpt.data.mixture import PER, parse_mixture, quotas_of
-from isogpt.data.token_array import Tokens
-from isogpt.data.token_files import DataError
+from isogpt.data.data_folder import Metadata, find_dataset, open_split, read_metadata
+from isogpt.data.documents import windows_of
+from isogpt.data.mixture import PER, find_sources, quotas_of
+from isogpt.data.token_files import DataError, Tokens
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.data.windows import Windows
 
@@ -41,8 +39,8 @@ class Dataset:
     val_text: str  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
     train: Tokens | None = None
     windows: Windows | None = None  # of which every order but random reads each once per epoch
-    quota: int = PER  # how many of each PER sequences of a mixture are of this part
     parts: tuple["Dataset", ...] = ()  # of a mixture
+    quotas: tuple[int, ...] = (PER,)  # how many of each PER sequences are of each source
     vocab_size: int = 0  # of the run: from the setting, the metadata, or GPT-2's
     further: tuple["Dataset", ...] = ()  # validation sets that are evaluated too
 
@@ -52,21 +50,11 @@ class Dataset:
         return self.folder.resolve().name
 
     @property
-    def is_mixture(self) -> bool:
-        """Whether there are several sources."""
-        return bool(self.parts)
-
-    @property
     def sources(self) -> tuple["Dataset", ...]:
         """The parts of a mixture, or this data set alone."""
         return self.parts or (self,)
 
-    @cached_property
-    def quotas(self) -> list[int]:
-        """How many of each PER sequences are of each source."""
-        return [source.quota for source in self.sources]
-
-    @cached_property
+    @property
     def begins(self) -> np.ndarray:
         """The position in `train` at which each source begins."""
         return np.cumsum([0, *(len(source.train) for source in self.sources[:-1])])
@@ -76,30 +64,28 @@ class Dataset:
         """The validation sets whose losses are reported by name: of a mixture's parts, and further ones."""
         return self.parts + self.further
 
-    @cached_property
+    @property
     def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
-        val = {} if self.is_mixture else {"val": self.val}
-        return {"train": self.train, **val, **{f"val/{one.name}": one.val for one in self.named}}
+        val = {} if self.parts else {"val": self.val}
+        named = {f"val/{one.name}": one.val for one in self.named}
+        return {"train": self.train} | val | named
 
-    def mean(self, values: Sequence[float]) -> float:
-        """The mean of a value of each part of a mixture, weighted by their quotas."""
-        return sum(one.quota / PER * value for one, value in zip(self.parts, values, strict=True))
+    def mean(self, values: Iterable[float]) -> float:
+        """The mean of a value of each source, weighted by their quotas."""
+        return sum(quota / PER * value for quota, value in zip(self.quotas, values, strict=True))
 
     def val_loss(self, losses: dict[str, float]) -> float:
         """The validation loss, from the losses of `splits`; of a mixture, their mean."""
-        if not self.is_mixture:
-            return losses["val"]
-        return self.mean([losses[f"val/{one.name}"] for one in self.parts])
+        names = [f"val/{one.name}" for one in self.parts] or ["val"]
+        return self.mean(losses[name] for name in names)
 
     @property
     def bytes_per_token(self) -> float | None:
         """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
         if not self.val_bytes:
             return None
-        if not self.is_mixture:
-            return self.val_bytes / len(self.val)
-        return self.mean([one.bytes_per_token for one in self.parts])
+        return self.mean(one.val_bytes / len(one.val) for one in self.sources)
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
@@ -107,11 +93,6 @@ class Dataset:
         tokenizer; None: the metadata does not say how long the text is.
         """
         return bits_per_byte(val_loss, 1, self.bytes_per_token or 0)
-
-    @property
-    def documents(self) -> dict[str, DocumentWindows]:
-        """The windows that begin with a document, by source; {} with another order of the data."""
-        return {one.name: one.windows for one in self.sources if isinstance(one.windows, DocumentWindows)}
 
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""
@@ -122,17 +103,18 @@ class Dataset:
         What a checkpoint records of the data besides the digest: `sources` for a mixture, and `documents` for
         windows that begin with a document, both by the source's name.
         """
-        parts = {one.name: {"digest": one.digest, "of_1000": one.quota} for one in self.parts}
-        documents = {name: windows.digest for name, windows in self.documents.items()}
-        return {name: facts for name, facts in (("sources", parts), ("documents", documents)) if facts}
+        quotas = zip(self.parts, self.quotas, strict=False)
+        facts = {
+            "sources": {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas},
+            "documents": {one.name: one.windows.digest for one in self.sources if one.windows.digest},
+        }
+        return {name: value for name, value in facts.items() if value}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
         facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
         facts |= {f"the data's {name}": value for name, value in self.describe().items()}
-        if self.further:
-            facts["the digest of eval_datasets"] = {one.name: one.digest for one in self.further}
-        return facts
+        return facts | {"the digest of eval_datasets": {one.name: one.digest for one in self.further}}
 
 
 def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
@@ -150,7 +132,7 @@ def open_dataset(
     Open the files of a data set or of a mixture, and check them.
 
     Args:
-        name: see find_sources.
+        name: see mixture.find_sources.
         block_size: each split must contain at least block_size + 1 tokens.
         vocab_size: ids must be below this number; 0: the size in the metadata, the largest of a mixture's.
         eval_datasets: names of further validation sets, separated by commas, each as in find_dataset. Whether
@@ -161,16 +143,21 @@ def open_dataset(
         ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, the
             metadata cannot be read, or the data sets of a mixture do not belong together.
     """
-    weights = find_sources(name)
-    metas = [read_metadata(folder) for folder in weights]
+    found = find_sources(name)
+    metas = [read_metadata(folder) for folder, _ in found]
     vocabulary = common_vocabulary(metas)
     vocab_size = vocab_size or max(meta.vocab_size for meta in metas) or GPT2_VOCAB
     sources = [open_source(meta, vocab_size, block_size, data_order) for meta in metas]
-    folders = [find_dataset(name, "val") for name in filter(None, map(str.strip, eval_datasets.split(",")))]
-    check_names([*folders, *weights] if len(weights) > 1 else folders)
-    further = [open_source(read_metadata(folder), vocab_size, block_size) for folder in folders]
-    whole = mix(sources, [*weights.values()]) if len(sources) > 1 else sources[0]
-    return replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
+    further = []
+    for other in filter(None, map(str.strip, eval_datasets.split(","))):
+        meta = read_metadata(find_dataset(other, "val"))
+        further.append(open_source(meta, MOST_IDS, block_size))
+    whole = mix(sources, [weight for _, weight in found]) if len(sources) > 1 else sources[0]
+    data = replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
+    if len({one.name for one in data.named}) < len(data.named):
+        folders = ", ".join(str(one.folder) for one in data.named)
+        raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
+    return data
 
 
 def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: str = "") -> Dataset:
@@ -178,70 +165,24 @@ def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: st
     Open the token files of one folder and check them, see open_dataset.
 
     Args:
-        data_order: "": only the validation set is opened, whose ids are compared with the vocabulary later.
+        data_order: "": only the validation set is opened.
     """
     folder, content = meta.folder, meta.content
-    names, limit = (("train", "val"), vocab_size) if data_order else (("val",), MOST_IDS)
-    splits = {split: open_split(folder, split, content, vocab_size, block_size) for split in names}
+    names = ("train", "val") if data_order else ("val",)
+    splits = {split: open_split(folder, split, content, block_size) for split in names}
+    windows = None
+    if data_order:
+        windows = windows_of(meta, len(splits["train"]), data_order, block_size)
     return Dataset(
         folder,
-        highest=max(highest_id(tokens, limit) for tokens in splits.values()),
+        highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
         digest=digest_of(splits),
         vocabulary=meta.vocabulary,
         val_bytes=content.get("val_bytes", 0),
         val_text=content.get("val_text", ""),
-        windows=windows_of(folder, splits["train"], content, data_order, block_size) if data_order else None,
+        windows=windows,
         **splits,
     )
-
-
-def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
-    """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
-    named = {one.name: weight or len(one.train) for one, weight in zip(sources, weights, strict=True)}
-    quotas, texts = quotas_of(named), [one.val_text for one in sources]
-    folder = Path(" and ".join(str(one.folder) for one in sources))
-    return Dataset(
-        folder,
-        Tokens(folder, [file for one in sources for file in one.val.files]),
-        highest=max(one.highest for one in sources),
-        digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
-        vocabulary=None,
-        val_bytes=sum(one.val_bytes for one in sources) if all(one.val_bytes for one in sources) else 0,
-        val_text=digest_of_parts(texts, quotas) if all(texts) else "",
-        train=Tokens(folder, [file for one in sources for file in one.train.files]),
-        parts=tuple(replace(one, quota=quota) for one, quota in zip(sources, quotas, strict=True)),
-    )
-
-
-def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
-    """The SHA-256 of the digests of a mixture's parts and their quotas."""
-    return hashlib.sha256(json.dumps([digests, quotas]).encode()).hexdigest()
-
-
-def find_sources(name: str) -> dict[Path, Fraction | None]:
-    """
-    Find the folders of a data set or mixture; returns {folder: weight}, sorted by the folder's name, so that
-    their order in `name` does not matter. Weights are None where none are given.
-
-    Args:
-        name: as in find_dataset, or several names with weights or without, see mixture.parse_mixture.
-
-    Raises:
-        ValueError: a folder is missing, or has the same name as another one; or see parse_mixture.
-    """
-    parts = [(find_dataset(part), weight) for part, weight in parse_mixture(name, is_folder)]
-    check_names([folder for folder, _ in parts])
-    return dict(sorted(parts, key=lambda part: part[0].resolve().name))
-
-
-def check_names(folders: Sequence[Path]) -> None:
-    """Raise ValueError if folders have the same name, by which losses are reported."""
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"{', '.join(map(str, folders))} have the same name, but losses are reported by the folder's "
-            "name: name each only once, or rename a folder"
-        )
 
 
 def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
@@ -255,23 +196,47 @@ def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
     most = max(known, key=lambda meta: (meta.vocabulary.kind != "unknown", meta.vocabulary.size or 0))
     for meta in known:
         if problem := tokenizer.difference(most.vocabulary, meta.vocabulary):
-            raise ValueError(
-                f"the token ids of {meta.folder} are not those of {most.folder}, with which they are to be "
-                f"mixed: {problem}. Run the prepare.py of both with the same --tokenizer=, such as gpt2"
-            )
+            between = f"the token ids of {meta.folder} are not those of {most.folder}"
+            raise ValueError(f"{between}: {problem}. Prepare both with the same --tokenizer=")
     return most.vocabulary
+
+
+def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
+    """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
+    pairs = zip(sources, weights, strict=True)
+    quotas = quotas_of([weight or len(one.train) for one, weight in pairs])
+    sizes = [one.val_bytes for one in sources]
+    texts = [one.val_text for one in sources]
+    return Dataset(
+        Path(" and ".join(str(one.folder) for one in sources)),
+        val=Tokens([file for one in sources for file in one.val.files]),
+        highest=max(one.highest for one in sources),
+        digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
+        vocabulary=None,
+        val_bytes=sum(sizes) if all(sizes) else 0,
+        val_text=digest_of_parts(texts, quotas) if all(texts) else "",
+        train=Tokens([file for one in sources for file in one.train.files]),
+        parts=tuple(sources),
+        quotas=tuple(quotas),
+    )
+
+
+def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
+    """The SHA-256 of the digests of a mixture's parts and their quotas."""
+    return hashlib.sha256(json.dumps([digests, quotas]).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the ids
 
 
 def highest_id(tokens: Tokens, vocab_size: int) -> int:
     """
-    Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
-    when it is read). Raises DataError if an id is outside the vocabulary.
+    Return the highest id in a thousand samples, which are all ids of a file of up to four million (each batch
+    is checked when it is read). Raises DataError if an id is outside the vocabulary.
     """
-    if len(tokens) > 2**26:
-        starts, windows = samples(tokens, 1000)
-        return check_ids(windows, vocab_size, tokens, starts)
-    parts = enumerate(parts_of(tokens))
-    return max(check_ids(part, vocab_size, tokens, np.array([i * PART])) for i, part in parts)
+    starts, windows = samples(tokens, 1000)
+    return check_ids(windows, vocab_size, tokens, starts)
 
 
 def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.ndarray) -> int:
@@ -282,14 +247,11 @@ def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.n
     lowest, highest = int(windows.min()), int(windows.max())
     if lowest >= 0 and highest < vocab_size:
         return highest
-    wrong = lowest if lowest < 0 else highest
-    row, column = np.argwhere(windows == wrong)[0]
+    row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
     file, _ = tokens.place_of(int(starts[row] + column))
-    raise DataError(
-        f"{file.path} holds token id {wrong}, but the vocabulary size is {vocab_size}: set "
-        f"--vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file or the dtype "
-        "in its meta.json is wrong: write it again, without padding"
-    )
+    problem = f"holds token id {windows[row, column]}, but the vocabulary size is {vocab_size}"
+    advice = f"set --vocab_size={highest + 1} or more, or write the file again"
+    raise DataError(f"{file.path} {problem}: {advice}")
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:

@@ -6,42 +6,37 @@ data/find_documents.py writes it.
 """
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 
 from isogpt.common.files import path_of_script
-from isogpt.data.token_array import Tokens
-from isogpt.data.windows import EvenWindows, Windows
+from isogpt.data.data_folder import Metadata
+from isogpt.data.windows import Windows
 
 FILE = "documents.bin"
 
 
-class DocumentWindows:
+class DocumentWindows(Windows):
     """
     Windows that begin with a document: with the first one that begins at or after each multiple of
     block_size, or with the last one. The tokens between the end of a window and the next one are left out,
     and where windows overlap, tokens are read twice.
 
     Args:
-        begins: (documents,) the positions at which documents begin, increasing.
+        documents: (documents,) the positions at which documents begin, increasing from 0.
         n_tokens: the number of tokens in which they begin.
-
-    Raises:
-        ValueError: no window fits.
     """
 
-    def __init__(self, begins: np.ndarray, n_tokens: int, block_size: int) -> None:
-        self.n_tokens, self.block_size, self.documents = n_tokens, block_size, len(begins)
-        begins = begins[begins + block_size < n_tokens]
-        if not len(begins):
-            problem = f"no document is followed by block_size {block_size} tokens"
-            raise ValueError(f"{problem}: set a smaller --block_size=, or --data_order=shuffle")
-        following = np.searchsorted(begins, np.arange(0, n_tokens - block_size, block_size))
-        following = np.minimum(following, len(begins) - 1)
-        # each once; np.unique takes ten times longer, since it does not use that they are sorted
-        self.begins = begins[following[np.diff(following, prepend=-1) > 0]]  # (windows,)
-        covered = int(np.minimum(np.diff(self.begins, append=n_tokens), block_size).sum())
+    def __init__(self, documents: np.ndarray, n_tokens: int, block_size: int) -> None:
+        super().__init__(n_tokens, block_size)
+        begins = documents[documents + block_size < n_tokens]
+        blocks = np.arange(0, n_tokens - block_size, block_size)
+        following = np.searchsorted(begins, blocks).clip(max=len(begins) - 1)
+        # np.unique takes a hundred times longer, since it does not use that they are sorted
+        is_first = np.diff(following, prepend=-1) > 0
+        self.begins = begins[following[is_first]]  # (windows,)
+        lengths = np.diff(self.begins, append=n_tokens).clip(max=block_size)
+        covered = int(lengths.sum())
         self.left_out = n_tokens - covered  # tokens that no window reads as input
         self.repeated = len(self) * block_size - covered  # tokens that are read twice
         self.digest = hashlib.sha256(self.begins).hexdigest()[:12]
@@ -56,35 +51,30 @@ class DocumentWindows:
 
     def about(self) -> str:
         """What a user should know."""
-        left_out, repeated = (f"{n / self.n_tokens:.1%}" for n in (self.left_out, self.repeated))
-        return (
-            f"{len(self):,}, each of which begins with one of {self.documents:,} documents; {left_out} of "
-            f"the tokens are left out, and {repeated} are read twice"
-        )
+        left_out = self.left_out / self.n_tokens
+        repeated = self.repeated / self.n_tokens
+        return f"{len(self):,}; {left_out:.1%} of the tokens are left out, {repeated:.1%} read twice"
 
 
-def windows_of(folder: Path, train: Tokens, meta: dict, data_order: str, block_size: int) -> Windows:
+def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) -> Windows:
     """
     Return the windows of a data set for train.py's setting data_order, of which every order but random reads
     each once per epoch. For documents, this reads all of documents.bin.
 
     Args:
-        meta: the metadata of the data set in `folder`.
+        meta: the metadata of the data set.
+        n_tokens: the number of tokens in train.
 
     Raises:
-        ValueError: documents.bin is missing or does not belong to `train`, or no window fits.
+        ValueError: documents.bin is missing or does not belong to train.
     """
-    n_tokens = len(train)
     if data_order != "documents":
-        return EvenWindows(n_tokens, block_size)
-    path = folder / FILE
-    begins = np.fromfile(path, np.int64) if path.exists() else np.empty(0, np.int64)
+        return Windows(n_tokens, block_size)
+    path, content = meta.folder / FILE, meta.content
+    documents = np.fromfile(path, np.int64) if path.exists() else ()
     # train may have become longer or shorter since the file was written
-    is_of_train = meta.get("train_documents") == len(begins) > 0
-    is_of_train = is_of_train and meta.get("searched_tokens", n_tokens) == n_tokens
-    if not is_of_train or begins[0] < 0 or begins[-1] >= n_tokens or (np.diff(begins) <= 0).any():
-        raise ValueError(
-            f"data_order 'documents' needs {path}, which is missing or does not fit the {n_tokens} tokens "
-            f"of train: type: python {path_of_script('find_documents.py')} {folder}"
-        )
-    return DocumentWindows(begins, n_tokens, block_size)
+    recorded = content.get("train_documents"), content.get("searched_tokens", n_tokens)
+    if recorded != (len(documents), n_tokens):
+        script = path_of_script("find_documents.py")
+        raise ValueError(f"{path} is missing or of another train.bin: type python {script} {meta.folder}")
+    return DocumentWindows(documents, n_tokens, block_size)

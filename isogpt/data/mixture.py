@@ -6,76 +6,61 @@ each 1,000.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
 from isogpt.common.random_numbers import MIXTURE, random_bits
+from isogpt.data.data_folder import find_dataset
 
 PER = 1000  # sequences to which a quota refers
 
 
-def parse_mixture(text: str, is_folder: Callable[[str], bool]) -> list[tuple[str, Fraction | None]]:
+def find_sources(text: str) -> list[tuple[Path, Fraction | None]]:
     """
-    Parse the names of data sets and their weights: a:0.7,b:0.3, or a,b, whose weights are None.
+    Find the folders of a data set or a mixture and their weights, sorted by the folder's name, so that their
+    order in the text does not matter.
 
     Args:
-        is_folder: whether a text is the name of a folder. Such a text is taken as that name, even if it
-            contains commas and colons.
+        text: a:0.7,b:0.3, or a,b, whose weights are None.
 
     Raises:
-        ValueError: a weight is not a positive number, or only some data sets have one.
+        ValueError: a folder is missing, or only some data sets have a weight.
     """
-    names = [text] if is_folder(text) else [part.strip() for part in text.split(",") if part.strip()]
-    parts = [(name, None) if is_folder(name) else parse_part(name) for name in names or [text]]
-    without = [name for name, weight in parts if weight is None]
-    if 0 < len(without) < len(parts):
-        raise ValueError(
-            f"--dataset={text} gives no weight to {', '.join(without)}: type a weight after each name, such "
-            "as a:0.7,b:0.3, or after none, to mix them in proportion to their training tokens"
-        )
-    return parts
+    parts = [parse_part(part.strip()) for part in text.split(",") if part.strip()]
+    found = [(find_dataset(name), weight) for name, weight in parts or [(text, None)]]
+    if len({weight is None for _, weight in found}) > 1:
+        raise ValueError(f"--dataset={text}: type a weight after each name, or after none")
+    return sorted(found, key=lambda source: source[0].resolve().name)
 
 
 def parse_part(part: str) -> tuple[str, Fraction | None]:
-    """Parse NAME or NAME:WEIGHT. Raises ValueError if the weight is not a positive number."""
-    name, colon, weight = part.rpartition(":")
-    if not colon:
-        return part, None
-    try:
+    """Parse NAME or NAME:WEIGHT. What does not end with a positive number is a name, such as C:/data."""
+    name, _, weight = part.rpartition(":")
+    with suppress(ValueError):
         # what is 0 or infinite as a float could have a billion digits as a fraction
-        if 0 < float(weight) < math.inf:
+        if name and 0 < float(weight) < math.inf:
             return name, Fraction(weight)
-    except ValueError:
-        pass
-    raise ValueError(
-        f"--dataset contains {part}, but {weight!r} is not a positive number, and there is no folder {part}: "
-        "type NAME:WEIGHT"
-    )
+    return part, None
 
 
-def quotas_of(weights: dict[str, Fraction | int]) -> list[int]:
+def quotas_of(weights: Sequence[Fraction | int]) -> list[int]:
     """
-    Return how many of each PER sequences are of each data set, by the method of the largest remainder.
-
-    Args:
-        weights: by name.
-
-    Raises:
-        ValueError: a data set gets none.
+    Return how many of each PER sequences are of each data set, by the method of the largest remainder. Raises
+    ValueError if a data set gets none.
     """
-    shares = [Fraction(weight) * PER / sum(weights.values()) for weight in weights.values()]
+    total = sum(weights)
+    shares = [Fraction(weight) * PER / total for weight in weights]
     quotas = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - shares[i])
     for i in by_remainder[: PER - sum(quotas)]:
         quotas[i] += 1
     if 0 in quotas:
-        i = quotas.index(0)
-        raise ValueError(
-            f"{[*weights][i]} is {float(shares[i]):.2g} of each {PER:,} sequences of the mixture, which is "
-            f"rounded to 0: give it a weight of 1/{PER} of the sum or more, or leave it out of --dataset="
-        )
+        problem = f"of each {PER:,} sequences, the data sets would get {quotas}"
+        raise ValueError(f"{problem}: set a larger weight in --dataset=, or leave one out")
     return quotas
 
 

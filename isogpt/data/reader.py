@@ -13,19 +13,17 @@ from torch import Tensor
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN, random_bits
 from isogpt.data.dataset import MOST_IDS, Dataset, check_ids
 from isogpt.data.mixture import drawn_sources, spread_sources
-from isogpt.data.token_array import Tokens
-from isogpt.data.token_files import DataError
+from isogpt.data.token_files import DataError, Tokens
 from isogpt.data.windows import random_windows, shuffled_windows, starts_of_bits, whole_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_plan, share_of_whole
 
-Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size / cp)
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (rows, block_size / cp)
+Batches = Iterator[Batch]
 
 
-def read_rows(
-    tokens: Tokens, starts: np.ndarray, block_size: int, vocab_size: int = MOST_IDS
-) -> tuple[Tensor, Tensor]:
+def read_rows(tokens: Tokens, starts: np.ndarray, block_size: int, vocab_size: int = MOST_IDS) -> Batch:
     """
     Return inputs and targets, each (rows, block_size) int64 on the CPU. A padding row consists of zeros with
     targets of -1, and so does the end of a row that reaches beyond the end of the file. Raises DataError, see
@@ -34,8 +32,9 @@ def read_rows(
     padding = starts == PADDING
     begins = np.where(padding, 0, starts)
     beyond = np.maximum(begins + block_size + 1 - len(tokens), 0)
-    windows = tokens.read(begins - beyond, block_size + 1).astype(np.int64)
-    check_ids(windows, vocab_size, tokens, begins - beyond)
+    begins = begins - beyond
+    windows = tokens.read(begins, block_size + 1).astype(np.int64)
+    check_ids(windows, vocab_size, tokens, begins)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     for row in np.flatnonzero(beyond):  # has been read to the end of the file, and moves to the left
         for values, padded in ((x, 0), (y, -1)):
@@ -101,7 +100,8 @@ class Reader:
         """
         bits = random_bits(self.seed, stream, step, len(of_sources))
         lengths = np.array([len(source.train) for source in self.data.sources])
-        return starts_of_bits(bits, lengths[of_sources], self.block_size) + self.data.begins[of_sources]
+        starts = starts_of_bits(bits, lengths[of_sources], self.block_size)
+        return starts + self.data.begins[of_sources]
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
@@ -145,11 +145,8 @@ class Reader:
                 outside the vocabulary.
         """
         tokens, starts = self.data.splits[split], self.eval_windows(split, sequences)
-        place = (self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch)
-        if self.plan.exact:
-            share = share_of_whole(len(starts), *place)
-        else:
-            share = share_of(len(starts), *place, speeds=self.speeds)
+        sizes = (len(starts), self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch)
+        share = share_of_whole(*sizes) if self.plan.exact else share_of(*sizes, speeds=self.speeds)
         problems = []
         yield from self.read(tokens, [starts], share, problems)
         if problems:
@@ -188,10 +185,10 @@ class Reader:
                         x, y = self.padding_batch(len(own))
                     yield x, y
 
-        for x, y in in_thread(on_cpu()):
-            yield x.to(self.device, non_blocking=is_pinned), y.to(self.device, non_blocking=is_pinned)
+        for batch in in_thread(on_cpu()):
+            yield tuple(part.to(self.device, non_blocking=is_pinned) for part in batch)
 
-    def padding_batch(self, rows: int = 0) -> tuple[Tensor, Tensor]:
+    def padding_batch(self, rows: int = 0) -> Batch:
         """Padding rows as inputs and targets, see `read_rows`: `rows`, or those of a training micro-batch."""
         shape = (rows or self.share.rows, self.block_size // self.mesh.cp)
         x = torch.zeros(shape, dtype=torch.int64, device=self.device)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -29,22 +28,16 @@ def whole_windows(n_tokens: int, block_size: int) -> np.ndarray:
     return np.arange(0, n_tokens - 1, block_size)
 
 
-class Windows(Protocol):
-    """Windows of a data set, which an order permutes: EvenWindows or documents.DocumentWindows."""
-
-    def __len__(self) -> int:
-        """The number of windows."""
-
-    def starts(self, places: np.ndarray) -> np.ndarray:
-        """Where the windows with these numbers begin. Raises DataError."""
-
-
-@dataclass(frozen=True)
-class EvenWindows:
-    """Windows that lie side by side, so that each token but the first one is predicted once."""
+@dataclass
+class Windows:
+    """
+    Windows of a data set, which an order permutes: they lie side by side, so that each token but the first
+    one is predicted once. documents.DocumentWindows are others.
+    """
 
     n_tokens: int
     block_size: int
+    digest = ""  # of where they begin, if more than these numbers determines it
 
     def __len__(self) -> int:
         """The number of windows. The last one is whole."""

@@ -26,12 +26,12 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
     folders = str(data.folder)
-    if data.is_mixture:
-        parts = [f"{one.folder} {one.quota}" for one in data.sources]
+    if data.parts:
+        parts = [f"{one.folder} {quota}" for one, quota in zip(data.parts, data.quotas, strict=True)]
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
     return [
         f"data:    {folders}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
-        *(f"windows: {name}: {windows.about()}" for name, windows in data.documents.items()),
+        *(f"windows: {one.name}: {one.windows.about()}" for one in data.sources if one.windows.digest),
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]
 

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
-from isogpt.data.dataset import GPT2_VOCAB, find_sources
+from isogpt.data.dataset import GPT2_VOCAB
+from isogpt.data.mixture import find_sources
 from isogpt.launch.launchers import stop_signals
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
 from isogpt.parallel.compression import POWERSGD_START
