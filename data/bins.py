@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 import numpy as np
 from read_files import KINDS, read_documents, read_hub
 from tokenize_documents import batches_of, tokenize
-from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
+from train_tokenizer import TRAIN_HELP, train_tokenizer
 from write_files import SplitWriter, atomic_folder, dtype_for, write_meta, write_positions
 
 from isogpt.common.console import visible
@@ -58,7 +58,7 @@ def make_parser(
     add_val_fraction(parser, val_fraction)
     add("--shard_tokens", type=int, default=0, help="tokens of each train_000000.bin and so on; 0: train.bin")
     either("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
-    to_train = {"dest": "tokenizer", "metavar": "N", "type": number_of_ids, "help": TRAIN_HELP}
+    to_train = {"dest": "tokenizer", "metavar": "N", "type": int, "help": TRAIN_HELP}
     either("--train_tokenizer", default=argparse.SUPPRESS, **to_train)
     add("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
