@@ -76,7 +76,6 @@ CASES = {
     "tokenizers": [
         ["data/shakespeare_char/prepare.py", *TEXT, "--train_tokenizer=300"],
         [*TRAIN, "--dataset=json", "--sample_interval=1"],
-        ["export.py", "gpt2", "--to=hf"],
     ],
     "transformers": [
         [*TRAIN, "--init_from=gpt2"],
@@ -156,3 +155,12 @@ def test_the_quick_start_needs_torch_and_numpy_alone(zygote, at):
     reason = "it needs matplotlib (No module named 'matplotlib'): pip install matplotlib"
     assert said["train.py"].splitlines()[-1] == f"no plot of the loss curve: {reason}"
     assert "valid (best)" in said["export.py"] and "5 tokens in" in said["sample.py"]
+
+
+def test_each_package_stands_in_the_file_of_its_use():
+    """docs/getting-started.md says what each file is for; all versions are pinned."""
+    needed = {"torch", "numpy", "tiktoken", "tokenizers", "wandb", "datasets", "matplotlib", "scipy"}
+    files = {"": needed, "-transformers": {"transformers"}, "-tensorboard": {"tensorboard"}}
+    for name, packages in files.items():
+        text = (REPO / f"requirements{name}.txt").read_text()
+        assert {*re.findall(r"^([a-z]+)==[0-9.]+$", text, re.M)} == packages
