@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import script, script_that_fails, start_changed
 
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_weights
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import of_characters
 from isogpt.nn import huggingface
@@ -120,11 +120,11 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     kept = (folder / "tokenizer.json").rename(at.path / "kept")
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
-    assert said.startswith(f"error: the ids cannot be decoded: {folder}, without a tok")
-    assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
+    assert said.startswith(f"error: the ids cannot be decoded: {folder} does not say")
+    assert vocabulary_of_run({"model_args": {"vocab_size": 128256}}, folder).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
-        vocabulary_of_weights(str(folder), 8)
+        vocabulary_of_run({"model_args": {"vocab_size": 8}}, folder)
     huggingface.save(folder, GPT(GPTConfig(**SMALL | dict(vocab_size=4, arch="llama")), seed=1), NO_TOKENS)
     kept.rename(folder / "tokenizer.json")
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
