@@ -144,24 +144,22 @@ def list_checkpoints(out_dir: str) -> str:
     newest = next(filter(None, map(manifest.read_manifest, folders)), None)  # it names the best step
     best = search.best_folder(out, newest) if newest else None
     for folder in folders:
-        content = manifest.read_manifest(folder)
-        state = manifest.damage(folder) or "valid"
-        val_loss = manifest.val_loss_of(content) if content else None
-        stored = StoredCheckpoint(folder, manifest.step_of(folder), content, val_loss)
-        form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
-        lines.append(row(stored, form, f"{state} (best)" if folder == best else state))
+        if problem := manifest.damage(folder):
+            lines.append(f"{manifest.step_of(folder):>10}  damaged: {problem}")
+        else:
+            lines.append(row(search.open_folder(folder), " (best)" if folder == best else ""))
     if not folders:
         stored, problems = search.newest_checkpoint(out_dir)
-        of_bare = [row(stored, "bare", f"valid: {stored.path}")] if stored else problems
-        lines += of_bare or [search.advice_on_folder(out_dir)]
+        lines += [row(stored)] if stored else problems or [search.advice_on_folder(out_dir)]
     return "\n".join(lines)
 
 
-def row(stored: StoredCheckpoint, form: str, state: str) -> str:
+def row(stored: StoredCheckpoint, note: str = "") -> str:
     """A line of the table."""
     loss, bits = losses_of(stored)
-    size = manifest.size_of({"files": {}} | stored.manifest) / 1e9
-    return f"{stored.step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  {state}"
+    form = stored.path.name if stored.path.is_file() else "shards"
+    size = manifest.size_of(stored.manifest) / 1e9
+    return f"{stored.step:>10}  {form:8}  {loss:>8}  {bits:>9}  {size:7.3f}  valid{note}"
 
 
 def main() -> None:
