@@ -109,6 +109,9 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     first, second, end = output[output.index("cab") :].split("\n---------------\n")
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
+    script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300", "--stop=c"])
+    stopped = capsys.readouterr().out.split("\n---------------\n")[:2]
+    assert stopped == [text[: text.index("c", 3)] for text in (first, second)]
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
     missing = "error: the text contains characters that the vocabulary does not contain: 'x'"
     assert output.err.splitlines()[-1].startswith(missing)
