@@ -129,7 +129,7 @@ def convert_hf(folder: str) -> Path:
         ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
     """
     if manifest.is_run(folder):
-        raise ValueError(f"{folder} contains checkpoints, which a new one would hide: use a different folder")
+        raise ValueError(f"{folder} contains checkpoints: use a different folder")
     model = GPT.from_pretrained(folder)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": vocabulary_of_run(run, folder).describe()}

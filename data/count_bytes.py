@@ -29,7 +29,8 @@ def count_bytes(folder: Path) -> None:
     meta, text = read_meta(folder), SplitText()
     size = meta.get("vocab_size", 0)
     tokens = open_tokens(folder, "val", meta, size)
-    vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
+    vocabulary = vocabulary_of_data(meta, folder)
+    vocabulary = vocabulary or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
     table = bytes_by_id(vocabulary)
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = vocabulary.end_of_text.encode()
@@ -40,7 +41,8 @@ def count_bytes(folder: Path) -> None:
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
-    print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+    count = f"{len(tokens):,} tokens of {vocabulary.name}"
+    print(f"{tokens.path}: {count}, {text.bytes:,} bytes of text")
 
 
 def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
@@ -49,7 +51,7 @@ def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
         return {i: token.encode() for i, token in vocabulary.tokens.items()}
     if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
         advice = "prepare the data set again, or write val_bytes to meta.json"
-        raise ValueError(f"the bytes of an id are not known of this vocabulary ({vocabulary.name}): {advice}")
+        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
     bpe = load_encoding(vocabulary)
     ids = bpe._mergeable_ranks | {token.encode(): i for token, i in bpe._special_tokens.items()}
     return {i: token for token, i in ids.items()}

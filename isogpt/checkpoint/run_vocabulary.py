@@ -29,7 +29,8 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
     name = dataset or run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
-            vocabulary = common_vocabulary([read_metadata(place) for place in find_sources(name)])
+            metas = map(read_metadata, find_sources(name))
+            vocabulary = common_vocabulary([*metas])
         except ValueError:
             if dataset:
                 raise
@@ -75,15 +76,13 @@ def vocabulary_for_run(
         digest = measures_of(source.run).get("digest")
         # start.changes_of_curve says what changed in a mixture, or from or to one
         is_mixture = data.is_mixture or "sources" in source.run["isogpt"]
-        if digest not in (None, data.digest) and not is_mixture:
+        if not is_mixture and digest not in (None, data.digest):
             notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     for one in data.further:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:
-            problem = f"it contains token id {one.highest}, but the model's vocabulary size is {vocab_size}"
+            problem = f"id {one.highest} is beyond the model's {vocab_size} ids"
         if problem:
-            raise ValueError(
-                f"eval_datasets: the token ids of {one.folder} are not those of the run: {problem}. Prepare "
-                f"it with the run's tokenizer, or leave {one.name} out of --eval_datasets="
-            )
+            where = f"eval_datasets: the token ids of {one.folder} are not those of the run"
+            raise ValueError(f"{where}: {problem}. Prepare it with the run's tokenizer")
     return now, notes

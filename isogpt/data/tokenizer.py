@@ -213,4 +213,4 @@ def of_encoding(encoding: Any) -> Any:
         tokenizer = Converter(encoding, pattern, extra_special_tokens=special).converted()
         if tokenizer.encode(SAMPLE).ids == encoding.encode(SAMPLE, allowed_special="all"):
             return tokenizer
-    raise ValueError(f"the tokenizers library splits text differently from tiktoken's {encoding.name}")
+    raise ValueError(f"the tokenizers library splits text differently from {encoding.name}")
