@@ -5,8 +5,8 @@ from pathlib import Path
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.data_folder import read_metadata
-from isogpt.data.dataset import Dataset, common_vocabulary, find_sources
+from isogpt.data.data_folder import find_dataset, read_metadata
+from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 
 
@@ -29,8 +29,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
     name = dataset or run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
-            metas = map(read_metadata, find_sources(name))
-            vocabulary = common_vocabulary([*metas])
+            vocabulary = read_metadata(find_dataset(name)).vocabulary
         except ValueError:
             if dataset:
                 raise
