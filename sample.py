@@ -18,36 +18,26 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.checkpoint.download import discard_weights, fetch_weights
-from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import advice_on_folder, find_checkpoint
+from isogpt.checkpoint import download, search, state
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
-from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
-from isogpt.data.tokenizer import cut_at
 from isogpt.data.tokenizer import load as load_tokenizer
-from isogpt.data.vocabulary import check_size
-from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
-from isogpt.launch.process_group import connect_ranks, leave_process_group
+from isogpt.launch import launchers, process_group
 from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
+from isogpt.launch.together import do_together, exit_together, gather_objects
 from isogpt.nn import generation
-from isogpt.options.values import is_url, without_credentials
+from isogpt.options.values import is_url
 from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
 from isogpt.parallel.plan import UNDIVIDED
-from isogpt.training import layout_check, precision
-from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import check_sampling, notes_about_text, read_prompt
+from isogpt.training import degrees, layout_check, precision, settings
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
@@ -74,105 +64,80 @@ compile = False  # compile a token's step to one CUDA graph: takes a minute, the
 dist_timeout_s = 600.0  # how long processes wait for each other [> 0]
 # ------------------------------------------------------------------------------------------------------------
 try:
-    adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
+    launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
-    check_sampling(config)
-    plan = replace(UNDIVIDED, world_size=rank_variables()[1], tp=tp, pp=pp)
-    check_degrees(plan)
-    ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
+    settings.check_sampling(config)
+    text = settings.read_prompt(start)
+    plan = replace(UNDIVIDED, world_size=launchers.rank_variables()[1], tp=tp, pp=pp)
+    degrees.check_degrees(plan)
+    backend = "auto" if tp * pp > 1 else "gloo"
+    ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
     if ranks.has_launcher:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-    if ranks.store:
         mesh.connect(ranks.device.type)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
 
-# the checkpoint and the prompt, on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
-# (an error on any rank ends all ranks)
-stored = text = None
+# the checkpoint, the tokenizer and the model (all ranks load them; an error on any rank ends all ranks)
+stored, damaged, source, pretrained = None, [], None, None
 if is_url(init_from):
-    stored, damaged = fetch_weights(init_from, out_dir, best)
+    stored, damaged = download.fetch_weights(init_from, out_dir, best)
 elif init_from == "resume":
-    stored, damaged = find_checkpoint(out_dir, best)
+    stored, damaged = search.find_checkpoint(out_dir, best)
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
-    if (stored or init_from == "resume") and ranks.is_main:
-        if not stored:
-            problems = damaged or [advice_on_folder(out_dir)]
-            raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
-        for report in damaged:
-            console.print_to_stderr(f"warning: {console.visible(report)}")
-        loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
-        if bits := stored.bits_per_byte:
-            loss += f" ({bits:.4f} bits per byte)"
-        place = without_credentials(init_from) if is_url(init_from) else stored.path
-        console.print_to_stderr(f"{place}: step {stored.step}, val loss {loss}")
-    if ranks.is_main:
-        for note in notes_about_text(start, stop):
-            console.print_to_stderr(f"note: {note}")
-        text = read_prompt(start)
-text, notes = broadcast(text), []
-plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
-precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
-
-# the tokenizer and the model (all ranks load them)
-source = pretrained = None
-with exit_together():
     if stored:
         source = open_checkpoint(stored)
+    elif init_from == "resume":
+        problems = damaged or [search.advice_on_folder(out_dir)]
+        raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
     else:
-        if is_run(init_from):
-            raise ValueError(f"{init_from} contains a run: set --out_dir={init_from}, without --init_from")
         pretrained = GPT.from_pretrained(init_from)
-    model_args = source.run["model_args"] if source else pretrained.describe()
-    if source or dataset:
-        run = source.run if source else {"model_args": model_args}
-        folder = stored.folder if is_url(init_from) else Path(out_dir)
-        vocabulary = vocabulary_of_run(run, folder, dataset)
-    else:
-        vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
+    run = source.run if source else {"model_args": pretrained.describe()}
+    vocabulary = vocabulary_of_run(run, stored.folder if stored else init_from, dataset)
     tokenizer = load_tokenizer(vocabulary, special_tokens)
-    check_size(tokenizer.n_ids, model_args["vocab_size"])
-    prompt = tokenizer.begin(text)
+    prompt = tokenizer.encode(text)
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
-    plan = replace(plan, model_args={"n_kv_head": 0} | model_args)
-    check_degrees(plan, splits_sequence=False)
     with torch.device("meta"):
-        model = GPT(GPTConfig(**model_args))
+        model = GPT(GPTConfig(**run["model_args"]))
     plan = replace(plan, model_args=asdict(model.config))  # with defaults, and heads of keys and values
+    degrees.check_degrees(plan, splits_sequence=False)
     if source:
         check_weights(source, model)
+if stored and ranks.is_main:
+    for report in damaged:
+        console.print_to_stderr(f"warning: {report}")
+    loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
+    console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
+plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
+precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 if mesh.splits_model:  # an edited model may not be divided as model.py was
     try:
-        problem = layout_check.problem_of_sampling(GPT, plan, mesh, ranks.device)
+        if problem := layout_check.problem_of_sampling(GPT, plan, mesh, ranks.device):
+            raise ValueError(problem)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
         fail(str(e))
-    with exit_together():
-        if problem:
-            raise ValueError(problem)
 splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
 if source:
-    do_together(restore_checkpoint, source, model)
+    do_together(state.restore_checkpoint, source, model)
 else:
-    do_together(load_weights, model, pretrained.state_dict())
+    do_together(state.load_weights, model, pretrained.state_dict())
 do_together(check_finite, model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
 if is_url(init_from):  # all ranks have read what was downloaded
-    discard_weights(stored)
+    download.discard_weights(stored)
 model.eval().to(ranks.device)
 context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
 if mesh.splits_model:
     model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
-if compile:
-    notes.append(compile_generation(model, ranks.device, mesh.splits_model))
+notes = [compile_generation(model, ranks.device, mesh.splits_model)] if compile else []
+idx = torch.tensor([prompt], device=ranks.device)  # (1, T)
 # an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
-problem = generation.problem_of_cache(
-    model, torch.tensor([prompt], device=ranks.device), max_new_tokens, splits_layers=pp > 1
-)
+problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=pp > 1)
 problem = next(filter(None, gather_objects(problem)), "")
 notes.append(problem)
 if not mesh.splits_model:  # an edited model may not survive this either
@@ -188,23 +153,24 @@ for note in filter(None, notes if ranks.is_main else []):
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
 texts, began = [], time.perf_counter()
 if first < end:
-    idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
+    idx = idx.repeat(end - first, 1)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     choice = generation.Choice(temperature, top_k, top_p, tokenizer.n_ids)
     options = {"use_cache": not problem, "seed": seed, "first_sample": first}
     with context:
         samples = generation.generate(model, idx, max_new_tokens, choice, **options).tolist()
     prompt_length = len(tokenizer.decode(prompt))
-    texts = [cut_at(tokenizer.decode(sample), stop, prompt_length) for sample in samples]
+    for sample in map(tokenizer.decode, samples):
+        cut = sample.find(stop, prompt_length) if stop else -1
+        texts.append(sample if cut < 0 else sample[:cut])
 # from the first of the ranks that generate the same samples
 gathered = gather_objects(texts if mesh.same_tokens.index == 0 else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
-    for sample in chain(*gathered):
+    for sample in sum(gathered, []):
         console.print_result(f"{sample}\n---------------")
-    console.print_to_stderr(
-        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s "
-        f"({console.count_text(num_samples, 'sample')})"
-    )
+    speed = f"{n_tokens / seconds:,.0f} tokens/s"
+    count = console.count_text(num_samples, "sample")
+    console.print_to_stderr(f"{n_tokens:,} tokens in {seconds:.1f} s, {speed} ({count})")
 del model, mesh  # a model that still refers to the process group can abort the process at its end
-leave_process_group()
+process_group.leave_process_group()

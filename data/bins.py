@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
 from read_files import read_documents, read_hub, read_shakespeare
-from train_tokenizer import TRAIN_HELP, number_of_ids, train_tokenizer
+from train_tokenizer import TRAIN_HELP, train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
 from isogpt.common.console import visible
@@ -42,7 +42,7 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     add("--val_fraction", type=float, help="what part goes to val.bin")
     add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: all are in one")
     add("--tokenizer", help="char, an encoding of tiktoken, the folder of a tokenizer.json or of a run")
-    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=number_of_ids, help=TRAIN_HELP)
+    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=int, help=TRAIN_HELP)
     add("--special_tokens", default="True", choices=["True", "False"], help="False: <|endoftext|> is text")
     return parser
 

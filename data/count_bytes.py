@@ -31,30 +31,30 @@ def count_bytes(folder: Path) -> None:
     size = meta.get("vocab_size", 0)
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
     vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
-    table, end = bytes_by_id(vocabulary), None
+    table = bytes_by_id(vocabulary)
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
-        end = {token: i for i, token in table.items()}.get(vocabulary.end_of_text.encode())
+        end = vocabulary.end_of_text.encode()
+        table = {i: END_OF_DOCUMENT if token == end else token for i, token in table.items()}
     for part in parts_of(tokens):
         try:
-            pieces = [END_OF_DOCUMENT if i == end else table[i] for i in part[0].tolist()]
+            text.add(b"".join(table[i] for i in part[0].tolist()))
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
-        text.add(b"".join(pieces))
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
-    print(f"{tokens.path}: {len(tokens):,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+    count = f"{len(tokens):,} tokens of {vocabulary.name}"
+    print(f"{tokens.path}: {count}, {text.bytes:,} bytes of text")
 
 
 def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
     """The bytes that each id stands for, see count_bytes; those of a special token are its text."""
-    if vocabulary.characters:
+    if vocabulary.is_table:
         return {i: token.encode() for i, token in vocabulary.tokens.items()}
     if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
-        reason = vocabulary.content if vocabulary.kind == "unknown" else "they belong to a tokenizer.json"
-        advice = 'prepare the data set again, or write "val_bytes": N with the bytes of the text to meta.json'
-        raise ValueError(f"the ids cannot be converted to bytes: {reason}; {advice}")
+        advice = "prepare the data set again, or write val_bytes to meta.json"
+        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
     bpe = load_encoding(vocabulary)
-    special = {i: token.encode() for token, i in bpe._special_tokens.items()}
-    return {i: token for token, i in bpe._mergeable_ranks.items()} | special
+    ids = bpe._mergeable_ranks | {token.encode(): i for token, i in bpe._special_tokens.items()}
+    return {i: token for token, i in ids.items()}
 
 
 def record(folder: Path, facts: dict) -> None:

@@ -148,7 +148,7 @@ CASES = {
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
-    "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
+    "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
     "s-damaged": Case(
         [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
     ),

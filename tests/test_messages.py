@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from runs import REPO, default_plan, script_that_fails, start_changed, train_defaults
 
-import configurator
 import export
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.progress import Progress
@@ -34,7 +32,7 @@ from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.shares import share_of
 from isogpt.training import optim
-from isogpt.training.settings import check_training, notes_about_text, read_prompt
+from isogpt.training.settings import check_training, read_prompt
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------------
@@ -173,20 +171,13 @@ def test_advice_on_heads_of_keys_and_values_works_with_gpt2():
 
 
 def test_prompts_of_sample_py(at, monkeypatch):
-    """
-    A file's text is not changed, but for its byte order mark; what a shell's user may have meant is one note.
-    """
+    """A file's text is not changed, but for its byte order mark."""
     monkeypatch.setenv("HOME", str(at.path))
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
     assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
     Path("p.txt").write_text("A", encoding="utf-16")
     with pytest.raises(ValueError, match=r"^--start=FILE:p.txt must name a file of text in UTF-8: .*$"):
         read_prompt("FILE:p.txt")
-    for text in ("ROMEO:\\n", 'it\'s \\n "so"'):
-        note = notes_about_text(text, "")[0]
-        typed = note.removeprefix(r"--start contains \n as two characters: for a line break, type ")
-        settings = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
-        assert settings["start"] == text.replace("\\n", "\n")
 
 
 def test_weights_that_are_not_finite_generate_nothing(at, capsys):
@@ -202,7 +193,7 @@ def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
     at.set(export.tokenizer, "save_tokenizer", lambda folder, *_: folder.mkdir())
     at.set(export.huggingface, "save", lambda folder, *_: (folder / "config.json").write_text("new"))
     for kept in ("", "hf_1", "hf_2"):
-        assert export.write_hf(str(at.path), tiny_model(), None, export.CARD_HEAD) == at.path / "hf"
+        assert export.write_hf(str(at.path), tiny_model(), None, "") == at.path / "hf"
         assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
         said = capsys.readouterr().err
         assert (f"is now {at.path / kept}\n" in said) if kept else not said

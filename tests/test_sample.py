@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import script, script_that_fails, start_changed
 
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_weights
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import of_characters
 from isogpt.nn import huggingface
@@ -120,6 +120,9 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     first, second, end = output[output.index("cab") :].split("\n---------------\n")
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
+    script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300", "--stop=c"])
+    stopped = capsys.readouterr().out.split("\n---------------\n")[:2]
+    assert stopped == [text[: text.index("c", 3)] for text in (first, second)]
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
     missing = "error: the text contains characters that the vocabulary does not contain: 'x'"
     assert output.err.splitlines()[-1].startswith(missing)
@@ -131,11 +134,11 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     kept = (folder / "tokenizer.json").rename(at.path / "kept")
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
-    assert said.startswith(f"error: the ids cannot be decoded: {folder}, without a tok")
-    assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
+    assert said.startswith(f"error: the ids cannot be decoded: {folder} does not say")
+    assert vocabulary_of_run({"model_args": {"vocab_size": 128256}}, folder).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
-        vocabulary_of_weights(str(folder), 8)
+        vocabulary_of_run({"model_args": {"vocab_size": 8}}, folder)
     huggingface.save(folder, GPT(GPTConfig(**SMALL | dict(vocab_size=4, arch="llama")), seed=1), NO_TOKENS)
     kept.rename(folder / "tokenizer.json")
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]

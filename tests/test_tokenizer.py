@@ -113,13 +113,13 @@ def test_characters(tmp_path, model):
     assert saved.decode(chat["input_ids"]) == " a\n\n  {{ b }} \n"
 
     imported = vocabulary.tokenizer_in(tmp_path)
-    assert imported.name == "char" and imported.characters == stoi
+    assert imported.name == "char" and imported.ids == stoi
     assert tokenizer.save_tokenizer(tmp_path / "again", imported, 300, 64) == ids
     assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("a\u0416") == unknown
 
 
 def test_tables_that_transformers_cannot_hold(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer for characters that share an id"):
+    with pytest.raises(ValueError, match="no tokenizer for tokens that share an id"):
         tokenizer.save_tokenizer(tmp_path, of_characters({"a": 0, "A": 0}), 1, 64)
     message = (
         "the tokenizer uses 3 ids, but the model 2: set --dataset= to the data set that the model was trained"
@@ -153,11 +153,8 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tiktoken.load.read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = (
-        r"tiktoken cannot load the encoding 'p50k_base' \(no network\): choose from cl100k_base, gpt2, .*, "
-        "and go online, or set TIKTOKEN_CACHE_DIR"
-    )
+    message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): .* or set TIKTOKEN_CACHE_DIR"
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
-    with pytest.raises(ValueError, match=r"'no-such' \(Unknown encoding no-such"):
+    with pytest.raises(ValueError, match=r"'no-such' \(ValueError\('Unknown encoding no-such"):
         tokenizer.load(Vocabulary("tiktoken", "no-such"))

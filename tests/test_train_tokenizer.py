@@ -118,13 +118,7 @@ def test_tinystories(at, capsys, monkeypatch):
     assert calls == [("roneneldan/TinyStories", {"split": "train", "streaming": True})] * 2
 
 
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (["--train_tokenizer=256"], "256 is not from 257 to 1048576: type a number such as 4096"),
-        (["--train_tokenizer=4k"], "4k is not from 257 to 1048576: type a number such as 4096"),
-    ],
-)
+@pytest.mark.parametrize("args, said", [(["--train_tokenizer=4k"], "invalid int value: '4k'")])
 def test_options_that_are_refused(at, capsys, args, said):
     with pytest.raises(SystemExit) as exit:
         script(at, "data/tinystories/prepare.py", [*args, "--data_files=text.txt"])

@@ -270,7 +270,7 @@ def test_validation_sets_that_cannot_be_used(tmp_path, monkeypatch):
     ("tables", "ids", "vocab_size", "message"),
     [
         ("abc acb", 3, 3, "are not those of the run: id 1 was 'b' and is 'c'. Prepare it with the run's"),
-        ("abc abc", 9, 3, "it contains token id 8, but the model's vocabulary size is 3. Prepare it"),
+        ("abc abc", 9, 3, "id 8 is beyond the model's 3 ids. Prepare it"),
         ("abc abc", 9, 9, ""),
         ("abc abcd", 3, 3, ""),
         ("abc ", 3, 3, ""),  # it does not say what its ids mean

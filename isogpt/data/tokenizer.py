@@ -1,13 +1,14 @@
 """Encode and decode text with a vocabulary, and convert a vocabulary to Hugging Face's format."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from isogpt.common.packages import needed_by
-from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, of_characters, parse_tokenizer
+from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, parse_tokenizer
 
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -21,14 +22,11 @@ class Tokenizer:
     A tokenizer: encode(text) returns the ids of a text, decode(ids) the text of ids.
 
     Args:
-        begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is
-            configured to add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
     """
 
     encode: Callable[[str], list[int]]
-    begin: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     n_ids: int
     end_of_text: int | None = None
@@ -47,19 +45,20 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
         ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for
             a text that it cannot encode.
     """
-    if vocabulary.characters:
-        return load_characters(vocabulary)
+    if vocabulary.is_table:
+        return load_table(vocabulary)
     if vocabulary.kind == "tokenizer.json":
         return load_json(vocabulary, special_tokens)
     bpe = load_encoding(vocabulary)
     special = "all" if special_tokens else set()
     encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
-    return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(vocabulary.end_of_text))
+    end_of_text = bpe._special_tokens.get(vocabulary.end_of_text)
+    return Tokenizer(encode, bpe.decode, bpe.n_vocab, end_of_text)
 
 
-def load_characters(vocabulary: Vocabulary) -> Tokenizer:
+def load_table(vocabulary: Vocabulary) -> Tokenizer:
     """`load` for a table of characters, as in nanoGPT: a dict is faster than the library, and needs none."""
-    ids, tokens = vocabulary.characters, vocabulary.tokens
+    ids, tokens = vocabulary.ids, vocabulary.tokens
 
     def encode(text: str) -> list[int]:
         if unknown := set(text) - ids.keys():
@@ -70,7 +69,7 @@ def load_characters(vocabulary: Vocabulary) -> Tokenizer:
     def decode(sample: list[int]) -> str:
         return "".join(tokens.get(i, NO_TOKEN) for i in sample)
 
-    return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(vocabulary.end_of_text))
+    return Tokenizer(encode, decode, vocabulary.size, ids.get(vocabulary.end_of_text))
 
 
 def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
@@ -78,41 +77,28 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     tokenizer = parse_tokenizer(vocabulary.content)
     tokenizer.encode_special_tokens = not special_tokens
 
-    def encode(text: str, is_prompt: bool = False) -> list[int]:
-        encoding = tokenizer.encode(text)
-        of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        last = max(of_text, default=0)  # the ids of an empty text: a token at the start
-        return encoding.ids[: last + 1] if is_prompt else encoding.ids
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).ids
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     end_of_text = tokenizer.token_to_id(vocabulary.end_of_text)
-    n_ids = max(tokenizer.get_vocab().values()) + 1
-    return Tokenizer(encode, partial(encode, is_prompt=True), decode, n_ids, end_of_text)
+    return Tokenizer(encode, decode, vocabulary.size, end_of_text)
 
 
 def load_encoding(vocabulary: Vocabulary) -> Any:
     """The tiktoken.Encoding that a vocabulary names. Raises ValueError if it cannot be loaded."""
+    name = vocabulary.content
     if vocabulary.kind != "tiktoken":
         advice = "set --dataset= to a data set with these ids"
-        raise ValueError(f"the ids cannot be decoded: {vocabulary.content}; {advice}")
-    with needed_by(f"the tokenizer {vocabulary.content!r}", "tiktoken"):
+        raise ValueError(f"the ids cannot be decoded: {name}; {advice}")
+    with needed_by(f"the tokenizer {name!r}", "tiktoken"):
         import tiktoken
 
     try:
-        return tiktoken.get_encoding(vocabulary.content)
+        return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:
-        problem = f"tiktoken cannot load the encoding {vocabulary.content!r} ({str(e).splitlines()[0][:80]})"
-        names = ", ".join(sorted(tiktoken.list_encoding_names()))
-        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains the files"
-        raise ValueError(f"{problem}: choose from {names}, and {advice}") from e
-
-
-def cut_at(text: str, stop: str, start: int) -> str:
-    """
-    The text without what follows the first occurrence of `stop` at `start` or after it; '': the whole text.
-    """
-    end = text.find(stop, start) if stop else -1
-    return text if end < 0 else text[:end]
+        advice = "choose one such as gpt2, and go online, or set TIKTOKEN_CACHE_DIR"
+        raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
 
 
 def difference(before: Vocabulary, now: Vocabulary) -> str:
@@ -120,16 +106,18 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
     Describe the first id that differs in meaning between two vocabularies; '' if no id is known to differ.
     Raises ValueError if two that may be forms of the same tokenizer cannot be loaded.
     """
-    if "unknown" in (before.kind, now.kind) or before == now:
+    kinds = (before.kind, now.kind)
+    if "unknown" in kinds or before == now:
         return ""
-    if "tiktoken" in (before.kind, now.kind):
-        changed = f"the tokenizer was {before.name} and is {now.name}"
-        if "char" in (before.name, now.name):
-            return changed
-        return "" if load(before).encode(SAMPLE) == load(now).encode(SAMPLE) else changed
+    if "tiktoken" in kinds:
+        is_table = before.is_table or now.is_table
+        if is_table or load(before).encode(SAMPLE) != load(now).encode(SAMPLE):
+            return f"the tokenizer was {before.name} and is {now.name}"
     old, new = before.tokens, now.tokens
-    changed = sorted(i for i in old.keys() & new.keys() if old[i] != new[i])
-    return f"id {changed[0]} was {old[changed[0]]!r} and is {new[changed[0]]!r}" if changed else ""
+    for i in sorted(old.keys() & new.keys()):
+        if old[i] != new[i]:
+            return f"id {i} was {old[i]!r} and is {new[i]!r}"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -161,29 +149,29 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
     """
     with needed_by("an export to transformers", "transformers"):
-        import tokenizers  # noqa: F401  (which the rest imports)
         from transformers import PreTrainedTokenizerFast
 
-    characters, end = vocabulary.characters, vocabulary.end_of_text
-    if len(vocabulary.tokens) < len(characters):
-        raise ValueError("transformers contains no tokenizer for characters that share an id")
-    if characters:
-        vocabulary = of_characters(characters | {UNTRAINED: vocabulary.size})
-    is_json = vocabulary.kind == "tokenizer.json"
-    tokenizer = parse_tokenizer(vocabulary.content) if is_json else of_encoding(load_encoding(vocabulary))
+    if len(vocabulary.tokens) < len(vocabulary.ids):
+        raise ValueError("transformers contains no tokenizer for tokens that share an id")
+    if vocabulary.kind == "tokenizer.json":
+        tokenizer = parse_tokenizer(vocabulary.content)
+    else:
+        tokenizer = of_encoding(load_encoding(vocabulary))
     ids = tokenizer.get_vocab()
-    n_ids = max(ids.values()) + 1 - bool(characters)  # without UNTRAINED
+    ids.pop(UNTRAINED, None)
+    n_ids = max(ids.values()) + 1
     check_size(n_ids, vocab_size)
-    end = end if end in ids else None
-    pad = UNTRAINED if characters or not end and len(ids) == n_ids else end
-    if pad == UNTRAINED:
+    end = pad = vocabulary.end_of_text if vocabulary.end_of_text in ids else None
+    has_holes = len(ids) < n_ids
+    if vocabulary.is_table or not (end or has_holes):
+        pad = UNTRAINED
         tokenizer.add_special_tokens([UNTRAINED])
     end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=end,
         pad_token=pad,
-        unk_token=pad if characters else None,
+        unk_token=pad if vocabulary.is_table else None,
         chat_template=CHAT_TEMPLATE,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
@@ -221,11 +209,8 @@ def of_encoding(encoding: Any) -> Any:
     # {1,3}+ is possessive in tiktoken, but repeats the repetition in tokenizers, where (?s) is spelled (?m)
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}").replace("(?s)", "(?m)")
     special = sorted(encoding._special_tokens)
-    try:
+    with suppress(Exception):  # tokenizers raises this class for a pattern that it does not support
         tokenizer = Converter(encoding, pattern, extra_special_tokens=special).converted()
-        is_same = tokenizer.encode(SAMPLE).ids == encoding.encode(SAMPLE, allowed_special="all")
-    except Exception:  # tokenizers raises this class
-        is_same = False
-    if not is_same:
-        raise ValueError(f"the tokenizers library splits text differently from tiktoken's {encoding.name}")
-    return tokenizer
+        if tokenizer.encode(SAMPLE).ids == encoding.encode(SAMPLE, allowed_special="all"):
+            return tokenizer
+    raise ValueError(f"the tokenizers library splits text differently from {encoding.name}")

@@ -15,8 +15,8 @@ from isogpt.common.packages import needed_by
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
-# stands for characters that a table does not contain: no model is trained on it, and only exported tokenizers
-# contain it, see tokenizer.save_tokenizer
+# stands for characters that a table does not contain, and pads batches, see tokenizer.save_tokenizer; its id
+# is beyond those of the model
 UNTRAINED = "<|untrained|>"
 
 
@@ -37,24 +37,29 @@ class Vocabulary:
     end_of_text: str = END_OF_TEXT
 
     @cached_property
-    def characters(self) -> dict[str, int]:
-        """The table from which `of_characters` has made the vocabulary; {} for others."""
-        model = json.loads(self.content).get("model", {}) if self.kind == "tokenizer.json" else {}
-        return model["vocab"] if model.get("unk_token") == UNTRAINED else {}
+    def is_table(self) -> bool:
+        """Whether `of_characters` has made the vocabulary."""
+        if self.kind != "tokenizer.json":
+            return False
+        return json.loads(self.content).get("model", {}).get("unk_token") == UNTRAINED
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The ids of the tokens; {} if they are not known without tiktoken."""
-        if self.characters or self.kind != "tokenizer.json":
-            return self.characters
-        return parse_tokenizer(self.content).get_vocab()
+        """The ids of the tokens but UNTRAINED; {} if they are not known without tiktoken."""
+        if self.kind != "tokenizer.json":
+            return {}
+        if self.is_table:
+            ids = json.loads(self.content)["model"]["vocab"]
+        else:
+            ids = parse_tokenizer(self.content).get_vocab()
+        return {token: i for token, i in ids.items() if token != UNTRAINED}
 
     @property
     def name(self) -> str:
         """The tokenizer, as a meta.json names it."""
         if self.kind == "tiktoken":
             return self.content
-        return "char" if self.characters else self.kind
+        return "char" if self.is_table else self.kind
 
     @property
     def tokens(self) -> dict[int, str]:
@@ -82,12 +87,13 @@ def of_characters(ids: dict[str, int]) -> Vocabulary:
     if not (ids and all(isinstance(t, str) and isinstance(i, int) and i >= 0 for t, i in ids.items())):
         raise ValueError("there is no text with an id each")
     split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    vocab = ids | {UNTRAINED: max(ids.values()) + 1}
     content = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": split,
         "decoder": {"type": "Fuse"},  # the default joins tokens with spaces
-        "model": {"type": "WordLevel", "vocab": ids, "unk_token": UNTRAINED},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": UNTRAINED},
     }
     return Vocabulary("tokenizer.json", json.dumps(content))
 
@@ -111,15 +117,15 @@ def parse_tokenizer(text: str) -> Any:
 
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None without a record, as in nanoGPT's checkpoints."""
-    values = run["isogpt"].get("vocabulary")
+    values = run.get("isogpt", {}).get("vocabulary")
     if not values:
         return None
     try:
-        # a table is what was recorded until November 2026
-        is_table = values["kind"] == "table"
-        return of_characters(values["content"]) if is_table else Vocabulary(**values)
+        if values["kind"] == "table":  # recorded until November 2026
+            return of_characters(values["content"])
+        return Vocabulary(**values)
     except Exception as e:  # a checkpoint that somebody else has written may contain anything
-        raise ValueError(f"the vocabulary that the checkpoint records cannot be read: {e!r:.100}") from e
+        raise ValueError(f"the vocabulary in the checkpoint cannot be read: {e!r:.100}") from e
 
 
 def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
@@ -129,9 +135,8 @@ def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
     """
     if GPT2_IDS <= vocab_size <= GPT2_PADDED:
         return Vocabulary("tiktoken", "gpt2")
-    return Vocabulary(
-        "unknown", f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
-    )
+    reason = f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
+    return Vocabulary("unknown", reason)
 
 
 def check_size(n_ids: int | None, vocab_size: int) -> None:
@@ -154,17 +159,16 @@ def vocabulary_of_data(meta: dict, folder: Path) -> Vocabulary | None:
     name = meta.get("tokenizer")
     if name not in (None, "char", "tokenizer.json"):
         return Vocabulary("tiktoken", name)
-    found = table_in(meta) if name == "char" else tokenizer_in(folder) or table_in(meta)
+    found = None if name == "char" else tokenizer_in(folder)
+    found = found or table_in(meta)
     if name and not found:
-        missing = "meta.pkl with a table of characters" if name == "char" else name
-        return Vocabulary("unknown", f"{folder} lacks the {missing} that its meta.json names")
+        return Vocabulary("unknown", f"{folder} lacks the tokenizer {name} that its meta.json names")
     return found
 
 
 def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     """
-    Read the tokenizer.json in a folder, and which token ends a document; None without this file. UNTRAINED is
-    left out: the next export adds it again.
+    Read the tokenizer.json in a folder, and which token ends a document; None without this file.
 
     Raises:
         ValueError: the file cannot be read.
@@ -173,20 +177,12 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     if not path.exists():
         return None
     try:
-        text = read_utf8(path)
-        if UNTRAINED in text:
-            content = json.loads(text)
-            added = content["added_tokens"]
-            content["added_tokens"] = [token for token in added if token["content"] != UNTRAINED]
-            if content["model"].get("unk_token") == UNTRAINED:
-                content["model"]["vocab"].pop(UNTRAINED, None)
-            text = json.dumps(content)
-        vocabulary = Vocabulary("tokenizer.json", text)
+        vocabulary = Vocabulary("tokenizer.json", read_utf8(path))
         config = path.with_name("tokenizer_config.json")
-        end_of_text = json.loads(read_utf8(config)).get("eos_token") if config.exists() else None
-        if isinstance(end_of_text, dict):
-            end_of_text = end_of_text.get("content")
-        return replace(vocabulary, end_of_text=end_of_text) if end_of_text in vocabulary.ids else vocabulary
+        end = json.loads(read_utf8(config)).get("eos_token") if config.exists() else None
+        if isinstance(end, dict):
+            end = end.get("content")
+        return replace(vocabulary, end_of_text=end) if end in vocabulary.ids else vocabulary
     except Exception as e:  # a file of any other form raises nearly anything
         raise ValueError(f"cannot load the tokenizer of {folder}: {e}") from e
 
@@ -201,7 +197,6 @@ def table_in(meta: dict) -> Vocabulary | None:
         return None
     try:
         texts = dict(enumerate(itos)) if isinstance(itos, list | tuple) else dict(itos or {})
-        table = of_characters({token: i for i, token in texts.items()} | dict(stoi or {}))
+        return of_characters({token: i for i, token in texts.items()} | dict(stoi or {}))
     except (TypeError, ValueError) as e:
         return Vocabulary("unknown", f"stoi and itos in the metadata are not tables: {e}")
-    return table

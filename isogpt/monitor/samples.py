@@ -15,7 +15,7 @@ from isogpt.common import console
 from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.tokenizer import load as load_tokenizer
-from isogpt.data.vocabulary import Vocabulary, check_size
+from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import exit_together
 from isogpt.monitor.log import Logger
@@ -84,7 +84,6 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
         if ranks.is_main:
             try:
                 tokenizer = load_tokenizer(vocabulary)
-                check_size(tokenizer.n_ids, plan.model_args["vocab_size"])
             except ValueError as e:
                 raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
             return Sampler(tokenizer, prompt_of(tokenizer), config["seed"])
@@ -94,7 +93,7 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
 def prompt_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a line break, or a single id if the vocabulary does not contain it."""
     with suppress(ValueError):
-        if ids := tokenizer.begin("\n"):
+        if ids := tokenizer.encode("\n"):
             return ids
     return [tokenizer.end_of_text or 0]
 

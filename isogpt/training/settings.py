@@ -3,10 +3,8 @@ How the scripts' settings fit each other, and which shape of a model they descri
 setting is given in its line of the script, see options/values.py.
 """
 
-import json
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain
@@ -368,20 +366,6 @@ def check_sampling(config: dict) -> None:
             f"init_from is {init_from!r}; choose from resume (a run in out_dir), gpt2[-medium|-large|-xl], a "
             "folder of Hugging Face weights, or the URL of a run's mirror"
         )
-
-
-def notes_about_text(start: str, stop: str) -> list[str]:
-    """
-    Return what a user should know about sample.py's `start` and `stop`, which may contain a backslash and an
-    n on purpose.
-    """
-    notes = []
-    for name, text in (("start", start), ("stop", stop)):
-        is_file = name == "start" and text.startswith("FILE:")
-        if "\\n" in text and not is_file:
-            quoted = shlex.quote(json.dumps(text.replace("\\n", "\n"), ensure_ascii=False))
-            notes.append(f"--{name} contains \\n as two characters: for a line break, type --{name}={quoted}")
-    return notes
 
 
 def read_prompt(start: str) -> str:
