@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import REPO, accepted
 
-from configurator import OTHER_NAMES, configure, help_text, settings_of
+from configurator import OTHER_NAMES, configure, help_text, nearest, settings_of
 from isogpt.options.values import Setting
 
 HEAD = '''"""
@@ -199,6 +199,8 @@ def test_the_names_of_other_tools():
     settings = settings_of(REPO / "train.py")
     assert len(OTHER_NAMES) <= 15 and not OTHER_NAMES.keys() & settings.keys()
     assert set(OTHER_NAMES.values()) <= settings.keys()
+    similar = {"epochs": "max_epochs", "max_steps": "max_iters", "output_dir": "out_dir"}
+    assert {name: nearest(name, settings) for name in similar} == similar
 
 
 def test_train_accepts_each_row_of_the_table_of_names():

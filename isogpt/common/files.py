@@ -174,9 +174,7 @@ def as_record(line: str | bytes) -> dict | None:
 def read_records(path: Path) -> Iterator[dict]:
     """Read the records of a metrics.jsonl one by one; nothing if the file is missing."""
     with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
-        for line in f:
-            if (record := as_record(line)) is not None:
-                yield record
+        yield from filter(None, map(as_record, f))
 
 
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
