@@ -3,9 +3,9 @@
 import numbers
 
 import pytest
-from runs import REPO
+from runs import REPO, accepted
 
-from configurator import configure, settings_of
+from configurator import settings_of
 from isogpt.options.values import Setting
 
 # argument of train.py, the error's line
@@ -24,9 +24,8 @@ FREE = {"resume_step"}
 
 def refused(capsys, script, *arguments, extra=None):
     """The lines of the error with which a script refuses arguments."""
-    with pytest.raises(SystemExit) as exit:
-        configure({"__file__": str(REPO / script)}, list(arguments), extra)
-    assert exit.value.code == 1
+    with pytest.raises(SystemExit):
+        accepted(script, *arguments, extra=extra)
     return [line.removeprefix("error: ") for line in capsys.readouterr().err.splitlines()]
 
 
