@@ -113,13 +113,12 @@ def lock(file: IO[bytes] | int) -> bool:
     Lock an open file, or the descriptor of a folder, for as long as it is open; False if a different process
     has locked it. On Windows, and on a file system without locks, nothing is locked.
     """
-    with suppress(ImportError, OSError):
+    try:
         import fcntl
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as e:
+        return not isinstance(e, BlockingIOError)
     return True
 
 
