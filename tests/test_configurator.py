@@ -252,6 +252,7 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     assert script_globals["before"] == 1  # only settings reach the script
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("name", "expression", "value"),
     [
