@@ -40,6 +40,7 @@ def split(folder: Path, val_fraction: float) -> None:
         raise ValueError(f"--val_fraction={val_fraction} leaves train.bin or val.bin empty: set 0.1")
     record(folder, {"dtype": tokens.dtype.name})  # the new files have no header that says the dtype
     os.replace(files[0], whole)
+    tokens = open_files([whole], tokens.dtype.name)
     (folder / "train.bin").unlink(missing_ok=True)
     for name, part in (("val.bin", parts_of(tokens, cut)), ("train.bin", parts_of(tokens, 0, cut))):
         unfinished = folder / f"{name}.tmp"

@@ -322,7 +322,7 @@ def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
     refused(r"val\.bin is missing: type python .*split\.py data.text$")
     (folder / "train.bin").unlink()
-    refused(r"no train\.bin in data.text or .*repository.data.text; prepared data sets: none")
+    refused(r"no train\.bin in data.text or .*repository.data.text or text or .*; prepared data sets: none")
     write_data(tmp_path / "data" / "other")
     refused("prepared data sets: other", name="nosuch")
     (folder / "prepare.py").touch()

@@ -25,7 +25,7 @@ import split
 
 BLOCK = 16
 IDS = np.random.default_rng(0).zipf(1.3, 5000) % 50257
-CUTS = [2500, 2501, 2503, 2510, 3700, 3705, 3709, 4990]  # a window crosses up to four shards
+CUTS = [2500, 2501, 2503, 2510, 3700, 3705, 3709, 4900]  # a window crosses up to four shards
 
 
 @pytest.fixture
