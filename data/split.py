@@ -44,7 +44,6 @@ def split(folder: Path, val_fraction: float) -> None:
             os.fsync(file.fileno())
     record(folder, {"dtype": tokens.dtype.name})  # the new files have no header that says the dtype
     os.replace(files[0], whole)
-    tokens = open_files([whole], tokens.dtype.name)
     (folder / "train.bin").unlink(missing_ok=True)
     for name in parts:
         os.replace(folder / f"{name}.tmp", folder / name)
