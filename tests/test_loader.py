@@ -361,10 +361,7 @@ def test_the_highest_id_of_a_large_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            '{"dtype": "float32"}',
-            r"train.bin is not one row of ids, but: shape \(50,\), float32, and 0 bytes",
-        ),
+        ('{"dtype": "float32"}', r"train.bin is not one row of ids: shape \(50,\), float32, 0 bytes"),
         ('{"vocab_size": 90', "meta.json cannot be read"),
         ("[90]", "meta.json cannot be read"),
         ('{"vocab_size": "many"}', "vocab_size is 'many'"),
@@ -460,9 +457,9 @@ def foreign(folder, train, val=None, **meta):
 def test_ids_of_a_different_width_are_refused_until_they_are_declared(folder, ids, dtypes, meta):
     for dtype in dtypes:
         foreign(folder, ids.astype(dtype), **meta)
-        refused('^data/text/train.bin contains ids of 32 or 64 bits: write {"dtype": "uint32"}')
+        refused('^data/text/train.bin holds ids of 32 or 64 bits: add {"dtype": "uint32"} to meta.json')
         foreign(folder, ids.astype(np.uint16), ids.astype(dtype), **meta)
-        refused("contains ids of 32 or 64 bits")  # in val.bin alone, or in both
+        refused("holds ids of 32 or 64 bits")  # in val.bin alone, or in both
         foreign(folder, ids.astype(dtype), **meta, dtype=dtype)
         data = open_dataset("text", BLOCK, vocab_size=meta.get("vocab_size", 100_000))
         assert ids_of(data.train) == ids.tolist() and ids_of(data.val) == ids[-1500:].tolist()
@@ -490,5 +487,5 @@ def test_uint16_is_never_taken_for_a_different_width(folder):
 def test_files_of_something_else_are_refused_for_their_ids(folder, content):
     foreign(folder, content, content)
     refused(
-        "^data/text/train.bin holds token id .*, but the vocabulary size is 50304: .* write the file again"
+        "^data/text/train.bin holds token id .*, but the vocabulary size is 50304: .* write the file again$"
     )

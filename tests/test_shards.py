@@ -192,7 +192,7 @@ def test_shards_that_do_not_belong_together(folder):
         refused("^data/text/train_000003.bin cannot be read, or is of a different dtype: ")
     for form in "llm.c", "npy":
         paths[3].write_bytes(content(third, form) + b"1")
-        refused("^data/text/train_000003.bin is not one row of ids, but: .*, and 1 bytes more")
+        refused("^data/text/train_000003.bin is not one row of ids: .*, 1 bytes more")
     paths[3].unlink()
     paths[3].mkdir()
     refused("^data/text/train_000003.bin cannot be read, ")
@@ -204,7 +204,7 @@ def test_shards_that_do_not_belong_together(folder):
 def test_npy_arrays_that_are_no_row_of_ids(folder, array):
     write(folder, form="npy", cuts=[], name="train")
     np.save(folder / "train.npy", array)
-    refused(r"^data/text/train.npy is not one row of ids, but: shape \(.*\), ")
+    refused(r"^data/text/train.npy is not one row of ids: shape \(.*\), ")
 
 
 def test_shards_that_change_during_the_run(folder):

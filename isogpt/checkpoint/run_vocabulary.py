@@ -5,7 +5,7 @@ from pathlib import Path
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.data_folder import find_dataset, read_metadata
+from isogpt.data.data_folder import find_dataset, vocabulary_in
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 
@@ -29,7 +29,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
     name = dataset or run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
-            vocabulary = read_metadata(find_dataset(name)).vocabulary
+            vocabulary = vocabulary_in(find_dataset(name))
         except ValueError:
             if dataset:
                 raise
@@ -55,7 +55,7 @@ def vocabulary_for_run(
 
     Raises:
         ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
-            uses more ids than the model; or a further validation set does not fit.
+            uses more ids than the model; or a part of a mixture or a further validation set does not fit.
     """
     before, notes = None, []
     if source:
@@ -79,11 +79,11 @@ def vocabulary_for_run(
         is_mixture = data.parts or "sources" in source.run["isogpt"]
         if not is_mixture and digest not in (None, data.digest):
             notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
-    for one in data.further:
+    for one in data.named:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:
             problem = f"id {one.highest} is beyond the model's {vocab_size} ids"
         if problem:
-            where = f"eval_datasets: the token ids of {one.folder} are not those of the run"
+            where = f"the token ids of {one.folder} are not those of the run"
             raise ValueError(f"{where}: {problem}. Prepare it with the run's tokenizer")
     return now, notes
