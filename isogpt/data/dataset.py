@@ -37,7 +37,7 @@ class Dataset:
     val_bytes: int  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
     val_text: str  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
     train: Tokens | None = None
-    windows: Windows | None = None  # of which every order but random reads each once per epoch
+    windows: Windows | None = None  # of train, of which every order but random reads each once per epoch
     parts: tuple["Dataset", ...] = ()  # of a mixture
     quotas: tuple[int, ...] = (PER,)  # how many of each PER sequences are of each source
     vocab_size: int = 0  # of the run: from the setting, the metadata, or GPT-2's
@@ -162,9 +162,6 @@ def open_source(folder: Path, vocab_size: int, block_size: int, data_order: str 
     meta = read_meta(folder)
     names = ("train", "val") if data_order else ("val",)
     splits = {split: open_split(folder, split, meta, block_size) for split in names}
-    windows = None
-    if data_order:
-        windows = windows_of(folder, meta, len(splits["train"]), data_order, block_size)
     return Dataset(
         folder,
         highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
@@ -172,7 +169,7 @@ def open_source(folder: Path, vocab_size: int, block_size: int, data_order: str 
         vocabulary=vocabulary_of_data(meta, folder),
         val_bytes=meta.get("val_bytes", 0),
         val_text=meta.get("val_text", ""),
-        windows=windows,
+        windows=windows_of(folder, meta, len(splits.get("train", ())), data_order, block_size),
         **splits,
     )
 
