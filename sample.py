@@ -30,7 +30,7 @@ from isogpt.common import console
 from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.launch import launchers, process_group
 from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import do_together, exit_together, gather_objects
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
 from isogpt.options.values import is_url
 from isogpt.parallel.compilation import compile_generation
@@ -67,7 +67,6 @@ try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     settings.check_sampling(config)
-    text = settings.read_prompt(start)
     plan = replace(UNDIVIDED, world_size=launchers.rank_variables()[1], tp=tp, pp=pp)
     degrees.check_degrees(plan)
     backend = "auto" if tp * pp > 1 else "gloo"
@@ -79,6 +78,8 @@ try:
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
+# on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
+text = broadcast(do_together(settings.read_prompt, start if ranks.is_main else ""))
 
 # the checkpoint, the tokenizer and the model (all ranks load them; an error on any rank ends all ranks)
 stored, damaged, source, pretrained = None, [], None, None

@@ -107,9 +107,10 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
     data = SimpleNamespace(further=(), vocabulary=part, folder="data/part", highest=1, digest="", parts=())
-    source = SimpleNamespace(run=run)
-    for is_resume in (True, False):
-        assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
+    source = SimpleNamespace(run=run, stored=SimpleNamespace(folder="out"))
+    for data.vocabulary in (part, Vocabulary("unknown", "data/part lacks the tokenizer")):
+        for is_resume in (True, False):
+            assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
     data.vocabulary = of_characters(ABC | {"d": 3})
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
 

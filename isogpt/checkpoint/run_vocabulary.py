@@ -71,7 +71,7 @@ def vocabulary_for_run(
             advice = f"prepare it with --tokenizer={weights}, or start a new run with --init_from={weights}"
             raise ValueError(f"{problem}: {advice}")
         notes.append(problem)
-    elif before and (now.size or 0) < (before.size or 0):
+    elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
     if is_resume:
         digest = measures_of(source.run).get("digest")

@@ -67,9 +67,9 @@ class Vocabulary:
         return {i: token for token, i in reversed(self.ids.items())}
 
     @property
-    def size(self) -> int | None:
-        """The highest id + 1; None if it is not known without tiktoken."""
-        return max(self.ids.values(), default=-1) + 1 or None
+    def size(self) -> int:
+        """The highest id + 1; 0 if it is not known without tiktoken."""
+        return max(self.ids.values(), default=-1) + 1
 
     def describe(self) -> dict:
         """The plain values that a checkpoint records, see `recorded`."""
@@ -139,9 +139,9 @@ def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
     return Vocabulary("unknown", reason)
 
 
-def check_size(n_ids: int | None, vocab_size: int) -> None:
+def check_size(n_ids: int, vocab_size: int) -> None:
     """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
-    if n_ids is not None and n_ids > vocab_size:
+    if n_ids > vocab_size:
         advice = "set --dataset= to the data set that the model was trained on"
         raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
 
