@@ -47,8 +47,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = search.find_checkpoint(out_dir, best=form == "hf")
     if not stored:
-        problems = damaged or [search.advice_on_folder(out_dir)]
-        raise ValueError(f"no valid checkpoint in {out_dir}: {'; '.join(problems)}")
+        raise search.no_checkpoint(out_dir, damaged)
     for report in damaged:
         console.print_to_stderr(f"warning: {report}")
     source = open_checkpoint(stored)
@@ -150,7 +149,7 @@ def list_checkpoints(out_dir: str) -> str:
             lines.append(row(search.open_folder(folder), " (best)" if folder == best else ""))
     if not folders:
         stored, problems = search.find_checkpoint(out_dir)
-        lines += [row(stored)] if stored else problems or [search.advice_on_folder(out_dir)]
+        lines.append(row(stored) if stored else str(search.no_checkpoint(out_dir, problems)))
     return "\n".join(lines)
 
 

@@ -92,8 +92,7 @@ with exit_together():
     if stored:
         source = open_checkpoint(stored)
     elif init_from == "resume":
-        problems = damaged or [search.advice_on_folder(out_dir)]
-        raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
+        raise search.no_checkpoint(out_dir, damaged)
     else:
         pretrained = GPT.from_pretrained(init_from)
     run = source.run if source else {"model_args": pretrained.describe()}
