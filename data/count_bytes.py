@@ -12,10 +12,10 @@ from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_dict, read_meta
+from isogpt.data.data_folder import open_split, read_dict, read_metadata
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
-from isogpt.data.tokenizer import load_encoding
-from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, vocabulary_of_data
+from isogpt.data.tokenizer import ids_of_encoding, load_encoding
+from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
 
 
 def count_bytes(folder: Path) -> None:
@@ -26,11 +26,11 @@ def count_bytes(folder: Path) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
     """
-    meta = read_meta(folder)
+    found = read_metadata(folder)
+    meta = found.content
     meta.pop("val_tokens", None)  # of an earlier val.bin
-    size = meta.get("vocab_size", 0)
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
-    vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
+    vocabulary = found.vocabulary or gpt2_or_unknown(found.vocab_size or GPT2_VOCAB, str(folder))
     table = bytes_by_id(vocabulary)
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = vocabulary.end_of_text.encode()
@@ -52,9 +52,7 @@ def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
     if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
         advice = "prepare the data set again, or write val_bytes to meta.json"
         raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
-    bpe = load_encoding(vocabulary)
-    ids = bpe._mergeable_ranks | {token.encode(): i for token, i in bpe._special_tokens.items()}
-    return {i: token for token, i in ids.items()}
+    return {i: token for token, i in ids_of_encoding(load_encoding(vocabulary)).items()}
 
 
 def record(folder: Path, facts: dict) -> None:

@@ -64,12 +64,10 @@ def vocabulary_for_run(
         before = vocabulary_of_run({"model_args": {"vocab_size": vocab_size}}, weights)
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
     check_size(now.size, vocab_size)
-    changed = before and tokenizer.difference(before, now)
-    if changed:
+    if changed := before and tokenizer.difference(before, now):
         problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"
         if is_resume:
-            advice = f"prepare it with --tokenizer={weights}, or start a new run with --init_from={weights}"
-            raise ValueError(f"{problem}: {advice}")
+            raise ValueError(f"{problem}: prepare it with --tokenizer={weights}, or start a new run")
         notes.append(problem)
     elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
