@@ -15,7 +15,7 @@ from isogpt.common.files import write_whole
 from isogpt.data.data_folder import open_split, read_dict, read_metadata
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import ids_of_encoding, load_encoding
-from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
+from isogpt.data.vocabulary import gpt2_or_unknown
 
 
 def count_bytes(folder: Path) -> None:
@@ -31,7 +31,13 @@ def count_bytes(folder: Path) -> None:
     meta.pop("val_tokens", None)  # of an earlier val.bin
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
     vocabulary = found.vocabulary or gpt2_or_unknown(found.vocab_size or GPT2_VOCAB, str(folder))
-    table = bytes_by_id(vocabulary)
+    if vocabulary.is_table:
+        table = {i: token.encode() for i, token in vocabulary.tokens.items()}
+    elif vocabulary.kind == "tiktoken":
+        table = {i: token for token, i in ids_of_encoding(load_encoding(vocabulary)).items()}
+    else:  # the decoder of a tokenizer.json may depend on the preceding ids
+        advice = "prepare the data set again, or write val_bytes to meta.json"
+        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = vocabulary.end_of_text.encode()
         table = {i: END_OF_DOCUMENT if token == end else token for i, token in table.items()}
@@ -43,16 +49,6 @@ def count_bytes(folder: Path) -> None:
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
     count = f"{len(tokens):,} tokens of {vocabulary.name}"
     print(f"{tokens.path}: {count}, {text.bytes:,} bytes of text")
-
-
-def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
-    """The bytes that each id stands for, see count_bytes; those of a special token are its text."""
-    if vocabulary.is_table:
-        return {i: token.encode() for i, token in vocabulary.tokens.items()}
-    if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
-        advice = "prepare the data set again, or write val_bytes to meta.json"
-        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
-    return {i: token for token, i in ids_of_encoding(load_encoding(vocabulary)).items()}
 
 
 def record(folder: Path, facts: dict) -> None:

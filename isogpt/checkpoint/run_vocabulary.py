@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import find_dataset, read_metadata
@@ -71,12 +70,6 @@ def vocabulary_for_run(
         notes.append(problem)
     elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    if is_resume:
-        digest = measures_of(source.run).get("digest")
-        # start.changes_of_curve says what changed in a mixture, or from or to one
-        is_mixture = data.parts or "sources" in source.run["isogpt"]
-        if not is_mixture and digest not in (None, data.digest):
-            notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     for one in data.further:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:

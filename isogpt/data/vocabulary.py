@@ -85,8 +85,6 @@ def of_characters(ids: dict[str, int]) -> Vocabulary:
     split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     vocab = ids | {UNTRAINED: max(ids.values(), default=-1) + 1}
     content = {
-        "version": "1.0",
-        "added_tokens": [],
         "pre_tokenizer": split,
         "decoder": {"type": "Fuse"},  # the default joins tokens with spaces
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": UNTRAINED},
