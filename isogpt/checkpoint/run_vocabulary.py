@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import find_dataset, vocabulary_in
@@ -64,21 +63,13 @@ def vocabulary_for_run(
         before = vocabulary_of_run({"model_args": {"vocab_size": vocab_size}}, weights)
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
     check_size(now.size, vocab_size)
-    changed = before and tokenizer.difference(before, now)
-    if changed:
+    if changed := before and tokenizer.difference(before, now):
         problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"
         if is_resume:
-            advice = f"prepare it with --tokenizer={weights}, or start a new run with --init_from={weights}"
-            raise ValueError(f"{problem}: {advice}")
+            raise ValueError(f"{problem}: prepare it with --tokenizer={weights}, or start a new run")
         notes.append(problem)
-    elif before and (now.size or 0) < (before.size or 0):
+    elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    if is_resume:
-        digest = measures_of(source.run).get("digest")
-        # start.changes_of_curve says what changed in a mixture, or from or to one
-        is_mixture = data.parts or "sources" in source.run["isogpt"]
-        if not is_mixture and digest not in (None, data.digest):
-            notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     for one in data.named:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:

@@ -103,7 +103,7 @@ def read_meta(folder: Path) -> dict:
         if not isinstance(meta.get(name, 0), int):
             raise ValueError(f"metadata in {folder}: {name} is {meta[name]!r}, not a number")
     if "vocab_size" not in meta and (vocabulary := vocabulary_of_data(meta, folder)):
-        meta["vocab_size"] = vocabulary.size or 0
+        meta["vocab_size"] = vocabulary.size
     return meta
 
 

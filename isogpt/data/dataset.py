@@ -186,7 +186,7 @@ def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
         highest=max(one.highest for one in sources),
         digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
         # the one with the most ids; how many tiktoken's have is not known
-        vocabulary=max(known, key=lambda one: (one.kind != "unknown", one.size or 0), default=None),
+        vocabulary=max(known, key=lambda one: (one.kind != "unknown", one.size), default=None),
         val_bytes=sum(sizes) if all(sizes) else 0,
         val_text=digest_of_parts(texts, quotas) if all(texts) else "",
         train=Tokens([file for one in sources for file in one.train.files]),
