@@ -106,6 +106,13 @@ def test_a_data_set_of_nanogpt(at, capsys):
     assert "(unknown): prepare the data set again, or write val_bytes to meta.json" in said
 
 
+def test_documents_of_gpt2_are_found_without_a_network(at, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", None)
+    np.array([1, EOT, 2, EOT, 3, 4], np.uint16).tofile(at.path / "train.bin")
+    run(at, "find_documents.py", ".")
+    assert np.fromfile(at.path / "documents.bin", np.int64).tolist() == [0, 1, 3]
+
+
 def test_a_run_keeps_its_bits_per_byte(at, zygote, work):
     """In its checkpoints, for the list and the model card."""
     folder = work / "data" / "tiny"

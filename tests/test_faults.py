@@ -26,8 +26,8 @@ from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
 from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, make_writable
-from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
-from isogpt.checkpoint.owner import is_owned, was_entered_by
+from isogpt.checkpoint.manifest import damage, make_manifest, step_folders
+from isogpt.checkpoint.owner import read_owner, was_entered_by
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.common.files import load_pickle, write_whole
@@ -238,11 +238,14 @@ def test_the_same_folder_under_different_paths(zygote, work):
 
 def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
     """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
-    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
-    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
+
+    def gather(mine, written, group):
+        written[1] = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
+
+    monkeypatch.setattr(sharded_files.dist, "gather_object", gather)
     monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
     with pytest.raises(FileNotFoundError, match="__1_0.distcp"):
-        sharded_files.write(tmp_path, {}, group=object())
+        sharded_files.write(tmp_path, {}, SimpleNamespace(size=lambda: 2))
 
 
 def write_unfinished(folder, name):
@@ -428,7 +431,7 @@ def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
     assert not job.continues(job), "a command that is typed twice in a job"
     out = at.path / "out"
     owner = enter_folder(str(out), None, job)
-    assert is_owned(out, owner) and not was_entered_by(out, job)
+    assert read_owner(out)["owner"] == owner and not was_entered_by(out, job)
     at.env("SLURM_RESTART_COUNT", "1")
     assert was_entered_by(out, make_launch([""]))
     at.env("SLURM_JOB_ID", "8")
@@ -674,7 +677,7 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
     run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
     assert "at step 8\n" in run.text() and find_checkpoint(str(out), best=True)[0].step == 8
     newest, best = out / "step_00000009", out / "step_00000008"
-    prune_checkpoints(out, read_manifest(newest), best, 1)
+    prune_checkpoints(out, newest, best, 1)
     assert step_folders(out) == [newest, best]
     data = bytearray((best / "ckpt.pt").read_bytes())
     data[5000] ^= 1

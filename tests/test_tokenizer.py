@@ -156,5 +156,5 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
     message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): .* or set TIKTOKEN_CACHE_DIR"
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
-    with pytest.raises(ValueError, match=r"'no-such' \(ValueError\('Unknown encoding no-such"):
+    with pytest.raises(ValueError, match=r"'no-such' \(ValueError\(.Unknown encoding no-such"):
         tokenizer.load(Vocabulary("tiktoken", "no-such"))

@@ -15,14 +15,15 @@ import os
 import shutil
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.download import find_newest
 from isogpt.checkpoint.manifest import UNFINISHED, is_run, step_folders, step_of, unfinished_folder
-from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
-from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
+from isogpt.checkpoint.owner import check_owner, read_owner, was_entered_by, write_owner
+from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint, no_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
 from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
@@ -61,8 +62,7 @@ def look_for_start(
             return newest, True, reports
         if reports or init_from == "resume":
             which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
-            why = "; ".join(reports) or advice_on_folder(out_dir)
-            raise ValueError(f"no {which} to resume from in {out_dir}: {why}")
+            raise no_checkpoint(out_dir, reports, f"{which} to resume from")
     # these are not paths, even if a folder here has such a name
     if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
         return None, False, []
@@ -171,7 +171,9 @@ def check_folder(folder: RunFolder) -> None:
     Raise ValueError if this rank cannot write to the folder that rank 0 has claimed: a checkpoint in shards
     would be incomplete. If rank 0 writes everything, other ranks need the folder only for a resume.
     """
-    if not is_owned(folder.path, folder.owner):
+    with suppress(OSError):
+        os.listdir(folder.path)  # NFS then looks for new files
+    if read_owner(folder.path).get("owner") != folder.owner:
         raise ValueError(
             f"out_dir {folder.path.absolute()} is not the folder in which rank 0 keeps this run, and all "
             "ranks write shards: set --out_dir= to one folder on a file system that all machines share, or "
@@ -191,8 +193,8 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
             queue.
     """
     check_owner(folder.path, folder.owner)
-    mark = {"iter": step, "reason": reason, "steps": steps_kept}
-    write_whole(folder.path / MARK, json.dumps(mark) + "\n")
+    mark = json.dumps({"iter": step, "reason": reason, "steps": steps_kept})
+    write_whole(folder.path / MARK, f"{mark}\n")
 
 
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:

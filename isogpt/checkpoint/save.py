@@ -1,6 +1,7 @@
 """Save a run on any layout, in the background, and go back to what was saved."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,8 +80,8 @@ class Saver:
         always_save_checkpoint and save_interval say.
         """
         c, progress = self.config, state.progress
-        was_evaluated = progress.val_loss is not None
-        is_good = was_evaluated and (progress.is_best or c["always_save_checkpoint"])
+        was_evaluated, is_best = progress.val_loss is not None, progress.best_step == state.step
+        is_good = was_evaluated and (is_best or c["always_save_checkpoint"])
         is_time = c["save_interval"] > 0 and state.step % c["save_interval"] == 0
         return not c["eval_only"] and (is_last or is_good or is_time)
 
@@ -166,9 +167,14 @@ class Saver:
         """Report the checkpoint under way if it has been completed or has failed, and what was copied."""
         if self.pending and self.pending.done():
             self.wait_alone()
+        self.report_copies(self.log.print)
+
+    def report_copies(self, say: Callable[[str], None]) -> None:
+        """Report what was copied to the mirror since the last call; `say` prints it for the user."""
         while self.mirror and self.mirror.outcomes:
             event, text, facts = self.mirror.outcomes.popleft()
-            self.log.event(event, text, **facts)
+            say(text)
+            self.log.event(event, **facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written on every rank, and report it (all ranks)."""
@@ -201,10 +207,7 @@ class Saver:
         if not self.mirror:
             return
         do_together(self.mirror.finish, seconds_left, has_done="has copied the last checkpoint to the mirror")
-        while self.mirror.outcomes:
-            event, text, facts = self.mirror.outcomes.popleft()
-            console.print_to_stderr(text)  # the last line of stdout may be the run's result
-            self.log.event(event, **facts)
+        self.report_copies(console.print_to_stderr)  # the last line of stdout may be the run's result
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""
