@@ -31,6 +31,7 @@ from runs import (
     REPO,
     TINY,
     Zygote,
+    assert_same_run,
     children,
     column,
     free_port,
@@ -92,8 +93,7 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed):
     the step that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted
     run?
     """
-    import torch
-    from test_resume import DROPOUT, assert_same_bits
+    from test_resume import DROPOUT
 
     rng, report = random.Random(seed), dict(signals=0, unsaved=0, late=0, slowest_s=0.0)
     args = [*TINY, *DROPOUT, f"--max_iters={40 * kills}", "--eval_interval=25", f"--out_dir=stop{nproc}"]
@@ -114,9 +114,7 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed):
             print(report)
     zygote.start([*args, "--init_from=auto"], work, nproc).wait(timeout=600)
     zygote.start([*args, f"--out_dir=straight{nproc}"], work, nproc).wait(timeout=600)
-    paths = [work / f"{name}{nproc}" / "ckpt.pt" for name in ("straight", "stop")]
-    states = [torch.load(path, weights_only=True) for path in paths]
-    assert_same_bits(*states)
+    assert_same_run(work / f"stop{nproc}", work / f"straight{nproc}")
     print(report, f"same bits as an uninterrupted run, on {nproc} processes")
     return report
 

@@ -121,9 +121,9 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     write_owner(out, owner, launch if is_restart else None)
     clean_up(out)
     if resumed:
-        continue_from(out_dir, resumed)
+        continue_from(out, resumed)
     # what a restart finds was written by this launch before its first checkpoint
-    elif not is_restart and (aside := set_aside(out_dir)):
+    elif not is_restart and (aside := set_aside(out)):
         console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
     for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
         (out / name).unlink(missing_ok=True)
@@ -197,12 +197,11 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
     write_whole(folder.path / MARK, f"{mark}\n")
 
 
-def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
+def continue_from(out: Path, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
     chosen, are renamed, since they must not count as kept. They are not read: there may be terabytes.
     """
-    out = Path(out_dir)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
             kind = "damaged" if folder.name in resumed.damaged else "abandoned"
@@ -211,15 +210,14 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
         link_checkpoints(out, resumed.folder, best_folder(out, resumed.manifest))
 
 
-def set_aside(out_dir: str) -> Path | None:
+def set_aside(out: Path) -> Path | None:
     """
     Prepare the folder for a run from scratch: move an earlier run's checkpoints and what its sinks wrote,
     including all files called metrics*, to previous_1, previous_2, ..., so that nothing is overwritten or
     mistaken for the new run's. Returns the folder to which they were moved; None if there was no earlier run.
     """
-    out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not (has_logged_steps or is_run(out_dir)):
+    if not (has_logged_steps or is_run(str(out))):
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

@@ -114,25 +114,22 @@ class HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
-        with HashedFile(path) as file:
-            yield file
+        try:
+            with HashedFile(path) as file:
+                yield file
+        # torch.save's error hides that of the disk, and its context is lost on the way to the other ranks
+        except Exception as e:
+            raise OSError(reason_of(e)) from e
         self.entries[Path(path).name.removesuffix(".tmp")] = file.entry()  # .metadata is renamed
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, with errors that say why a file could not be written."""
+    """DCP's writer of files that are hashed."""
 
     def __init__(self, folder: Path, planner: "SavePlanner") -> None:
         # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
         super().__init__(folder, per_thread_copy_ahead=0)
         self.fs, self.planner = HashedFiles(), planner
-
-    def write_data(self, *args: object) -> object:
-        try:
-            return super().write_data(*args)
-        # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
-        except Exception as e:
-            raise OSError(reason_of(e)) from e
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         super().finish(self.planner.metadata, results)
