@@ -106,7 +106,7 @@ CASES = {
         lines=3,
     ),
     # data
-    "short-data": Case(["--block_size=30000"], ["train.bin", "block_size 30000", "--block_size=19999"]),
+    "short-data": Case(["--block_size=30000"], ["train.bin contains 20000 tokens, but block_size 30000"]),
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
     ),

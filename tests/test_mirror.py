@@ -19,6 +19,7 @@ from isogpt.checkpoint import mirror
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
+    entry_of,
     make_manifest,
     read_manifest,
     step_folder,
@@ -73,14 +74,9 @@ def commit(out, step, best=0, keep_last=2, held=()):
     unfinished.mkdir(parents=True)
     for name in FILES:
         (unfinished / name).write_bytes(f"{name} of {step}".encode() * 100)
-    run = {
-        "iter_num": step,
-        "best_val_loss": 2.0,
-        "model_args": {"block_size": 8},
-        "config": {},
-        "isogpt": {},
-    }
+    run = {"iter_num": step, "best_val_loss": 2.0, "model_args": {"block_size": 8}, "config": {}}
     manifest = make_manifest(run, 1, 0, None) | {"best_step": best}
+    manifest["files"] = {name: entry_of(unfinished / name) for name in FILES}
     return commit_checkpoint(unfinished, manifest, keep_last, held=held)
 
 
@@ -289,7 +285,7 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
         "--mirror=/mnt/disk": "mirror is '/mnt/disk', not a URL: set --mirror=s3://bucket/run or",
         "--mirror=s3://bucket/run --save_checkpoint=False": "what save_checkpoint writes: set --save",
         "--mirror=file://out": "mirror is in out_dir out and would be lost with it: set a URL",
-        f"--mirror=local://{tmp_path}/a/b/.. --out_dir=./a": "mirror is in out_dir ./a",
+        f"--mirror=file://{tmp_path}/a/b/.. --out_dir=./a": "mirror is in out_dir ./a",
     }.items():
         with pytest.raises(ValueError, match=re.escape(advice)):
             accepted("train.py", *arguments.split())

@@ -302,8 +302,7 @@ def test_many_ranks_on_one_folder_or_on_several_disks(zygote, work):
     url = mirrored(work / "run", work / "other mirror", [4, 8])
     shutil.copytree(work / "mirror/step_00000004", work / "rank0/own/step_00000004")
     ddp = [*RUN, f"--dataset={work / 'data/tiny'}", f"--mirror={url}", "--init_from=resume", "--out_dir=own"]
-    apart = start_changed(zygote, APART, ddp, work, 2).wait(120)
-    assert "in which rank 0 keeps this run" in apart.text()
+    start_changed(zygote, APART, ddp, work, 2).wait(120)
     assert all(not damage(work / f"rank{rank}/own/step_00000008") for rank in range(2))
     weights = start_changed(
         zygote, APART, [*ddp[:-3], f"--init_from={url}", "--out_dir=weights"], work, 2

@@ -174,7 +174,6 @@ def test_what_to_type_for_a_folder_or_a_file(at, capsys):
     for args, message in (
         (["--out_dir=out"], "no checkpoint in out: out/ckpt.pt is not a checkpoint that isoGPT reads"),
         (["--init_from=out/ckpt.pt"], "out/ckpt.pt is a file: set --out_dir=out for a run"),
-        (["--out_dir=hf"], "hf contains a model of transformers: set --init_from=hf, or see export.py"),
     ):
         assert message in script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
 
