@@ -41,6 +41,7 @@ class Faulty(LocalFileSystem):
 
     def put_file(self, path1, path2, **kw):
         self.before("put", path2)
+        self.makedirs(os.path.dirname(path2), exist_ok=True)
         with open(path1, "rb") as file, open(path2, "wb") as there:
             there.write(file.read(500))
             there.flush()
@@ -147,14 +148,19 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
 
 
 def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at):
-    """After a rollback or resume_step: a later start would return to them. Their files are kept."""
-    copied = copies(tmp_path, keep_last=0)
+    """
+    After a rollback or resume_step: a later start would return to them. Their files are kept, and they do not
+    replace one of keep_last.
+    """
+    copied = copies(tmp_path, keep_last=3)
     for step in (1, 2, 3):
         copied.request(commit(tmp_path / "out", step, keep_last=0))
         outcomes(copied)
     os.rename(tmp_path / "out/step_00000003", tmp_path / "out/damaged_step_00000003")
     copied.request(tmp_path / "out/step_00000002")
     assert outcomes(copied) == [] and whole_steps(tmp_path / "there") == [2, 1]
+    copied.request(commit(tmp_path / "out", 4, keep_last=0))
+    assert events(copied) == ["mirror"] and whole_steps(tmp_path / "there") == [4, 2, 1]
     abandoned = tmp_path / "there/step_00000003"
     os.rename(abandoned / "abandoned_manifest.json", abandoned / "manifest.json")
     assert not damage(abandoned)
