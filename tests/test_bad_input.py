@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPO, TINY, script, tiny_data, wait_for
-from test_launchers import FORKED
+from runs import TINY, script, tiny_data, wait_for
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
@@ -156,20 +155,6 @@ def test_bad_input(zygote, trained, at, capsys, name, nproc):
     assert listing(folder) == before, f"something on disk changed:\n{text}"
     lines = text.strip().splitlines()
     assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
-
-
-def test_under_torchrun_the_message_appears_once(zygote, trained, tmp_path):
-    """The launcher kills the other ranks when a rank has failed."""
-    shutil.copytree(trained, tmp_path / "w", symlinks=True)
-    before = listing(tmp_path / "w")
-    command = ["--standalone", "--nproc_per_node=2", REPO / "train.py"]
-    args = [*TINY, *TINIER, "--batch_size=0", "--data_order=sorted"]
-    run = zygote.start([*command, *args], tmp_path / "w", script=FORKED).wait(ok=False)
-    assert run.codes == [1]
-    lines = run.text().splitlines()
-    for message in ("batch_size is 0: it must be >= 1", "data_order is 'sorted'"):
-        assert sum(line.startswith(f"error: {message}") for line in lines) == 1, run.text()
-    assert listing(tmp_path / "w") == before
 
 
 # ------------------------------------------------------------------------------------------------------------
