@@ -55,7 +55,7 @@ class Case:
     lines: int | None = 1  # of output, of all ranks; None: any number, each line once
 
 
-ONE, BOTH = (1,), (1, 2)
+BOTH = (1, 2)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once instead of retrying for 24 s
 CASES = {
     "several-names": Case(
@@ -83,9 +83,7 @@ CASES = {
         ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
         BOTH,
     ),
-    "longer": Case(
-        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
-    ),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"]),
     "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
     "no-step": Case(
         [*RESUME, "--resume_step=5"],
@@ -98,7 +96,7 @@ CASES = {
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
-    "s-damaged": Case([], ["is damaged"], ONE, flip, "sample.py"),
+    "s-damaged": Case([], ["is damaged"], prepare=flip, script="sample.py"),
 }
 ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
 
@@ -175,7 +173,6 @@ def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):
     for i in range(300, 400):  # a tenth of the text, between the samples that are checked
         tokens[starts[i] + 4096 : starts[i + 1]] = 70
     tokens.flush()
-    del tokens
     more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200", "--out_dir=new"]
     run = zygote.train([*TINIER, *more], place, 2, ok=False)
     (place / "data/tiny/train.bin").unlink()  # 134 MB
