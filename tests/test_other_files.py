@@ -17,9 +17,6 @@ from isogpt.launch.launchers import Launch
 from model import GPT, GPTConfig
 
 ARGS = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
-TRAIN = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--init_from=resume", "--check_layout=False"]
-TRAIN += ["--block_size=16", "--batch_size=2", "--gradient_accumulation_steps=1", "--eval_iters=2"]
-TRAIN += ["--warmup_iters=0", "--learning_rate=1e-2", "--eval_interval=5", "--keep_last=1"]
 
 
 def weights(**changes):
@@ -99,7 +96,8 @@ def test_a_file_that_the_run_did_not_write_is_kept(zygote, at):
     write(Path("out/ckpt.pt"), of_nanogpt(best_val_loss=torch.tensor(4.1), config={"seed": 3}))
     write(Path("out/ckpt_best.pt"), of_nanogpt(iter_num=5))
     before = {name: Path("out", name).read_bytes() for name in ("ckpt.pt", "ckpt_best.pt")}
-    zygote.start([*TRAIN, "--max_iters=13"], at.path).wait()
+    args = ["--init_from=resume", "--max_iters=13", "--block_size=16", "--eval_interval=5", "--keep_last=1"]
+    zygote.train([*args, "--learning_rate=1e-2", "--warmup_iters=0"], at.path)
     assert not Path("out/step_00000007").exists(), "this test needs a checkpoint that is not kept"
     assert Path("out/ckpt_best.pt").is_symlink(), "no evaluation was the best"
     kept = [Path("out", name).read_bytes() for name in ("original_ckpt.pt", "original_ckpt_best.pt")]
