@@ -47,7 +47,7 @@ def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False)
     """
     folder = step_folder(out, step)
     shown, unfinished = f"{without_credentials(url)}/{folder.name}", out / f"unfinished_{folder.name}"
-    if not is_mine or (folder.exists() and not replaces):
+    if not is_mine or (step in steps_in(str(out)) and not replaces):
         return
     try:
         remote = Remote(url)
