@@ -83,7 +83,7 @@ def nanogpt_state(
     state = optimizer_state.saved_state(model, optimizers)
     moments = state["state"].items()
     state["state"] = {i: {key: taken(tensor) for key, tensor in kept.items()} for i, kept in moments}
-    args = {name: run["model_args"][name] for name in MODEL_ARGS}
+    args = {name: value for name, value in run["model_args"].items() if name in MODEL_ARGS}
     others = {name: value for name, value in run["model_args"].items() if name not in MODEL_ARGS}
     extra = run["isogpt"] | {"model_args": others}
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
