@@ -81,7 +81,8 @@ def separated(path: Path, separator: str) -> Iterator[str]:
     """Yield the texts between the separators, without white space at both ends, while the file is read."""
     rest = ""
     with open(path, encoding="utf-8-sig") as file:
-        while block := file.read(BLOCK):
+        # as much as is left of a long document, which is then searched twice and not once for each block
+        while block := file.read(max(BLOCK, len(rest))):
             *documents, rest = (rest + block).split(separator)
             yield from map(str.strip, documents)
     yield rest.strip()

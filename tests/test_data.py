@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from runs import REPO, SHAKESPEARE, SHARED, accepted
 
+from isogpt.data.vocabulary import of_characters
+
 TOKENIZERS = Path(os.environ.get("TIKTOKEN_CACHE_DIR", SHARED / "tiktoken_cache"))
 GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for the cached vocab.bpe
 EOT = 50256
@@ -75,6 +77,28 @@ def load_prepare(data, name):
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
+
+
+def error_of(main, monkeypatch, *args):
+    """The line with which a script that calls `main` ends; '' without an error."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *args])
+    try:
+        bins.run(main)
+    except SystemExit as stop:
+        assert "\n" not in stop.code
+        return stop.code
+    return ""
+
+
+def write_tokenizer(folder, vocab):
+    """Write the tokenizer.json of a {word: id}, in which <|endoftext|> is a special token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_text(folder, text):
@@ -239,10 +263,7 @@ def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path,
 
 
 def test_ids_above_65535(data, tmp_path):
-    vocab = {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300}
-    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
-    content |= {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    write_tokenizer(tmp_path, {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300})
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     args = [f"--data_files={tmp_path}/a.jsonl", "--text_key=body", f"--tokenizer={tmp_path}"]
     load_prepare(data, "fineweb")(args)
@@ -294,7 +315,7 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_files.SplitText, "write", full)
+    monkeypatch.setattr(write_files.SplitText, "add", full)
     with pytest.raises(OSError, match="No space left"):
         main([files, "--num_proc=1"])
     with pytest.raises(OSError, match="No space left"):
@@ -341,26 +362,23 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
 # ----- a val.bin for files that others prepared
 
 
-def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
+def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch):
     ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "meta.json").write_text('{"dtype": "uint32"}')
 
     def divide(*args):
-        monkeypatch.setattr(sys, "argv", ["split.py", str(folder), *args])
-        status = bins.run(split.main)
-        return status, capsys.readouterr().err
+        return error_of(split.main, monkeypatch, str(folder), *args)
 
-    none = "contains 0 files of training tokens, not one: see --help"
-    assert divide() == (1, f"error: {folder} {none}\n")
+    assert divide() == f"error: {folder} contains 0 files of training tokens, not one: see --help"
     ids.tofile(folder / "train.bin")
     (folder / "val.bin").touch()
-    assert "val.bin exists already: delete it" in divide()[1]
+    assert "val.bin exists already: delete it" in divide()
     (folder / "val.bin").unlink()
-    assert "leaves train.bin or val.bin empty: set 0.1" in divide("--val_fraction=0.99999")[1]
+    assert "leaves train.bin or val.bin empty: set 0.1" in divide("--val_fraction=0.99999")
     for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
-        assert divide(*args) == (0, "")
+        assert divide(*args) == ""
         train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
         assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
         assert not list(folder.glob("*.tmp"))
@@ -381,14 +399,18 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
-    "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction=1.5 is not between 0 and 1",
+    "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
     "--data_files=fake.parquet": "fake.parquet, document 1: .*[Pp]arquet",
     "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint",
 }
 ONE_TEXT = {"": ".*No such file"}
-DOCUMENTS = {"--data_files=two.jsonl --tokenizer=char": "the tokenizer lacks .* set --tokenizer=gpt2"}
+DOCUMENTS = {
+    "--data_files=torn.jsonl.gz --tokenizer=char": "--tokenizer=char is for one text: ",  # before it is read
+    "--data_files=two.jsonl --num_proc=0": ".* --num_proc 1 or more",
+    "--data_files=two.jsonl --tokenizer=characters": "the tokenizer lacks .* set --tokenizer=gpt2",
+}
 KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
 
 
@@ -401,6 +423,7 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(read_files, "SHAKESPEARE", (tmp_path / "absent").as_uri())
     Path("folder").mkdir()
+    Path("characters").mkdir()
     for name, content in {
         "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
         "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',
@@ -411,6 +434,7 @@ def inputs(tmp_path, monkeypatch):
         "torn.jsonl.gz": "\x1f\x8b\x08",
         "fake.parquet": "not parquet",
         "table.csv": "text",
+        "characters/tokenizer.json": of_characters({"a": 0}).content,
     }.items():
         Path(name).write_text(content, encoding="latin-1")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), "null.parquet")
@@ -420,21 +444,16 @@ def inputs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases.items()]
 )
-def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, capsys, name, args, message):
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, name, args, message):
     before = contents(data / name)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *args.split()])
-    assert bins.run(load_prepare(data, name)) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_of(load_prepare(data, name), monkeypatch, *args.split())
     assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 
 
 def test_what_is_read_with_a_note(data, inputs, capsys):
     """Null is no text; text that the tokenizer loses."""
-    rules = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
-    rules |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    model = {"type": "WordLevel", "vocab": {"one": 0, "two": 1, "?": 2}, "unk_token": "?"}
-    Path("folder/tokenizer.json").write_text(json.dumps(rules | {"model": model}))
+    write_tokenizer(Path("folder"), {"one": 0, "two": 1, "?": 2})
     main, folder = load_prepare(data, "shakespeare"), data / "shakespeare"
     main(["--data_files=null.parquet", "--tokenizer=folder", "--val_fraction=0.5"])
     _, train, val = read(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO, wait_for
-from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F401 (fixtures)
+from test_data import bins, cached_tokenizers, contents, error_of, needs_gpt2, write_tokenizer  # noqa: F401
 
 sys.path.insert(0, str(REPO / "data"))
 import write_files
@@ -35,16 +35,10 @@ BEFORE = {
 def source(tmp_path, monkeypatch):
     """A folder of documents with a small tokenizer, and batches of a few documents."""
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
-    folder, model = tmp_path / "texts", tmp_path / "tokenizer"
+    folder = tmp_path / "texts"
     folder.mkdir()
-    model.mkdir()
     write_jsonl(folder / "a.jsonl", DOCUMENTS)
-    vocab = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
-    special = {"id": 0, "content": END, "special": True, "single_word": False, "lstrip": False}
-    special |= {"rstrip": False, "normalized": False}
-    rules = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    rules |= {"version": "1.0", "added_tokens": [special], "pre_tokenizer": {"type": "Whitespace"}}
-    (model / "tokenizer.json").write_text(json.dumps(rules | {"model": vocab}))
+    write_tokenizer(tmp_path / "tokenizer", {word: i for i, word in enumerate(WORDS)})
     return folder
 
 
@@ -195,19 +189,17 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     assert moment > 20 and contents(folder) == new
 
 
-def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch, capsys):
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch):
     """As for want of memory: in one line, not by waiting for its answer."""
-    write = write_files.SplitText.write
+    add = write_files.SplitText.add
 
     def killing(*args):
         for process in multiprocessing.active_children():
             process.kill()
-        write(*args)
+        add(*args)
 
-    monkeypatch.setattr(write_files.SplitText, "write", killing)
-    monkeypatch.setattr(sys, "argv", ["prepare.py"])
-    assert bins.run(lambda _: prepare(source, tmp_path / "out", "--num_proc=2")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    monkeypatch.setattr(write_files.SplitText, "add", killing)
+    line = error_of(lambda _: prepare(source, tmp_path / "out", "--num_proc=2"), monkeypatch)
     assert line.startswith("error: A ") and "process" in line
     assert not list((tmp_path / "out").iterdir())
 
