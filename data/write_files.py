@@ -78,7 +78,9 @@ def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterato
     with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
         earlier = ()
         while some := list(islice(batches, 2 * num_proc)):
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is not for the processes
             ids = pool.map(ids_of, some)  # starts, so that as many batches are read meanwhile
+            signal.signal(signal.SIGINT, before)
             yield from earlier
             earlier = zip(some, ids, strict=True)
         yield from earlier
@@ -86,7 +88,6 @@ def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterato
 
 def start_process(make: Callable) -> None:
     """Prepare a tokenizing process, which ends with the main one, also after a kill."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C, which reaches the main one too
     Thread(target=end_with_parent, daemon=True).start()
     OF_PROCESS["tokenizer"] = make()
 
