@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -99,6 +100,10 @@ def write_tokenizer(folder, vocab):
     tokenizer.add_special_tokens(["<|endoftext|>"])
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_jsonl(path, documents):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
 
 
 def write_text(folder, text):
@@ -216,50 +221,34 @@ def test_download_is_verified_and_complete(data, tmp_path, monkeypatch, capsys):
 # ----- document data sets
 
 
-def write_documents(folder, documents):
-    """
-    Write the documents to a.jsonl, b.parquet and c.txt (the last document). Returns --data_files=, in a
-    different order.
-    """
+@needs_gpt2
+def test_documents_keep_their_order(data, tmp_path, monkeypatch):
+    """With several processes, of which the first has by far the most to do."""
     import pyarrow
     import pyarrow.parquet
 
-    half = len(documents) // 2
-    lines = [json.dumps({"text": text}) for text in documents[:half]]
-    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    table = pyarrow.table({"text": documents[half:-1]})
-    pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=7)
-    (folder / "c.txt").write_text(documents[-1])
-    return f"--data_files={folder / 'c.txt'},{folder / '*.parquet'},{folder / 'a.jsonl'},{folder / '?.jsonl'}"
-
-
-@needs_gpt2
-def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path, monkeypatch):
-    # The first chunk is by far the longest, so that the workers finish out of order.
     documents = ["first " * 5000, ""]
     documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
-    files, folder = write_documents(tmp_path, documents), data / "openwebtext"
+    write_jsonl(tmp_path / "a.jsonl", [*documents[:60], ""])
+    table = pyarrow.table({"text": documents[60:-1]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=7)
+    (tmp_path / "c.txt").write_text(documents[-1])
+    # each once, and sorted
+    files = ",".join(str(tmp_path / name) for name in ("c.txt", "*.parquet", "a.jsonl", "?.jsonl"))
+    monkeypatch.setattr(write_files, "BATCH_BYTES", 2000)
 
     def written(*args):
-        load_prepare(data, "openwebtext")([files, "--val_fraction=0.3", *args])
-        return read(folder)
+        options = [f"--data_files={files}", "--val_fraction=0.3", "--special_tokens=False", *args]
+        load_prepare(data, "openwebtext")(options)
+        return read(data / "openwebtext")
 
-    meta, train, val = written("--num_proc=1", "--special_tokens=False")
-    one = contents(folder)
-    assert set(one) == {"prepare.py", "train.bin", "val.bin", "meta.json", "documents.bin"}
+    meta, train, val = written("--num_proc=2")
     expected = list(filter(None, documents))
     assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
     sides = [decode_documents(train), decode_documents(val)]
     assert [sides[write_files.goes_to_val(1337, i, 0.3)].pop(0) for i in range(len(expected))] == expected
     assert sides == [[], []]
-
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 2000)
-    written("--num_proc=2", "--special_tokens=False")
-    assert contents(folder) == one
-    _, special, _ = written("--num_proc=1")  # each <|endoftext|> is one token, as in sample.py
-    assert len(special) < len(train) and (special == EOT).sum() > (train == EOT).sum()
-    written("--num_proc=1", "--seed=1", "--special_tokens=False")
-    assert contents(folder)["val.bin"] != one["val.bin"]
+    assert written("--num_proc=1", "--seed=1")[2].tolist() != val.tolist()
 
 
 def test_ids_above_65535(data, tmp_path):
@@ -308,18 +297,13 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
-    with pytest.raises(ValueError, match="broken.jsonl, document 301: "):
-        main([f"--data_files={broken}", "--num_proc=2"])
-    assert contents(folder) == before
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(write_files.SplitText, "add", full)
-    with pytest.raises(OSError, match="No space left"):
-        main([files, "--num_proc=1"])
-    with pytest.raises(OSError, match="No space left"):
-        write_text(folder, "some text")
+    said = error_of(main, monkeypatch, f"--data_files={broken}", "--num_proc=2")
+    assert said.startswith(f"error: {broken}, document 301: ")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        monkeypatch.setattr(write_files.SplitText, "add", Mock(side_effect=error))
+        said = "error: " + (str(error) or "KeyboardInterrupt")
+        assert error_of(main, monkeypatch, files, "--num_proc=2") == said
+        assert error_of(lambda _: write_text(folder, "some text"), monkeypatch) == said
     assert contents(folder) == before
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO, wait_for
-from test_data import bins, cached_tokenizers, contents, error_of, needs_gpt2, write_tokenizer  # noqa: F401
+from test_data import bins, contents, error_of, needs_gpt2, write_jsonl, write_tokenizer
+from test_data import cached_tokenizers as cached_tokenizers
 
 sys.path.insert(0, str(REPO / "data"))
 import write_files
@@ -40,10 +41,6 @@ def source(tmp_path, monkeypatch):
     write_jsonl(folder / "a.jsonl", DOCUMENTS)
     write_tokenizer(tmp_path / "tokenizer", {word: i for i, word in enumerate(WORDS)})
     return folder
-
-
-def write_jsonl(path, documents):
-    path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
 
 
 def prepare(source, out, *args):
