@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -61,20 +60,12 @@ def prepare(data, name, *args, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
 
 
-class Done(Exception):
-    """The script would exit."""
-
-
 def load_prepare(data, name):
     """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
 
     def main(argv):
-        def run(prepare, *args, **options):
-            prepare(argv, *args, **options)
-            raise Done
-
-        with pytest.MonkeyPatch.context() as changed, suppress(Done):
-            changed.setattr(bins, "run", run)
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(bins, "run", lambda prepare, *args, **options: prepare(argv, *args, **options))
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
@@ -367,13 +358,6 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch):
         assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
         assert not list(folder.glob("*.tmp"))
     assert set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
-
-
-def test_halves_of_surrogate_pairs_are_replaced(tmp_path):
-    """JSON can hold them, but neither UTF-8 nor a tokenizer.json; whole pairs are characters."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
-    assert list(read_files.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
 
 
 # ----- error messages
