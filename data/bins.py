@@ -48,17 +48,15 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     return parser
 
 
-def run(main: Callable, *args: object, **options: object) -> int:
+def run(main: Callable, *args: object, **options: object) -> None:
     """
-    Call main(what was typed, *args, **options) and return the exit status: 1, with a one-line message, for
-    errors that a user can fix.
+    Call main(what was typed, *args, **options), and exit with a one-line message after Ctrl-C and errors that
+    a user can fix.
     """
     try:
         main(sys.argv[1:], *args, **options)
-        return 0
-    except (ImportError, OSError, ValueError, BrokenProcessPool) as error:
-        print("error:", visible(" ".join(str(error).split())), file=sys.stderr)
-        return 1
+    except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
+        sys.exit("error: " + visible(" ".join(str(error).split()) or type(error).__name__))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -116,6 +114,8 @@ def prepare_documents(
     parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
     parser.add_argument("--document_separator", help="what is between the documents of a .txt file")
     args = parser.parse_args(argv)
+    if args.tokenizer == "char":  # all documents would be read for their characters
+        raise ValueError("--tokenizer=char is for one text: see 'Your own text' in data/README.md")
 
     if args.data_files:
         read = partial(read_documents, args.data_files, args.text_key, args.document_separator)
@@ -137,8 +137,8 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
         source: what meta.json records of the text's origin.
         documents: those of `batches`, for a vocabulary that is made from the text.
     """
-    if not 0 < args.val_fraction < 1:
-        raise ValueError(f"--val_fraction={args.val_fraction} is not between 0 and 1")
+    if not 0 < args.val_fraction < 1 or args.num_proc < 1:
+        raise ValueError("--val_fraction must be between 0 and 1, and --num_proc 1 or more")
     vocabulary = find_vocabulary(args.tokenizer, documents)
     make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
     tokenizer = make_tokenizer()

@@ -5,7 +5,6 @@ reports bits per byte. Data sets of nanoGPT, for example, do not contain this nu
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from bins import run
@@ -65,4 +64,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -4,7 +4,6 @@ train.py needs. Data sets of nanoGPT or llm.c, for example, do not contain this 
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from bins import run
@@ -52,4 +51,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -6,7 +6,6 @@ data set of several files needs no such command: its last file can be renamed.
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from bins import run
@@ -59,4 +58,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)
