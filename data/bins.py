@@ -21,6 +21,7 @@ from train_tokenizer import TRAIN_HELP, train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
 from isogpt.common.console import visible
+from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
@@ -144,15 +145,18 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     if vocabulary.name == "tokenizer.json" and SAMPLE not in tokenizer.decode(tokenizer.encode(SAMPLE)):
         print("note: the tokenizer does not keep the text, for instance capital letters")
     parts = tokenize(batches, make_tokenizer, args.num_proc)
-    folder = args.out.expanduser()
+    folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     meta = write_data_set(folder, vocabulary, tokenizer, source, parts, args.shard_tokens)
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
-    is_in_data = folder.parent.resolve() == Path(__file__).resolve().parent
-    name = folder.name if is_in_data else str(folder.absolute())
+    name = str(folder).removeprefix(f"{Path(__file__).parent}{os.sep}")
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
-    print(f"next: python train.py config/train_small.py {options}")
+    command = f"config/train_small.py {options}"
+    for config in (f"config/train_{name}.py", f"config/train_{name}_fast.py"):  # the last one for a CPU
+        if (REPOSITORY / config).exists():
+            command = config
+    print(f"next: python train.py {command}")
 
 
 def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:

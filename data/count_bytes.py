@@ -12,7 +12,7 @@ from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_dict, read_metadata
+from isogpt.data.data_folder import open_split, read_dict, read_meta, vocabulary_in
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import ids_of_encoding, load_encoding
 from isogpt.data.vocabulary import gpt2_or_unknown
@@ -26,11 +26,10 @@ def count_bytes(folder: Path) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
     """
-    found = read_metadata(folder)
-    meta = found.content
+    meta = read_meta(folder)
     meta.pop("val_tokens", None)  # of an earlier val.bin
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
-    vocabulary = found.vocabulary or gpt2_or_unknown(found.vocab_size or GPT2_VOCAB, str(folder))
+    vocabulary = vocabulary_in(folder) or gpt2_or_unknown(meta.get("vocab_size", GPT2_VOCAB), str(folder))
     if vocabulary.is_table:
         table = {i: token.encode() for i, token in vocabulary.tokens.items()}
     elif vocabulary.kind == "tiktoken":

@@ -330,7 +330,7 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
     """Which train.py accepts, and which needs no login."""
     monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
     (data / name).mkdir(exist_ok=True)
-    bins.prepare_text(str(data / name / "prepare.py"), "", [], lambda _: ("some text " * 20, {}))
+    bins.prepare_text([], str(data / name / "prepare.py"), "", lambda _: ("some text " * 20, {}))
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
     config = accepted("train.py", *shlex.split(command))
     assert config["dataset"] == name and not config["wandb_log"]
@@ -352,7 +352,7 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
         status = bins.run(split.main)
         return status, capsys.readouterr().err
 
-    none = "contains 0 files of training tokens: give the folder that contains the token files"
+    none = "contains 0 files of training tokens, not one: see --help"
     assert divide() == (1, f"error: {folder} {none}\n")
     ids.tofile(folder / "train.bin")
     (folder / "val.bin").touch()

@@ -105,7 +105,7 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     """The run keeps its vocabulary."""
     whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
-    data = SimpleNamespace(further=(), vocabulary=part, folder="data/part")
+    data = SimpleNamespace(named=(), vocabulary=part, folder="data/part")
     source = SimpleNamespace(run=run, stored=SimpleNamespace(folder="out"))
     for data.vocabulary in (part, Vocabulary("unknown", "data/part lacks the tokenizer")):
         for is_resume in (True, False):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.data_folder import find_dataset, read_metadata
+from isogpt.data.data_folder import find_dataset, vocabulary_in
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 
@@ -28,7 +28,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
     name = dataset or run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
-            vocabulary = read_metadata(find_dataset(name)).vocabulary
+            vocabulary = vocabulary_in(find_dataset(name))
         except ValueError:
             if dataset:
                 raise
@@ -54,7 +54,7 @@ def vocabulary_for_run(
 
     Raises:
         ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
-            uses more ids than the model; or a further validation set does not fit.
+            uses more ids than the model; or a part of a mixture or a further validation set does not fit.
     """
     before, notes = None, []
     if source:
@@ -70,11 +70,11 @@ def vocabulary_for_run(
         notes.append(problem)
     elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    for one in data.further:
+    for one in data.named:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:
             problem = f"id {one.highest} is beyond the model's {vocab_size} ids"
         if problem:
-            where = f"eval_datasets: the token ids of {one.folder} are not those of the run"
+            where = f"the token ids of {one.folder} are not those of the run"
             raise ValueError(f"{where}: {problem}. Prepare it with the run's tokenizer")
     return now, notes
