@@ -3,13 +3,13 @@ Packages other than torch and numpy: each is imported only where it is used, and
 line with the command that installs it.
 """
 
-import json
 import re
 import shutil
 import sys
 
 import pytest
 from runs import REPO, TINY, script, start_changed
+from test_validation import write
 from tokenizers import Tokenizer, models
 
 from isogpt.common.packages import needed_by
@@ -41,12 +41,8 @@ def runs(zygote, shared_work):
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     words.add_special_tokens(["<|endoftext|>"])
     for name, size, kind in (("gpt2", 50304, "gpt2"), ("json", 64, "tokenizer.json")):
-        data = shared_work / "data" / name
-        data.mkdir()
-        (data / "train.bin").write_bytes(bytes(400))
-        (data / "val.bin").write_bytes(bytes(400))
+        data = write(shared_work / "data" / name, [0] * 200, [0] * 200, vocab_size=size, tokenizer=kind)
         words.save(str(data / "tokenizer.json"))
-        (data / "meta.json").write_text(json.dumps({"vocab_size": size, "tokenizer": kind}))
         args = [f"--dataset={name}", f"--out_dir={name}", "--max_iters=0", "--n_embd=4", "--block_size=8"]
         zygote.train(args, shared_work)
     (shared_work / "text.txt").write_text("a a a a")
