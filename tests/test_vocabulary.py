@@ -70,6 +70,12 @@ def test_metadata_that_does_not_say_what_the_ids_mean():
             tokenizer.load(unknown)
 
 
+def test_a_record_that_is_damaged():
+    for values in ({"kind": "tokenizer.json", "content": "[]"}, {"kind": "tiktoken"}, "gpt2"):
+        with pytest.raises(ValueError, match="^the vocabulary in the checkpoint cannot be read: "):
+            vocabulary.recorded({"isogpt": {"vocabulary": values}})
+
+
 def test_ids_without_a_record():
     """They are GPT-2's if the model is large enough, and not much larger."""
     assert of_meta({}) is of_meta({"vocab_size": 90}) is None
