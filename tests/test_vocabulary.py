@@ -3,7 +3,6 @@ What token ids mean: read from metadata, recorded by a run, and used by sample.p
 """
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 from runs import script
 from test_sample import folder_of
+from test_validation import write
 
 import export
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_run
@@ -30,16 +30,10 @@ def of_meta(meta, folder="nowhere"):
 
 
 def dataset(folder, text=TEXT):
-    """A data set of characters, as nanoGPT's prepare.py writes one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A data set of characters."""
     stoi = {c: i for i, c in enumerate(sorted(set(text)))}
-    ids = np.array([stoi[c] for c in text], dtype=np.uint16)
-    for split in ("train", "val"):
-        ids.tofile(folder / f"{split}.bin")
-    itos = {i: c for c, i in stoi.items()}
-    meta = {"vocab_size": len(stoi), "stoi": stoi, "itos": itos}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
+    ids = [stoi[c] for c in text]
+    return write(folder, ids, ids, stoi=stoi)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +46,7 @@ def dataset(folder, text=TEXT):
 )
 def test_nanogpts_tables(meta):
     """Texts may share an id, which is decoded as the first of them."""
-    table = of_meta(pickle.loads(pickle.dumps(meta)))
+    table = of_meta(meta)
     loaded = tokenizer.load(table)
     assert loaded.encode("cabA") == [3, 1, 2, 1] and loaded.decode([3, 1, 2]) == "cab" and loaded.n_ids == 4
     run = {"isogpt": {"vocabulary": json.loads(json.dumps(table.describe()))}}
@@ -63,20 +57,23 @@ def test_nanogpts_tables(meta):
         loaded.encode("cabZ")
 
 
-@pytest.mark.parametrize(
-    ("meta", "reason"),
-    [
+def test_metadata_that_does_not_say_what_the_ids_mean():
+    for meta, reason in (
         ({"tokenizer": "char"}, "nowhere lacks the tokenizer char"),
         ({"tokenizer": "tokenizer.json"}, "nowhere lacks the tokenizer tokenizer.json"),
         ({"stoi": {b"a": 0}}, "are not tables"),
         ({"itos": "abc"}, "are not tables"),
-    ],
-)
-def test_metadata_that_does_not_say_what_the_ids_mean(meta, reason):
-    unknown = of_meta(meta)
-    assert unknown.kind == "unknown" and reason in unknown.content
-    with pytest.raises(ValueError, match="the ids cannot be decoded: .*; set --dataset="):
-        tokenizer.load(unknown)
+    ):
+        unknown = of_meta(meta)
+        assert unknown.kind == "unknown" and reason in unknown.content
+        with pytest.raises(ValueError, match="the ids cannot be decoded: .*; set --dataset="):
+            tokenizer.load(unknown)
+
+
+def test_a_record_that_is_damaged():
+    for values in ({"kind": "tokenizer.json", "content": "[]"}, {"kind": "tiktoken"}, "gpt2"):
+        with pytest.raises(ValueError, match="^the vocabulary in the checkpoint cannot be read: "):
+            vocabulary.recorded({"isogpt": {"vocabulary": values}})
 
 
 def test_ids_without_a_record():
@@ -118,26 +115,15 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
 # a run keeps its vocabulary
 
 
-def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(at, zygote, tmp_path):
-    """sample.py and export.py use it; a resume on data with other characters says so, and takes no step."""
+def test_data_with_other_ids_than_the_run(at, zygote, tmp_path):
+    """A resume on data with other characters says so, and takes no step."""
     dataset(tmp_path / "data/mine")
     args = [*SHORT, "--dataset=mine"]
     zygote.train([*args, "--zero=1"], tmp_path)
-    sample = ["--out_dir=out", "--start=w", "--num_samples=1", "--max_new_tokens=40", "--device=cpu"]
-
-    def written():
-        return zygote.start(sample, tmp_path, script="sample.py").wait().samples().partition("\n")[2]
-
-    before = written()
     dataset(tmp_path / "data/mine", TEXT.replace("w", "q").replace("h", "k"))
     run = zygote.train([*args, "--init_from=resume", "--max_iters=5"], tmp_path, nproc=2, ok=False)
     assert run.codes == [1, 1] and "iter 4:" not in run.text()
     assert "do not mean what they mean in the checkpoint: id" in run.text()
-    shutil.rmtree(tmp_path / "data/mine")
-    assert written() == before
-    export.convert("out", "hf")
-    assert tokenizer.load(vocabulary.tokenizer_in("out/hf")).encode("hello") == [4, 3, 5, 5, 6]
-
     # the advice: prepare the text with the run's vocabulary
     assert "--tokenizer=out" in run.text()
     (tmp_path / "own.txt").write_text("lower hold\n" * 300)
@@ -166,20 +152,13 @@ def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, w
 
 
 def test_a_tokenizer_of_transformers_stays_with_the_weights(at, capsys, zygote, tmp_path):
-    """export.py --from=hf, training and sampling use the folder's tokenizer.json."""
+    """Ids without metadata belong to it."""
     folder = folder_of(tmp_path, "llama")
-    export.convert_hf(str(folder))
-    (folder / "tokenizer.json").rename(tmp_path / "moved.json")
-    # ids without metadata belong to the weights' tokenizer
-    data = tmp_path / "data/ids"
-    data.mkdir(parents=True)
-    for split in ("train", "val"):
-        np.arange(400, dtype=np.uint16).__mod__(6).tofile(data / f"{split}.bin")
+    write(tmp_path / "data/ids", np.arange(400) % 6, np.arange(400) % 6)
     zygote.train([*SHORT, "--dataset=ids", f"--init_from={folder}", "--out_dir=tuned"], tmp_path)
-    for out in (folder, "tuned"):
-        args = [f"--out_dir={out}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20", "--start=cab"]
-        script(at, "sample.py", args)
-        assert set(capsys.readouterr().out.splitlines()[0]) <= set("abcdef")
+    args = ["--out_dir=tuned", "--device=cpu", "--num_samples=1", "--max_new_tokens=20", "--start=cab"]
+    script(at, "sample.py", args)
+    assert set(capsys.readouterr().out.splitlines()[0]) <= set("abcdef")
 
 
 def test_special_tokens():

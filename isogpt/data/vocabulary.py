@@ -79,8 +79,8 @@ class Vocabulary:
 def of_characters(ids: dict[str, int]) -> Vocabulary:
     """
     The vocabulary of a table {token: id}, as in nanoGPT: each character is encoded, and the texts of ids are
-    joined. If several tokens share an id, the id is decoded as the first of them.
-    Raises TypeError if something else than text has an id.
+    joined. If several tokens share an id, the id is decoded as the first of them. Raises TypeError if
+    something else than text has an id.
     """
     split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     vocab = ids | {UNTRAINED: max(ids.values(), default=-1) + 1}
@@ -117,7 +117,9 @@ def recorded(run: dict) -> Vocabulary | None:
     try:
         if values["kind"] == "table":  # recorded until November 2026
             return of_characters(values["content"])
-        return Vocabulary(**values)
+        vocabulary = Vocabulary(**values)
+        len(vocabulary.ids)  # the content can be read
+        return vocabulary
     except Exception as e:  # a checkpoint that somebody else has written may contain anything
         raise ValueError(f"the vocabulary in the checkpoint cannot be read: {e!r:.100}") from e
 
