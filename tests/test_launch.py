@@ -76,6 +76,22 @@ def test_ranks_know_each_other(at):
     assert survey(told[:1] * 2)["network"] == network.LOOPBACK, "there is one machine"
 
 
+def test_ranks_that_share_a_gpu_are_refused(at):
+    """NCCL would fail with C++ frames. gloo communicates for them."""
+    told = [Process(machine, gpu=gpu) for machine, gpu in zip("aabbcc", [*"1211", "", ""], strict=True)]
+    assert survey(told)["gpu_sharers"] == [2, 3]
+    as_rank(at, 0, 1, free_port())
+    at.set(process_group, "pick_device", lambda *_: torch.device("cuda", 0))
+    at.set(torch.cuda, "set_device", lambda device: None)
+    at.set(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    at.set(dist, "is_nccl_available", lambda: True)
+    assert connect_ranks("cuda", "auto", 30).backend == "cpu:gloo,cuda:nccl"
+    at.set(network, "survey", lambda processes: survey([*processes, *processes]))
+    with pytest.raises(ValueError, match="^rank 0, 1 share GPUs: start fewer processes, let them see diff"):
+        connect_ranks("cuda", "auto", 30)
+    assert connect_ranks("cuda", "gloo", 30).backend == "gloo"
+
+
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

@@ -31,6 +31,7 @@ class Process(NamedTuple):
     cores: int = 1  # on which the process may run: a mask with a bit for each
     agent: str = ""  # torchrun's agent, see launchers.own_agent
     address: str = ""  # of its machine, on the route to MASTER_ADDR
+    gpu: str = ""  # the GPU with which it uses NCCL
 
 
 def survey(processes: Sequence[Process]) -> dict:
@@ -41,6 +42,7 @@ def survey(processes: Sequence[Process]) -> dict:
     numbers = {}  # of the machines, in the order of their first ranks
     machines = [numbers.setdefault(process.machine, len(numbers)) for process in processes]
     sharers = Counter((process.machine, process.cores) for process in processes)
+    gpus = Counter((process.machine, process.gpu) for process in processes if process.gpu)
     # rank 0's machine often resolves MASTER_ADDR to a loopback address, but the others never do
     addresses = {process.address for process in processes if not process.address.startswith("127.")}
     return {
@@ -48,6 +50,7 @@ def survey(processes: Sequence[Process]) -> dict:
         "hosts": [machine.partition(" ")[0] for machine in numbers],
         "core_sharers": [sharers[process.machine, process.cores] for process in processes],
         "network": max(addresses, default="") if len(numbers) > 1 else LOOPBACK,
+        "gpu_sharers": [rank for rank, its in enumerate(processes) if gpus[its.machine, its.gpu] > 1],
     }
 
 

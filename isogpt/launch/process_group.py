@@ -12,6 +12,7 @@ from math import gcd
 import torch
 import torch.distributed as dist
 
+from isogpt.common import console
 from isogpt.common.patience import within
 from isogpt.launch import network, open_files, pretended_ranks
 from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
@@ -74,7 +75,8 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
-        ValueError: the device or the backend is not available here, or ranks are missing after timeout_s.
+        ValueError: the device or the backend is not available here, ranks are missing after timeout_s, or
+            NCCL would fail because ranks share a GPU.
     """
     if pretended := pretended_ranks.pretended_rank():
         return pretend_ranks(*pretended)
@@ -91,7 +93,13 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     open_files.allow_connections()
-    store, others = meet_ranks(rank, world_size, timeout_s)
+    gpu = str(torch.cuda.get_device_properties(picked).uuid) if "nccl" in group_backend else ""
+    store, others = meet_ranks(rank, world_size, gpu, timeout_s)
+    if others["gpu_sharers"]:
+        raise ValueError(
+            f"{console.ranks_text(others['gpu_sharers'])} share GPUs: start fewer processes, let them see "
+            "different GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu"
+        )
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
@@ -116,14 +124,14 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     )
 
 
-def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dict]:
+def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[dist.Store, dict]:
     """
     Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
     store's machine was cut off or suspended.
     """
     cores = sum(1 << core for core in network.own_cores())
     address = network.address_towards(os.environ["MASTER_ADDR"])
-    process = network.Process(network.this_machine(), cores, own_agent(), address)
+    process = network.Process(network.this_machine(), cores, own_agent(), address, gpu)
     try:
         return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
