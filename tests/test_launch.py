@@ -253,12 +253,12 @@ def test_the_store_of_one_machine_is_not_open_to_others(at, master, local_size, 
 
 
 @pytest.mark.parametrize(
-    ("rank", "problem"), [(0, "rank 1, 2 of 3 did not join"), (1, "cannot reach the other ranks at 127")]
+    ("rank", "problem"), [(0, "rank 1, 2 of 3 did not join"), (1, ".*[Cc]onnection refused")]
 )
 def test_missing_ranks_are_named(at, capfd, rank, problem):
     """The error says what to type, in a sentence without C++ frames."""
     as_rank(at, rank, 3, free_port())
-    with pytest.raises(ValueError, match=f"^{problem}.* within 1 s.*: type unset RANK$"):
+    with pytest.raises(ValueError, match=f"^cannot reach .* within 1 s: {problem}.*type unset RANK$"):
         connect_ranks("cpu", "gloo", 1)
     assert not capfd.readouterr().err
 

@@ -114,8 +114,9 @@ def test_two_jobs_on_a_machine_use_different_ports(monkeypatch):
 
 def test_mpirun_on_several_machines_needs_an_address(monkeypatch):
     variables(monkeypatch, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(ValueError, match="address is not known: start with mpirun -x MASTER_ADDR=HOST"):
-        adopt_launcher_variables()
+    adopt_launcher_variables()
+    with pytest.raises(ValueError, match="MASTER_ADDR=,.* Start with torchrun or mpirun -x MASTER_ADDR=HOST"):
+        rank_variables()
 
 
 @pytest.mark.parametrize(
@@ -300,14 +301,13 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
 
 def test_a_process_knows_that_its_agent_has_ended(monkeypatch):
     """Then the store does not respond, which must not end the ranks while they save."""
-    variables(monkeypatch, {})
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert not launchers.has_lost_agent(launchers.make_launch([launchers.own_agent()]))
+    assert launchers.own_agent() == ""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    launch = launchers.make_launch([launchers.own_agent(), "of another machine"])
-    assert not launchers.has_lost_agent(launch)
+    launch = launchers.make_launch([launchers.own_agent(), "of another machine", ""])
+    assert launchers.own_agent() in launch.agents and len(launch.agents) == 2
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launchers.has_lost_agent(launch)
+    assert launchers.own_agent() not in launch.agents
 
 
 @pytest.mark.slow

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from isogpt.common import console
 
 LOOPBACK = "127.0.0.1"
-# the end of messages about variables of a launcher that has exited; configurator.fail names the rank
-LEFT_OVER = ". If no launcher started this process, RANK is left over in the shell: type unset RANK"
 
 
 class Process(NamedTuple):
@@ -80,7 +78,7 @@ def name_of_start() -> str:
     return f"start {'.'.join(counts)}"
 
 
-def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
+def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     """
     Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`. If all ranks
     are on this machine, as the launcher says, it listens only there. Else others may know this machine by an
@@ -99,7 +97,8 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
         wait_for_server(address, port, timeout_s)
     elif is_one_machine:
         options["master_listen_fd"] = socket.create_server((address, port)).detach()
-    return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
+    store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
+    return dist.PrefixStore(name_of_start(), store)
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
@@ -122,7 +121,6 @@ def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tupl
     start, and what rank 0 says about the others.
     """
     store = connect_store(timeout_s, serves=rank == 0 and not uses_agent_store())
-    store = dist.PrefixStore(name_of_start(), store)
     return store, meet(store, rank, world_size, process, timeout_s)
 
 
@@ -132,7 +130,7 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     agents. If every rank read what all others write, bytes would grow with world_size squared.
 
     Raises:
-        ValueError: some ranks are missing after timeout_s.
+        TimeoutError: some ranks are missing after timeout_s.
     """
     store.set(f"process/{rank}", json.dumps(process))
     if rank:
@@ -141,8 +139,7 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     while not store.check(keys):
         if time.monotonic() >= end:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            text = f"{console.ranks_text(missing)} of {world_size} did not join within {timeout_s:g} s"
-            raise ValueError(text + LEFT_OVER)
+            raise TimeoutError(f"{console.ranks_text(missing)} of {world_size} did not join")
         time.sleep(0.02)
     processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
     answer = survey(processes)
@@ -184,8 +181,20 @@ def has_exited(process: tuple[str, int]) -> bool:
     """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
     numbered_by, number = process
     is_visible = numbered_by != "" and numbered_by == namespace("pid")
-    state = facts_of_process(number)[:1]
-    return is_visible and state in ([], ["Z"], ["X"])
+    return is_visible and facts_of_process(number)[:1] in ([], ["Z"], ["X"])
+
+
+def allow_connections() -> None:
+    """
+    Let this process, and torchrun's agent, which may serve the store of all ranks, open as many files as they
+    may without root (Linux). Each connection to another process is one, and most shells allow 1,024.
+    """
+    with suppress(ImportError, AttributeError, OSError, ValueError):
+        import resource
+
+        for process in (0, os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else (0,):
+            _, most = resource.prlimit(process, resource.RLIMIT_NOFILE)
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
 
 
 def own_cores() -> list[int]:

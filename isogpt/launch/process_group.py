@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from isogpt.common import console
 from isogpt.common.patience import within
-from isogpt.launch import network, open_files, pretended_ranks
+from isogpt.launch import network, pretended_ranks
 from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
 
@@ -92,7 +92,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
-    open_files.allow_connections()
+    network.allow_connections()
     gpu = str(torch.cuda.get_device_properties(picked).uuid) if "nccl" in group_backend else ""
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
@@ -135,9 +135,11 @@ def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[
     try:
         return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        problem = open_files.explained(str(e).partition("\n")[0])
-        text = f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: {problem}"
-        raise ValueError(text + network.LEFT_OVER) from e
+        address, problem = network.store_address(), str(e).partition("\n")[0]
+        raise ValueError(
+            f"cannot reach the other ranks at {address} within {timeout_s:g} s: {problem}. If no launcher "
+            "started this process, RANK is left over in the shell: type unset RANK"
+        ) from e
 
 
 def pretend_ranks(rank: int, world_size: int) -> Ranks:

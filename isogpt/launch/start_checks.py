@@ -63,12 +63,9 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     Raises:
         ValueError: the facts differ.
     """
-    problems = []
     for fact, value in facts[0].items():
-        different = [rank for rank, others in enumerate(facts) if others.get(fact) != value]
-        if different and fact not in MAY_DIFFER and not fact.startswith("wandb"):
-            rank = different[0]
+        rank = next((rank for rank, others in enumerate(facts) if others.get(fact) != value), 0)
+        if rank and fact not in MAY_DIFFER and not fact.startswith("wandb"):
             theirs = facts[rank].get(fact)
-            problems.append(f"{fact} is {value!r} on {names[0]}, {theirs!r} on {names[rank]}")
-    if problems:
-        raise ValueError(f"the ranks were started with different settings: {'; '.join(problems)}")
+            what = f"{fact} is {value!r} on {names[0]}, {theirs!r} on {names[rank]}"
+            raise ValueError(f"the ranks were started with different settings: {what}")

@@ -19,7 +19,7 @@ from isogpt.common import console
 from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.common.patience import within
 from isogpt.launch import network
-from isogpt.launch.launchers import has_lost_agent
+from isogpt.launch.launchers import own_agent
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
@@ -181,9 +181,10 @@ class Watchdog:
                     self.store.set("failed", "yes")
                 self.has_failed = bool(failed) or any(lost)
                 reached = time.monotonic()
-            # only if requests fail, since a store that is suspended answers them later
+            # only if requests fail, since a store that is suspended answers them later, and torchrun's agent
+            # is there or there was none
             patience_s = max(SILENT_S, 2 * self.interval_s)
-            if time.monotonic() - reached > patience_s and not has_lost_agent(self.ranks.launch):
+            if time.monotonic() - reached > patience_s and own_agent() in (*self.ranks.launch.agents, ""):
                 self.has_failed = True
             if self.over.wait(self.interval_s):
                 return
