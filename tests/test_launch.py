@@ -59,7 +59,8 @@ def test_ranks_know_each_other(at):
     assert others[0] == others[1] and others[0]["machines"] == [0, 1, 0, 1]
     assert others[0]["hosts"] == ["a", "b"]
     assert others[0]["core_sharers"] == [2, 1, 2, 1] and others[0]["network"] == "10.0.0.2"
-    at.set(network, "join", lambda *args: (store, others[2] | {"agents": []}))
+    at.set(network, "connect_store", lambda *args: store)
+    at.set(network, "meet", lambda *args: others[2] | {"agents": []})
     at.set(network, "choose_interface", lambda other: "eth0 (10.0.0.2)")
     as_rank(at, 2, 4, 1)
     threads = []

@@ -80,9 +80,10 @@ def name_of_start() -> str:
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     """
-    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`. If all ranks
-    are on this machine, as the launcher says, it listens only there. Else others may know this machine by an
-    address to which MASTER_ADDR does not resolve here, so TCPStore listens at all addresses.
+    Return the keys of this start in the store at MASTER_ADDR and MASTER_PORT, which this process serves if
+    `serves`. If all ranks are on this machine, as the launcher says, it listens only there. Else others may
+    know this machine by an address to which MASTER_ADDR does not resolve here, so TCPStore listens at all
+    addresses.
 
     Raises:
         OSError or DistError: nobody serves the store within timeout_s, or this process cannot.
@@ -113,15 +114,6 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             if time.monotonic() >= end:
                 raise
             time.sleep(0.05)
-
-
-def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
-    """
-    Connect to the store of all ranks, and `meet` them (all ranks). Returns the store with the keys of this
-    start, and what rank 0 says about the others.
-    """
-    store = connect_store(timeout_s, serves=rank == 0 and not uses_agent_store())
-    return store, meet(store, rank, world_size, process, timeout_s)
 
 
 def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeout_s: float) -> dict:

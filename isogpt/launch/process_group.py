@@ -79,7 +79,11 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
             NCCL would fail because ranks share a GPU.
     """
     if pretended := pretended_ranks.pretended_rank():
-        return pretend_ranks(*pretended)
+        rank, world_size = pretended
+        machines = [other // gcd(world_size, 8) for other in range(world_size)]  # eight ranks on each
+        hosts = [f"machine {number}" for number in machines]
+        cpu, backend = torch.device("cpu"), pretended_ranks.BACKEND
+        return Ranks(rank, world_size, cpu, backend, None, hosts, machines, "a dry run")
     rank, world_size, local_rank, _ = rank_variables()
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
@@ -126,28 +130,23 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
 
 def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[dist.Store, dict]:
     """
-    Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
-    store's machine was cut off or suspended.
+    Connect to the store of all ranks, and wait for them (all ranks): in a thread, since a request never
+    returns if the store's machine was cut off or suspended. Returns the store, and what rank 0 says about the
+    ranks.
     """
     cores = sum(1 << core for core in network.own_cores())
     address = network.address_towards(os.environ["MASTER_ADDR"])
     process = network.Process(network.this_machine(), cores, own_agent(), address, gpu)
     try:
-        return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
+        serves = rank == 0 and not network.uses_agent_store()
+        store = within(timeout_s + ANSWER_S, network.connect_store, timeout_s, serves)
+        return store, within(timeout_s + ANSWER_S, network.meet, store, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
         address, problem = network.store_address(), str(e).partition("\n")[0]
         raise ValueError(
             f"cannot reach the other ranks at {address} within {timeout_s:g} s: {problem}. If no launcher "
             "started this process, RANK is left over in the shell: type unset RANK"
         ) from e
-
-
-def pretend_ranks(rank: int, world_size: int) -> Ranks:
-    """The ranks of a dry run, eight on each machine."""
-    machines = [other // gcd(world_size, 8) for other in range(world_size)]
-    hosts = [f"machine {number}" for number in machines]
-    device, backend = torch.device("cpu"), pretended_ranks.BACKEND
-    return Ranks(rank, world_size, device, backend, None, hosts, machines, "a dry run")
 
 
 def stop_with_launcher() -> None:

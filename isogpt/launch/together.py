@@ -77,9 +77,7 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, True
     while waiting:
-        if future:
-            wait([future], timeout=1.0)
-        is_waiting = future is not None and not future.done()
+        is_waiting = future is not None and future in wait([future], timeout=1.0).not_done
         waited_s = time.monotonic() - began
         waiting, is_late = add_together(is_waiting, is_main() and waited_s >= note_s)
         if waiting and is_late:
@@ -198,14 +196,11 @@ def gather_failures(error: BaseException | None) -> dict[tuple[str, bool], list[
     Returns:
         the ranks of each failure: its message, and whether it is a user's mistake or the disk's.
     """
-    failure = None
-    if isinstance(error, ValueError | OSError):
-        failure = str(error), True
-    elif error:
-        failure = f"{type(error).__name__}: {error}".partition("\n")[0], False
+    is_expected = isinstance(error, ValueError | OSError)
+    message = str(error) if is_expected else f"{type(error).__name__}: {error}".partition("\n")[0]
     try:
-        (failed,) = add_together(failure is not None)
-        failures = gather_objects(failure) if failed else []
+        (failed,) = add_together(error is not None)
+        failures = gather_objects((message, is_expected) if error else None) if failed else []
     except RuntimeError as lost:  # after Ctrl-C, the other ranks may have left already
         raise error or lost from None
     ranks = {}
