@@ -151,11 +151,6 @@ def this_machine() -> str:
     return f"{socket.gethostname()} {namespace('net')}"
 
 
-def this_process() -> tuple[str, int]:
-    """Return (the container that numbers this process, on its machine, or '' if it is not known; number)."""
-    return namespace("pid"), os.getpid()
-
-
 def namespace(kind: str) -> str:
     """What distinguishes this process's Linux namespace from all others; '' on other systems."""
     boot, link = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/self/ns/{kind}")
@@ -170,7 +165,10 @@ def facts_of_process(number: int) -> list[str]:
 
 
 def has_exited(process: tuple[str, int]) -> bool:
-    """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
+    """
+    Whether a process, with the namespace("pid") that numbers it and its number, has exited; False if this
+    cannot be seen from here.
+    """
     numbered_by, number = process
     is_visible = numbered_by != "" and numbered_by == namespace("pid")
     return is_visible and facts_of_process(number)[:1] in ([], ["Z"], ["X"])
@@ -218,8 +216,7 @@ def choose_interface(other: str = LOOPBACK) -> str:
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
     address = address_towards(other) if other else ""
-    name = interfaces().get(address)
-    if not name:
+    if not (name := interfaces().get(address)):
         return "an interface of its choice"
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if other == LOOPBACK:

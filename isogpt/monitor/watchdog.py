@@ -40,7 +40,7 @@ class Beat(NamedTuple):
 
     number: int
     position: str  # where the main thread is
-    process: tuple[str, int]  # see network.this_process
+    process: tuple[str, int]  # see network.has_exited
     fate: str | None = None  # None: the rank goes on; "": it has left, or looks for the cause; else its error
 
 
@@ -199,7 +199,7 @@ class Watchdog:
                 return
             self.fate = fate
             self.beats += 1
-            beat = Beat(self.beats, self.position()[1], network.this_process(), fate)
+            beat = Beat(self.beats, self.position()[1], (network.namespace("pid"), os.getpid()), fate)
             values = {f"beat/{self.ranks.rank}": json.dumps(beat)} | ({"failed": "yes"} if has_failed else {})
             self.store.multi_set(list(values), list(values.values()))
 
