@@ -110,22 +110,22 @@ def test_dtype_choice(monkeypatch):
     assert kept == "float32", "a resumed run keeps its dtype"
     assert precision.resolve_dtype("auto", CPU, previous="tf32") == "bfloat16", "unless this device lacks it"
     assert precision.resolve_dtype("float16", CPU, previous="float32") == "float16"
+    changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
+    assert precision.notes_about_dtype("float32", CPU, previous="bfloat16") == [changed]
+    assert precision.notes_about_dtype("bfloat16", CPU) == []
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
     assert precision.resolve_dtype("auto", CPU) == "float32"
     assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
 
 
-def test_a_dtype_that_the_cpu_only_emulates_or_that_has_changed_is_noted(monkeypatch):
+def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature in ("sse2", "avx512_bf16"))
     (note,) = precision.notes_about_dtype("float16", CPU)
     assert "does not multiply float16 in hardware" in note and "set --dtype=bfloat16" in note
-    assert precision.notes_about_dtype("bfloat16", CPU) == []
     assert precision.notes_about_dtype("float16", torch.device("cuda")) == []
     # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
     monkeypatch.setattr(devices, "measured_matmul", lambda device, dtype, budget: {"float32": 7.0}[dtype])
     assert peak_flops(CPU, "float16") == (7.0, "measured matmul in float32")
-    changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
-    assert precision.notes_about_dtype("float32", CPU, previous="bfloat16") == [changed]
 
 
 def test_processes_that_share_cores_are_reported(monkeypatch):
