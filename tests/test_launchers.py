@@ -72,11 +72,9 @@ NAMES = (*TORCHRUN, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 def variables(monkeypatch, given):
     """Set these variables of a launcher, and unset all others."""
-    for name in [*os.environ]:
-        if name in NAMES or name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_")):
-            monkeypatch.delenv(name)
-    for name in NAMES:  # what adopt_launcher_variables sets is undone when the test ends
-        monkeypatch.setenv(name, "")
+    others = [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_"))]
+    for name in (*NAMES, *others):
+        monkeypatch.setenv(name, "")  # what adopt_launcher_variables sets is undone when the test ends
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
