@@ -233,7 +233,7 @@ def gloo(sizes: Sequence[int] = (64, 256)) -> list[Cost]:
 
 
 def start_rank(rank: int, stores: list[RankStore]) -> dict:
-    """Meet the other ranks, as network.join does."""
+    """Meet the other ranks, as connect_ranks does."""
     size, machine = len(stores), rank // 8
     boot = uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))
     process = network.Process(

@@ -29,21 +29,17 @@ from growth import (
     store,
     watchdogs,
 )
-from torch.distributed import DistNetworkError
 
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.files import as_record, read_records
 from isogpt.common.random_numbers import normal_numbers
-from isogpt.launch import open_files as open_limit
-from isogpt.launch import together
-from isogpt.launch.process_group import Ranks
+from isogpt.launch import network, together
 from isogpt.monitor import crashes, curves, sink_plot
-from isogpt.monitor.log import Logger
 from isogpt.monitor.records import as_json
 from isogpt.monitor.sink_metrics import MetricsFile, cut_back
 from isogpt.monitor.sink_plot import Plot
-from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters
+from isogpt.monitor.watchdog import beat_interval_s, reporters
 from isogpt.parallel.compare_weights import TERM, term_of_comparison
 from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import local_parts_by_name
@@ -79,21 +75,9 @@ def test_the_limit_of_open_files_is_raised(at):
     raised = []
     at.set(resource, "prlimit", lambda *arguments: raised.append(arguments) or (1024, 4096))
     at.env("TORCHELASTIC_RUN_ID", "none")
-    open_limit.allow_connections()
+    network.allow_connections()
     both = [(process, resource.RLIMIT_NOFILE, (4096, 4096)) for process in (0, os.getppid())]
     assert raised[1::2] == both, "torchrun may serve the store"
-
-
-def test_too_many_open_files_are_explained(at, capsys):
-    """In the message of an error of any kind: of the file system, of gloo, of the store."""
-    logger, text = Logger(Progress(1, step=4), []), "socket: Too many open files\nfrom f at a.cpp:1"
-    for error in (OSError(24, "Too many open files", "x"), RuntimeError(text), DistNetworkError(text)):
-        dog = Watchdog(Ranks(0, 1, torch.device("cpu"), "gloo"), 600.0, logger.progress, logger)
-        crashes.explain(dog, type(error), error, None)
-        said = capsys.readouterr().err
-        assert "Too many open files" in said and "type ulimit -n 65536 as root" in said
-        assert said.count("error:") == 1 == said.count("\n")
-    assert open_limit.explained("[Errno 2] No such file") == "[Errno 2] No such file"
 
 
 # -- gloo
