@@ -74,12 +74,10 @@ def load_prepare(data, name):
 def error_of(main, monkeypatch, *args):
     """The line with which a script that calls `main` ends; '' without an error."""
     monkeypatch.setattr(sys, "argv", ["script.py", *args])
-    try:
+    with pytest.raises(SystemExit) as stop:
         bins.run(main)
-    except SystemExit as stop:
-        assert "\n" not in stop.code
-        return stop.code
-    return ""
+    assert "\n" not in (stop.value.code or "")
+    return stop.value.code or ""
 
 
 def write_tokenizer(folder, vocab):
