@@ -56,7 +56,8 @@ def run(main: Callable, *args: object, **options: object) -> None:
     try:
         sys.exit(main(sys.argv[1:], *args, **options))
     except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
-        sys.exit("error: " + visible(" ".join(str(error).split()) or type(error).__name__))
+        print("error:", visible(" ".join(str(error).split()) or type(error).__name__), file=sys.stderr)
+        sys.exit(1)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -74,10 +76,12 @@ def load_prepare(data, name):
 def error_of(main, monkeypatch, *args):
     """The line with which a script that calls `main` ends; '' without an error."""
     monkeypatch.setattr(sys, "argv", ["script.py", *args])
-    with pytest.raises(SystemExit) as stop:
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
         bins.run(main)
-    assert "\n" not in (stop.value.code or "")
-    return stop.value.code or ""
+    assert stop.value.code == (1 if said.getvalue() else None)
+    line = said.getvalue().removesuffix("\n")
+    assert "\n" not in line
+    return line
 
 
 def write_tokenizer(folder, vocab):
