@@ -50,13 +50,14 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
 
 def run(main: Callable, *args: object, **options: object) -> None:
     """
-    Call main(what was typed, *args, **options), and exit with a one-line message after Ctrl-C and errors that
-    a user can fix.
+    Call main(what was typed, *args, **options), and exit, with a one-line message after Ctrl-C and errors
+    that a user can fix.
     """
     try:
-        main(sys.argv[1:], *args, **options)
+        sys.exit(main(sys.argv[1:], *args, **options))
     except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
-        sys.exit("error: " + visible(" ".join(str(error).split()) or type(error).__name__))
+        print("error:", visible(" ".join(str(error).split()) or type(error).__name__), file=sys.stderr)
+        sys.exit(1)
 
 
 # ------------------------------------------------------------------------------------------------------------

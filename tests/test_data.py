@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -74,12 +76,12 @@ def load_prepare(data, name):
 def error_of(main, monkeypatch, *args):
     """The line with which a script that calls `main` ends; '' without an error."""
     monkeypatch.setattr(sys, "argv", ["script.py", *args])
-    try:
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
         bins.run(main)
-    except SystemExit as stop:
-        assert "\n" not in stop.code
-        return stop.code
-    return ""
+    assert stop.value.code == (1 if said.getvalue() else None)
+    line = said.getvalue().removesuffix("\n")
+    assert "\n" not in line
+    return line
 
 
 def write_tokenizer(folder, vocab):
