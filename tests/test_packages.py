@@ -12,8 +12,6 @@ from runs import REPO, TINY, script, start_changed
 from test_validation import write
 from tokenizers import Tokenizer, models
 
-from isogpt.common.packages import needed_by
-
 
 @pytest.fixture
 def hide(monkeypatch):
@@ -91,12 +89,6 @@ def test_a_missing_package_is_named_in_one_line(at, capsys, hide, runs, package,
     assert args[0] != "train.py" or not (runs / "new").exists()  # before the run's folder is changed
     shutil.rmtree(runs / "new", ignore_errors=True)
     assert sorted(runs.rglob("*")) == before
-
-
-def test_a_package_that_cannot_be_imported_says_why():
-    with pytest.raises(ValueError, match=r"^--x needs y \(cannot import name 'z' from y\): pip install y$"):
-        with needed_by("--x", "y"):
-            raise ImportError("cannot import name 'z'\n from y")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ sample.py: the same text on any number of processes, the tokenizers of folders, 
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -41,16 +40,6 @@ def test_a_sample_is_the_same_on_any_number_of_ranks_in_any_batch_and_when_it_go
     five, *others, two, (longer,) = texts
     assert others == [five, five] and two == five[:2] and longer.startswith(five[0])
     assert len(set(five)) == 5 and all(len(text) == 41 and text[0] == "A" for text in five)
-
-
-def test_a_prompt_from_a_pipe(zygote, trained):
-    """A pipe can be read only once: all ranks get what rank 0 reads."""
-    prompt, name = "hello there " * 3, trained / "pipe"
-    os.mkfifo(name)
-    args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
-    run = zygote.start(args, trained, 2, script="sample.py")
-    name.write_text(prompt)  # a second reader would wait for a second writer
-    assert run.wait().samples().count(prompt) == 2
 
 
 SHIFT = """
@@ -123,9 +112,6 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300", "--stop=c"])
     stopped = capsys.readouterr().out.split("\n---------------\n")[:2]
     assert stopped == [text[: text.index("c", 3)] for text in (first, second)]
-    output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
-    missing = "error: the text contains characters that the vocabulary does not contain: 'x'"
-    assert output.err.splitlines()[-1].startswith(missing)
 
 
 def test_folders_whose_ids_are_not_known(at, capsys):
@@ -135,7 +121,6 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
     assert said.startswith(f"error: the ids cannot be decoded: {folder} does not say")
-    assert vocabulary_of_run({"model_args": {"vocab_size": 128256}}, folder).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
         vocabulary_of_run({"model_args": {"vocab_size": 8}}, folder)
