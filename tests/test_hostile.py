@@ -190,6 +190,8 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(copy_of, at, capsys):
     with pytest.raises(SystemExit):
         look_for_start("auto", str(out), -1, Launch())
     assert re.match(f"error: {newest}/ckpt.pt cannot be read .*may be intact: ", capsys.readouterr().err)
+    _, *lines = export.list_checkpoints(str(out)).splitlines()
+    assert lines and all("ckpt.pt cannot be read (Permission denied)" in line for line in lines)
 
 
 def test_sizes_that_no_file_has(copy_of):

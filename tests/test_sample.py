@@ -5,6 +5,7 @@ sample.py: the same text on any number of processes, the tokenizers of folders, 
 import io
 import json
 import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_a_sample_is_the_same_on_any_number_of_ranks_in_any_batch_and_when_it_go
     five, *others, two, (longer,) = texts
     assert others == [five, five] and two == five[:2] and longer.startswith(five[0])
     assert len(set(five)) == 5 and all(len(text) == 41 and text[0] == "A" for text in five)
+
+
+def test_a_prompt_from_a_pipe(zygote, trained):
+    """A pipe can be read only once: all ranks get what rank 0 reads."""
+    prompt, name = "hello there " * 3, trained / "pipe"
+    os.mkfifo(name)
+    args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
+    run = zygote.start(args, trained, 2, script="sample.py")
+    name.write_text(prompt)  # a second reader would wait for a second writer
+    assert run.wait().samples().count(prompt) == 2
 
 
 SHIFT = """
