@@ -4,8 +4,8 @@ sample.py: the same text on any number of processes, the tokenizers of folders, 
 
 import io
 import json
-import sys
 import os
+import sys
 from pathlib import Path
 
 import pytest
