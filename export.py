@@ -35,7 +35,7 @@ UNFINISHED = "unfinished_export_"
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     Write the newest valid checkpoint of a run as 'ckpt.pt', or the best checkpoint as 'hf', since sample.py
-    also uses the best. Returns what was written, or the checkpoint if it is a ckpt.pt already.
+    also uses the best. Returns what was written. OUT_DIR/ckpt.pt, a link before, becomes a file.
 
     Args:
         dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
@@ -52,7 +52,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         console.print_to_stderr(f"warning: {report}")
     source = open_checkpoint(stored)
     if form == "ckpt.pt" and source.tensors is not None:
-        return stored.path
+        # nanoGPT's train.py would write through the link, into the checkpoint
+        return write_ckpt(out_dir, torch.load(stored.path, map_location="cpu", mmap=True))
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)

@@ -99,7 +99,7 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
     return read_text(path), {"file": path.name}
 
 
-def read_hub(name: str, text_key: str, options: dict) -> Iterator[str | None]:
+def read_hub(name: str, text_key: str, options: dict) -> Iterator[str]:
     """Stream the documents of a data set of Hugging Face's datasets; `options` are those of load_dataset."""
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
@@ -108,4 +108,4 @@ def read_hub(name: str, text_key: str, options: dict) -> Iterator[str | None]:
     for batch in rows.iter(batch_size=BATCH_ROWS):
         if text_key not in batch:
             raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
-        yield from batch[text_key]
+        yield from filter(None, batch[text_key])

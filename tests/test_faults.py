@@ -20,6 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data
 
+import export
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
@@ -623,3 +624,12 @@ def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):
     path.write_bytes(pickle.dumps(Reads(signal.Signals, "mro")))
     with pytest.raises(KeyError, match="mro"):
         load_pickle(path, allowed)
+
+
+def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(place):
+    """Through a link, nanoGPT's train.py would overwrite the checkpoint."""
+    path = export.convert(str(place / "out"), "ckpt.pt")
+    assert path == place / "out/ckpt.pt" and not path.is_symlink()
+    exported, newest = (torch.load(p) for p in (path, place / "out/step_00000006/ckpt.pt"))
+    assert exported["iter_num"] == newest["iter_num"] == 6 and exported["config"] == newest["config"]
+    assert exported.keys() == newest.keys() and not damage(place / "out/step_00000006")

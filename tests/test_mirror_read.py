@@ -113,7 +113,8 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_newest_step_is_reported_and_the_one_before_is_used(start, capsys, kind):
     DAMAGE[kind](Path("mirror/step_00000008"))
-    assert start().resumed.stored.step == 4
+    stored = start().resumed.stored
+    assert stored.step == 4 and stored.damaged == ("step_00000008",)
     has_manifest = kind not in ("torn upload", "manifest")
     assert capsys.readouterr().out.count("new/step_00000008 is damaged: ") == has_manifest
     DAMAGE[kind](Path("mirror/step_00000004"))
@@ -220,7 +221,7 @@ def test_weights_from_a_url(start, url, run, capsys):
         assert found.description == f"{init_from.removeprefix('auto:')}, step {step}"
         assert found.checkpoint.shapes and len(list(Path("new").iterdir())) == 1
         download.discard_weights(found.checkpoint.stored)
-        assert not list(Path("new").iterdir())
+        assert not Path("new").exists()
     manifest = read_manifest(run / "step_00000008") | {"best_step": 4}
     Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
     assert start(init_from=url, mirror="").checkpoint.stored.step == 4
@@ -237,7 +238,7 @@ def test_scripts_read_a_url_or_refuse_it(url, at, capsys):
     script(at, "sample.py", options)
     printed = capsys.readouterr()
     assert ": step 8, val loss" in printed.err and len(printed.out.splitlines()) > 1
-    assert not list(Path("out").iterdir())
+    assert not Path("out").exists()
     with pytest.raises(ValueError, match="a dry run reads no weights"):
         dry_run.check(train_defaults(dry_run_ranks=2, init_from="s3://a/b"))
 

@@ -6,6 +6,8 @@ What is downloaded has another name until all of it is there: after a kill, it i
 
 import os
 import uuid
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import STEP, is_run, size_of, step_folder, steps_in, unfinished_folder
@@ -79,7 +81,7 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
         asked: this step and no other; -1: any.
         url: of a mirror; "": there is none.
     """
-    out, reports = Path(out_dir), []
+    out, reports, damaged = Path(out_dir), [], []
     here, there = broadcast(do_together(list_steps, url, out)) if url else ([], [])
     for step in sorted({*here, *there} if asked == -1 else {asked}, reverse=True):
         if step in there:
@@ -90,9 +92,12 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
             found, _ = find_checkpoint(out_dir, step=step)
         reports += problems
         if found:
-            if asked == -1 and found.manifest["best_step"] in there:
-                fetch_on_machines(url, found.manifest["best_step"], out)
-            return found, reports
+            best = found.manifest["best_step"]
+            if asked == -1 and best in there and best != step:
+                fetch_on_machines(url, best, out)
+                reports += find_checkpoint(out_dir, step=best)[1]
+            return replace(found, damaged=(*found.damaged, *damaged)), reports
+        damaged.append(step_folder(out, step).name)
     return (None, reports) if reports else find_checkpoint(out_dir, step=asked)
 
 
@@ -118,4 +123,7 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredChec
 
 def discard_weights(stored: StoredCheckpoint) -> None:
     """Delete what `fetch_weights` has downloaded, after all ranks have read it."""
-    remove(stored.folder.parent)
+    folder = stored.folder.parent
+    remove(folder)
+    with suppress(OSError):  # out_dir stays unless it was created for this
+        folder.parent.rmdir()

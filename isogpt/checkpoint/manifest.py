@@ -90,7 +90,7 @@ def parse_manifest(text: str) -> dict:
         del manifest["manifest_sha256"]
         names = manifest["files"]
         are_inside = all(Path(name).name == name not in ("", "..") and name.isprintable() for name in names)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return manifest if are_inside and text == sealed(manifest) else {}
 

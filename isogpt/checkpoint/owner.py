@@ -19,7 +19,7 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file, or something else is in it."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(read_utf8(out / "owner")))
     return {}
 

@@ -164,7 +164,7 @@ def reason_of(error: BaseException) -> str:
 
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(line)
         return record if isinstance(record, dict) else None
     return None

@@ -97,7 +97,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     network.allow_connections()
-    gpu = str(torch.cuda.get_device_properties(picked).uuid) if "nccl" in group_backend else ""
+    gpu = ""
+    if "nccl" in group_backend:  # the slices of a GPU (MIG) may have its UUID
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpu = f"{torch.cuda.get_device_properties(picked).uuid} {visible}"
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
         raise ValueError(

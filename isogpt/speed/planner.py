@@ -108,7 +108,7 @@ def record(path: Path, job: dict, value: object) -> None:
 
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(read_utf8(path))
         return content[path.stem] if content["job"] == job else None
 
