@@ -125,7 +125,7 @@ else:
 do_together(check_finite, model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
 if is_url(init_from):  # all ranks have read what was downloaded
-    download.discard_weights(stored)
+    do_together(download.discard_weights, stored)
 model.eval().to(ranks.device)
 uses_autocast = plan.torch_dtype.itemsize == 2
 if mesh.splits_model:

@@ -93,7 +93,7 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
         reports += problems
         if found:
             best = found.manifest["best_step"]
-            if asked == -1 and best in there and best != step:
+            if asked == -1 and best in {*there} - {*here, step}:
                 fetch_on_machines(url, best, out)
                 reports += find_checkpoint(out_dir, step=best)[1]
             return replace(found, damaged=(*found.damaged, *damaged)), reports
@@ -122,7 +122,7 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredChec
 
 
 def discard_weights(stored: StoredCheckpoint) -> None:
-    """Delete what `fetch_weights` has downloaded, after all ranks have read it."""
+    """Delete what `fetch_weights` has downloaded, after all ranks have read it, and an empty out_dir."""
     folder = stored.folder.parent
     remove(folder)
     with suppress(OSError):  # out_dir stays unless it was created for this

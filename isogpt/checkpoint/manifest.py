@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.common.files import read_utf8, regular_file
+from isogpt.common.files import parse_json, read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
 # a checkpoint that a run was writing or deleting
@@ -86,11 +86,11 @@ def parse_manifest(text: str) -> dict:
     checksum says nothing about who has written the manifest.
     """
     try:
-        manifest = json.loads(text)
+        manifest = parse_json(text)
         del manifest["manifest_sha256"]
         names = manifest["files"]
         are_inside = all(Path(name).name == name not in ("", "..") and name.isprintable() for name in names)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return {}
     return manifest if are_inside and text == sealed(manifest) else {}
 
@@ -112,7 +112,7 @@ def damage(folder: Path, files: dict | None = None) -> str:
     ValueError if a file cannot be read, but may be intact.
 
     Args:
-        files: entries of a manifest, by name; None: all files of the folder's, which must be intact, too.
+        files: entries of a manifest, by name; None: those of the folder's manifest, which must be intact.
     """
     if files is None:
         files = read_manifest(folder).get("files", {"manifest.json": {}})

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from isogpt.common.files import read_utf8, write_whole
+from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.launch.launchers import Launch
 
 
@@ -19,8 +19,8 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file, or something else is in it."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(read_utf8(out / "owner")))
+    with suppress(OSError, ValueError, TypeError):
+        return dict(parse_json(read_utf8(out / "owner")))
     return {}
 
 

@@ -101,7 +101,7 @@ class Start:
         if not self.is_resume:
             state.slow_network.restart(state.step)
         if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded
-            discard_weights(self.checkpoint.stored)
+            do_together(discard_weights, self.checkpoint.stored)
 
 
 def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]) -> Start:

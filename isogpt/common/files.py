@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from isogpt.common.console import RANKS_SHOWN, shortened
 
@@ -147,6 +147,13 @@ def read_utf8(path: Path) -> str:
         return f.read()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that somebody else may have written. Raises ValueError if it is damaged or nested deeply."""
+    with suppress(RecursionError):
+        return json.loads(text)
+    raise ValueError("it is nested too deeply")
+
+
 def reason_of(error: BaseException) -> str:
     """
     Return in one line why writing or reading files failed: the OSError behind an error, or else the error
@@ -164,8 +171,8 @@ def reason_of(error: BaseException) -> str:
 
 def as_record(line: str | bytes) -> dict | None:
     """The record in a line of a metrics.jsonl; None if it is not a record, such as a line torn by a kill."""
-    with suppress(ValueError, RecursionError):
-        record = json.loads(line)
+    with suppress(ValueError):
+        record = parse_json(line)
         return record if isinstance(record, dict) else None
     return None
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from isogpt.checkpoint.manifest import is_run, steps_in
-from isogpt.common.files import as_record, lock, read_records, read_utf8, regular_file, write_whole
+from isogpt.common.files import (
+    as_record,
+    lock,
+    parse_json,
+    read_records,
+    read_utf8,
+    regular_file,
+    write_whole,
+)
 from isogpt.data.dataset import open_dataset
 from isogpt.monitor.sink_metrics import METRICS, last_lines
 from isogpt.training.budget import limits_of
@@ -125,7 +133,7 @@ def problem_of_folder(run: SweptRun) -> str:
         return ""  # train.py moves aside what is there
     before = None
     with suppress(FileNotFoundError, ValueError):
-        before = json.loads(read_utf8(run.folder / SETTINGS))
+        before = parse_json(read_utf8(run.folder / SETTINGS))
     if not isinstance(before, dict):
         return f"{run.folder} contains a run that sweep.py did not start: set a different --out_dir="
     now = run.recorded_settings()

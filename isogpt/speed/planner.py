@@ -17,7 +17,7 @@ from torch import nn
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
 from isogpt.common import console
-from isogpt.common.files import read_utf8, write_whole
+from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
@@ -108,8 +108,8 @@ def record(path: Path, job: dict, value: object) -> None:
 
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        content = json.loads(read_utf8(path))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = parse_json(read_utf8(path))
         return content[path.stem] if content["job"] == job else None
 
 
