@@ -35,7 +35,8 @@ UNFINISHED = "unfinished_export_"
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     Write the newest valid checkpoint of a run as 'ckpt.pt', or the best checkpoint as 'hf', since sample.py
-    also uses the best. Returns what was written. OUT_DIR/ckpt.pt, a link before, becomes a file.
+    also uses the best. Returns what was written, or nanoGPT's own ckpt.pt, which stays as it is.
+    OUT_DIR/ckpt.pt, a link before, becomes a file.
 
     Args:
         dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
@@ -51,8 +52,11 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     for report in damaged:
         console.print_to_stderr(f"warning: {report}")
     source = open_checkpoint(stored)
+    if form == "ckpt.pt" and stored.is_bare:
+        return stored.path
     if form == "ckpt.pt" and source.tensors is not None:
-        # nanoGPT's train.py would write through the link, into the checkpoint
+        # a copy, since nanoGPT's train.py would write through the link, into the checkpoint. It is not read
+        # with read_file, which adds arguments of the model that nanoGPT does not know
         return write_ckpt(out_dir, torch.load(stored.path, map_location="cpu", mmap=True))
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))

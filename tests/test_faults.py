@@ -633,3 +633,13 @@ def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(place):
     exported, newest = (torch.load(p) for p in (path, place / "out/step_00000006/ckpt.pt"))
     assert exported["iter_num"] == newest["iter_num"] == 6 and exported["config"] == newest["config"]
     assert exported.keys() == newest.keys() and not damage(place / "out/step_00000006")
+
+
+@pytest.mark.parametrize("out_dir", ["bare", "bare/ckpt.pt"])
+def test_a_ckpt_pt_of_nanogpt_is_not_exported_again(place, out_dir):
+    bare = place / "bare/ckpt.pt"
+    bare.parent.mkdir()
+    shutil.copy(place / "out/step_00000006/ckpt.pt", bare)
+    file = bare.stat().st_ino
+    assert export.convert(str(place / out_dir), "ckpt.pt") == bare
+    assert bare.stat().st_ino == file

@@ -360,7 +360,7 @@ def test_recomputation_saves_what_is_estimated(zygote, shared_work, arch):
     run = ["--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
     measured, estimated = [], []
     for mode in ("none", "full"):
-        # 8 rows: with 2, the peak with recomputation is that of the update, and the allocator's noise a third
+        # 8 rows, since the difference of the peaks of two processes is up to a third too small with 2
         args = [*LONG, "--n_layer=6", "--batch_size=8", *arch.split(), f"--activation_checkpointing={mode}"]
         zygote.start([*args, *run, "--save_checkpoint=False", "--out_dir=peak"], shared_work).wait()
         measured.append(max(column(shared_work / "peak", "memory_gb_max").values()))

@@ -93,7 +93,7 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
         reports += problems
         if found:
             best = found.manifest["best_step"]
-            if asked == -1 and best in {*there} - {*here, step}:
+            if asked == -1 and best in there and best not in (*here, step):
                 fetch_on_machines(url, best, out)
                 reports += find_checkpoint(out_dir, step=best)[1]
             return replace(found, damaged=(*found.damaged, *damaged)), reports
@@ -123,7 +123,6 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredChec
 
 def discard_weights(stored: StoredCheckpoint) -> None:
     """Delete what `fetch_weights` has downloaded, after all ranks have read it, and an empty out_dir."""
-    folder = stored.folder.parent
-    remove(folder)
-    with suppress(OSError):  # out_dir stays unless it was created for this
-        folder.parent.rmdir()
+    remove(stored.folder.parent)
+    with suppress(OSError):  # out_dir contains a run
+        stored.folder.parents[1].rmdir()

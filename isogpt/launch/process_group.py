@@ -99,8 +99,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     network.allow_connections()
     gpu = ""
     if "nccl" in group_backend:  # the slices of a GPU (MIG) may have its UUID
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpu = f"{torch.cuda.get_device_properties(picked).uuid} {visible}"
+        gpu = f"{torch.cuda.get_device_properties(picked).uuid} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
         raise ValueError(
