@@ -173,7 +173,7 @@ class Progress:
             self.left.pop(report.nodeid, None)
         if self.results and (report.when == "call" or report.outcome != "passed"):
             found = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
-            found |= dict(report.user_properties) | {"problem": report.longreprtext[-1000:]}
+            found |= dict(report.user_properties) | {"problem": report.longreprtext[-400:]}
             with self.results.open("a") as file:
                 file.write(json.dumps(found) + "\n")
 
