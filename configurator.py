@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from isogpt.common import console
-from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed, problems_of
+from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
 
 SECTION = re.compile(r"# -- (.+?) -+")
 # name = value  # meaning [range]
 SETTING = re.compile(r"([A-Za-z]\w*) = (.+?)(?:\s+#\s*(.*?)(?:\s*\[([^][]*)\])?)?")
-# what everyone types who comes from transformers, Lightning, torchtitan or nanochat. docs/migrating.md lists
-# more names, with their values
+# what everyone types who comes from transformers, Lightning, torchtitan or nanochat. Similar names, such as
+# epochs for max_epochs, need no entry. docs/migrating.md lists more names, with their values
 OTHER_NAMES = {
     "bf16": "dtype",
     "world_size": "nproc",
@@ -38,8 +38,6 @@ OTHER_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "hidden_size": "n_embd",
     "lr": "learning_rate",
-    "max_steps": "max_iters",
-    "epochs": "max_epochs",
     "max_grad_norm": "grad_clip",
 }
 # modules that nanoGPT's scripts have imported when they run a config
@@ -118,11 +116,11 @@ def apply_arguments(
             if argument.startswith("-") or "=" in argument:
                 final |= _read_option(argument, known)
             else:
-                path = str(_find_config(argument, script))
-                final |= _run_config(argument, path, VISIBLE | script_globals | defaults | final, known)
+                final |= _run_config(argument, VISIBLE | script_globals | defaults | final, known)
         except ValueError as e:
             problems += [f"{os.path.basename(script)}: {problem}" for problem in str(e).splitlines()]
-    return final, problems + problems_of(known, final)
+    problems += filter(None, (known[name].problem(value) for name, value in final.items()))
+    return final, problems
 
 
 def fail(message: str) -> NoReturn:
@@ -193,25 +191,16 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
         raise ValueError(f"command line: --{name}={text!r}: not {WANTED[known[name].kind]}") from e
 
 
-def _find_config(config: str, script: str) -> Path:
+def _run_config(config: str, visible: dict[str, Any], known: dict[str, Setting]) -> dict[str, Value]:
     """
-    Return the full path of a config, which is relative to the working directory or to the script's. Raise
-    ValueError if there is none.
+    Run a config, which is relative to the working folder or to the script's, and return the settings that it
+    sets. Raise ValueError about mistakes, one on each line. `visible` contains the names that the config may
+    read, all settings among them, and their values.
     """
-    for folder in (Path.cwd(), Path(script).absolute().parent):
-        if (folder / config).is_file():
-            return folder / config
-    raise ValueError(f"{config}: no such config file")
-
-
-def _run_config(
-    config: str, path: str, visible: dict[str, Any], known: dict[str, Setting]
-) -> dict[str, Value]:
-    """
-    Run the file `config`, at `path`, and return the settings that it sets. Raise ValueError about mistakes,
-    one on each line. `visible` contains the names that the file may read, all settings among them, and their
-    values.
-    """
+    folders = (Path.cwd(), Path(visible["__file__"]).absolute().parent)
+    path = next((str(folder / config) for folder in folders if (folder / config).is_file()), "")
+    if not path:
+        raise ValueError(f"{config}: no such config file")
     namespace = visible | {"__file__": path}  # a copy: only settings reach the script
     try:
         tree = ast.parse(Path(path).read_bytes(), path)
@@ -244,10 +233,8 @@ def _run_config(
 def nearest(name: str, known: dict[str, Setting]) -> str:
     """The setting that was probably meant by a name that is not one; "" if none is similar."""
     name = name.strip("-").lower().replace("-", "_").rpartition(".")[2]  # also torchtitan's optimizer.lr
-    if OTHER_NAMES.get(name) in known:
-        return OTHER_NAMES[name]
     # 0.75 of at most 1: two letters that are swapped in a name of four
-    return "".join(difflib.get_close_matches(name, known, 1, 0.75))
+    return "".join(difflib.get_close_matches(OTHER_NAMES.get(name, name), known, 1, 0.75))
 
 
 def _is_rank_0() -> bool:

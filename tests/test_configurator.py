@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import REPO, accepted
 
-from configurator import OTHER_NAMES, configure, help_text, settings_of
+from configurator import OTHER_NAMES, configure, help_text, nearest, settings_of
 from isogpt.options.values import Setting
 
 HEAD = '''"""
@@ -20,17 +20,14 @@ A second paragraph.
 """
 
 import math
-from configurator import configure
 
 before = 1  # stands before the first section
-# an ordinary comment
 # -- run -----------------------------------------------------------------------------------------------------
 seed = 1337  # data order, initial weights
 device = "auto"  # auto, cpu, cuda
 eval_only = False  # evaluate once, then stop
 start = "\\n"  # the prompt, or FILE: and the name of a file
 # -- data ----------------------------------------------------------------------------------------------------
-_private = 3  # no setting
 computed = math.pi  # no setting
 listed = [1]  # no setting
 batch_size = 12 # sequences of a micro-batch
@@ -47,28 +44,15 @@ config = configure(globals())
 # -- afterwards ----------------------------------------------------------------------------------------------
 later = 2
 """
-DEFAULTS = {
-    "seed": 1337,
-    "device": "auto",
-    "eval_only": False,
-    "start": "\n",
-    "batch_size": 12,
-    "accumulation": 40,
-    "learning_rate": 6e-4,
-    "max_iters": 600000,
-    "top_k": -1,
-    "weight_decay": 0.1,
-}
-
-
-@pytest.fixture(autouse=True)
-def rank_0(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+DEFAULTS = dict(seed=1337, device="auto", eval_only=False, start="\n", batch_size=12, accumulation=40)
+DEFAULTS |= dict(learning_rate=6e-4, max_iters=600000, top_k=-1, weight_decay=0.1)
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """The path of a script in a separate folder; the working folder is a different folder."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "repo" / "config").mkdir(parents=True)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -90,26 +74,17 @@ def run(script, *argv, extra=None):
 
 def config_file(text, path="c.py"):
     Path(path).write_text(text)
-    return path
 
 
-def problems(capsys, script, *argv, extra=None):
+def problems(capsys, script, *argv):
     """Return the lines of the error that `argv` causes, which must not change the script's globals."""
     script_globals = started(script)
     untouched = dict(script_globals)
     with pytest.raises(SystemExit) as end:
-        configure(script_globals, list(argv), extra)
-    assert end.value.code == 1
-    assert script_globals == untouched
+        configure(script_globals, list(argv))
     said = capsys.readouterr()
-    assert said.out == ""
+    assert (end.value.code, script_globals, said.out) == (1, untouched, "")
     return [line.removeprefix("error: train.py: ") for line in said.err.splitlines()]
-
-
-def problem(capsys, script, *argv, extra=None):
-    lines = problems(capsys, script, *argv, extra=extra)
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 # -- what the settings are
@@ -142,6 +117,7 @@ def test_settings_are_the_constants_between_the_first_section_and_the_line_of_da
         ("--seed 7 --device cpu", {"seed": 7, "device": "cpu"}),
         ("--top_k -3 --learning_rate -.5", {"top_k": -3, "learning_rate": -0.5}),
         ("--device c.py c.py", {"device": "c.py", "seed": 2}),
+        ("--device='~/a~' --start=x/~", {"device": "/home/me/a~", "start": "x/~"}),
         ("--eval_only --seed 7", {"eval_only": True, "seed": 7}),
         ("--eval_only --eval_only No c.py", {"seed": 2}),
         ("--local_rank=1 --local-rank 0 --seed=7", {"seed": 7}),  # some launchers add the local rank
@@ -156,9 +132,16 @@ def test_a_value_is_read_by_the_type_of_the_default(script, arguments, values):
 
 
 def test_a_value_of_a_different_type_is_an_error(script, capsys):
-    long = 400 * "1"  # digits: more than a float has
-    arguments = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan", f"--weight_decay={long}"]
-    assert problems(capsys, script, *arguments) == [
+    """Also of a number that no float can represent."""
+    long = 400 * "1"
+    config_file("seed = True\nmax_iters = 'x'\nlearning_rate = 10**400\neval_only = 2\ndevice = None")
+    options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan", f"--weight_decay={long}"]
+    assert problems(capsys, script, "c.py", *options) == [
+        "c.py: seed = True: not a whole number",
+        "c.py: device = None: not text",
+        "c.py: eval_only = 2: not True or False",
+        f"c.py: learning_rate = 1{59 * '0'}: not a finite number",
+        "c.py: max_iters = 'x': not a whole number",
         "command line: --eval_only='2': not True or False",
         "command line: --seed='1.5': not a whole number",
         "command line: --learning_rate='nan': not a finite number",
@@ -191,7 +174,7 @@ def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
     ],
 )
 def test_what_was_meant_by_a_word(script, capsys, arguments, said):
-    assert problem(capsys, script, *shlex.split(arguments)) == f"command line: {said}"
+    assert problems(capsys, script, *shlex.split(arguments)) == [f"command line: {said}"]
 
 
 def test_the_names_of_other_tools():
@@ -199,6 +182,8 @@ def test_the_names_of_other_tools():
     settings = settings_of(REPO / "train.py")
     assert len(OTHER_NAMES) <= 15 and not OTHER_NAMES.keys() & settings.keys()
     assert set(OTHER_NAMES.values()) <= settings.keys()
+    similar = {"epochs": "max_epochs", "max_steps": "max_iters", "output_dir": "out_dir"}
+    assert {name: nearest(name, settings) for name in similar} == similar
 
 
 def test_train_accepts_each_row_of_the_table_of_names():
@@ -209,14 +194,6 @@ def test_train_accepts_each_row_of_the_table_of_names():
             accepted("train.py", *shlex.split(options))
             seen += 1
     assert seen >= 60
-
-
-def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    config_file("device = '~/data'")
-    changed = {"start": "/home/me/a~", "device": "/home/me/data"}
-    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | changed
-    assert run(script, "--start=x/~")["start"] == "x/~"
 
 
 # -- config files
@@ -239,9 +216,11 @@ def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(scr
 
 
 def test_a_missing_config(script, capsys):
-    assert problem(capsys, script, "config/train_gpt.py") == "config/train_gpt.py: no such config file"
-    # a boolean's value is True or False; another word after it is a config
-    assert problem(capsys, script, "--eval_only", "maybe") == "maybe: no such config file"
+    """A boolean's value is True or False; another word after it is a config."""
+    assert problems(capsys, script, "config/train_gpt.py", "--eval_only", "maybe") == [
+        "config/train_gpt.py: no such config file",
+        "maybe: no such config file",
+    ]
 
 
 def test_a_config_written_for_nanogpt(script):
@@ -273,6 +252,7 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
     assert script_globals["before"] == 1  # only settings reach the script
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("name", "expression", "value"),
     [
@@ -281,6 +261,7 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
         ("seed", "1e4", 10000),
         ("eval_only", "1", True),
         ("device", "__import__('pathlib').Path('a') / 'b'", "a/b"),
+        ("device", "'~/data'", "/home/me/data"),
         ("max_iters", "max_iters * 0.9 + 0.5", 540000.5),
     ],
 )
@@ -291,32 +272,18 @@ def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expres
     assert run(script, f"--{name}={value}") == config  # as bench.py passes it to train.py
 
 
-def test_a_config_value_of_a_different_type_is_an_error(script, capsys):
-    config_file("seed = True\nmax_iters = 'x'\nlearning_rate = 10**400\neval_only = 2\ndevice = None")
-    assert problems(capsys, script, "c.py") == [
-        "c.py: seed = True: not a whole number",
-        "c.py: device = None: not text",
-        "c.py: eval_only = 2: not True or False",
-        f"c.py: learning_rate = 1{59 * '0'}: not a finite number",
-        "c.py: max_iters = 'x': not a whole number",
-    ]
-
-
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
     """nanoGPT accepts it: it may be a variable of the config. Rank 0 or the launcher prints the notes."""
-    note = "note: c.py: max_iter is not used; did you mean max_iters?"
     config_file(
         "max_iter = 5\nlearning_rat = 1e-3\nlearning_rate = learning_rat * 2\n"  # learning_rat is read
         "def batchsize(): pass\ndev = 'cpu'\n"
     )
-    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
-    assert capsys.readouterr() == ("", f"{note}\n")
-    config_file("max_iter = 5")
-    monkeypatch.setenv("RANK", "1")
-    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("ISOGPT_STARTED", str(os.getppid()))
-    assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
+    note = "note: c.py: max_iter is not used; did you mean max_iters?\n"
+    for rank, nproc, printed in (("0", "", note), ("1", "", ""), ("0", str(os.getppid()), "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("ISOGPT_STARTED", nproc)
+        assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
+        assert capsys.readouterr() == ("", printed)
 
 
 def test_an_exception_in_a_config_is_one_line(script, capsys):
@@ -348,7 +315,7 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
     waited = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-    said = problem(capsys, script, "--zzz=1")
+    (said,) = problems(capsys, script, "--zzz=1")
     assert waited == [(10, "")] and said.startswith("error: rank 1: ") and "zzz" in said
 
 
@@ -379,19 +346,15 @@ def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
 # -- settings of a different script
 
 
-EXTRA = {
-    "n_layer": Setting("n_layer", 12, "blocks", "model"),
-    "seed": Setting("seed", 1.5, "another default and type: the script's own setting counts", "run"),
-}
-
-
 def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
+    extra = {"n_layer": Setting("n_layer", 12, "blocks", "model")}
+    extra["seed"] = Setting("seed", 1.5, "the script's own setting counts", "run")
     script_globals = started(script)
     changed = {"seed": 4, "n_layer": 3}
-    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | changed
-    assert "n_layer" not in script_globals and run(script, extra=EXTRA) == DEFAULTS
+    assert configure(script_globals, ["--n_layer=3", "--seed=4"], extra) == DEFAULTS | changed
+    assert "n_layer" not in script_globals and run(script, extra=extra) == DEFAULTS
     config_file("n_layer = n_layer * 1")  # its default counts as set, too
-    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 12}
+    assert run(script, "c.py", extra=extra) == DEFAULTS | {"n_layer": 12}
 
 
 # -- the scripts

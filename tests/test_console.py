@@ -11,6 +11,7 @@ import re
 import struct
 import termios
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -28,52 +29,35 @@ ALONE = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
 SAMPLED = {"sample_interval": 5, "seed": 1}
 
 
-class Terminal:
-    """A terminal whose output is read in the background."""
+def received(columns, start):
+    """What a terminal receives from a run, which `start` starts on the terminal of this name."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    pieces = []
 
-    def __init__(self, columns):
-        self.master, self.slave = pty.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.received = b""
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
+    def read():
+        with suppress(OSError):  # every process has closed the terminal
+            while True:
+                pieces.append(os.read(master, 4096))
 
-    def read(self):
-        while True:
-            try:
-                data = os.read(self.master, 4096)
-            except OSError:  # every process has closed the terminal
-                return
-            self.received += data
-
-    def close(self):
-        """Wait until everything was read; returns it."""
-        os.close(self.slave)
-        self.reader.join(30)
-        os.close(self.master)
-        return self.received.decode()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    run = start(os.ttyname(slave)).wait(ok=False)
+    os.close(slave)
+    reader.join(30)
+    os.close(master)
+    output = b"".join(pieces).decode()
+    assert run.codes == [0], output
+    return output
 
 
-def screen(output, columns=80):
-    """The rows that a terminal shows after an output. No row is higher than the cursor but those above."""
-    rows, row, column = [""], 0, 0
-    for piece in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]", output):
-        if piece == "\x1b[J":
-            rows = [*rows[:row], rows[row][:column]]
-        elif piece == "\r":
-            column = 0
-        elif piece == "\n":
-            row += 1
-        else:
-            if column == columns:  # the terminal wraps
-                row, column = row + 1, 0
-            if row == len(rows):
-                rows.append("")
-            rows[row] = rows[row][:column] + piece + rows[row][column + 1 :]
-            column += 1
-        if row == len(rows):
-            rows.append("")
-    return rows
+def screen(output):
+    """
+    The rows that a terminal shows, each of which is drawn after the last time that it was erased. A status
+    line that wraps would be several rows.
+    """
+    rows = [row.rpartition("\x1b[J")[2].strip("\r") for row in output.split("\n")]
+    return [row for row in rows if row]
 
 
 # a config file with which a status line is drawn for each step, and other lines are printed above
@@ -91,14 +75,10 @@ sink_console.duration = duration
 @pytest.mark.parametrize("columns", [80, 30])
 def test_a_run_on_a_terminal(zygote, work, columns):
     """Steps are shown in place, other lines stay above, and no status line is longer than a row."""
-    terminal = Terminal(columns)
     args = ["--max_iters=11", "--eval_interval=4", "--out_dir=out"]
     env = {"TERM": "xterm", "COLUMNS": ""}  # pytest-xdist sets COLUMNS
-    run = start_changed(zygote, OTHERS, args, work, env=env, out=os.ttyname(terminal.slave))
-    run.wait(ok=False)
-    output = terminal.close()
-    assert run.codes == [0], output
-    rows = [row for row in screen(output, columns) if row]
+    output = received(columns, lambda tty: start_changed(zygote, OTHERS, args, work, env=env, out=tty))
+    rows = screen(output)
     drawn = re.findall(r"\x1b\[J(step \d+/11 [^\r\n]+)\r", output)
     assert drawn and all(len(text) < columns for text in drawn)
     losses = r"step \d+/11  loss \d\.\d{4}"
@@ -119,11 +99,9 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     ids=["dumb", "mpirun's terminal, which a file reads"],
 )
 def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work, env, columns):
-    terminal = Terminal(columns)
-    run = zygote.start([*TINY, "--max_iters=1"], work, env=env, out=os.ttyname(terminal.slave))
-    run.wait(ok=False)
-    output = terminal.close()
-    assert run.codes == [0] and "\x1b" not in output and output.count("\niter ") == 2
+    args = [*TINY, "--max_iters=1"]
+    output = received(columns, lambda tty: zygote.start(args, work, env=env, out=tty))
+    assert "\x1b" not in output and output.count("\niter ") == 2
 
 
 def test_the_time_left(zygote, work):

@@ -12,14 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, default_plan, script_that_fails, start_changed, train_defaults
+from runs import REPO, default_plan, script_that_fails, start_changed, tiny_data
 
 import export
-from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
@@ -31,8 +29,7 @@ from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.shares import share_of
-from isogpt.training import optim
-from isogpt.training.settings import check_training, read_prompt
+from isogpt.training.settings import read_prompt
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------------
@@ -43,48 +40,6 @@ ARGS = asdict(GPTConfig(**SHAPE))
 COUNTS = count_on_meta(GPT, ARGS)
 PLAN = default_plan(world_size=2, model_args=ARGS, counts=COUNTS, batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
-ADAMW = ("step", "exp_avg", "exp_avg_sq")
-
-
-def tiny_model():
-    return GPT(GPTConfig(**SHAPE), 0)
-
-
-def one_rank(world_size=1):
-    """Rank 0 on a CPU, without a process group."""
-    return Ranks(0, world_size, CPU, "gloo")
-
-
-def tiny_watchdog(timeout_s, step):
-    """A watchdog of one rank, which is in the forward pass."""
-    progress = Progress(tokens_per_step=64, step=step)
-    dog = Watchdog(one_rank(), timeout_s, progress, Logger(progress, [Console()]))
-    dog.clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
-    dog.saver = SimpleNamespace(writes_alone=lambda: False)
-    return dog
-
-
-def save_in(folder, **changes):
-    """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
-    model = tiny_model()
-    run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "isogpt": {}}
-    run["config"] = {"dataset": "letters"}
-    state = nanogpt_state(run, model, optim.make_optimizers(model, train_defaults()))
-    folder.mkdir(parents=True)
-    torch.save({**state, **changes}, folder / "ckpt.pt")
-    data_in(folder.parent / "data" / "letters", {"stoi": {"A": 0}, "itos": ["A"], "vocab_size": 65})
-    return folder
-
-
-def data_in(folder, meta=None, pkl=None, train=range(65)):
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "val"):
-        np.array(train, np.uint16).tofile(folder / f"{split}.bin")
-    if meta:
-        (folder / "meta.json").write_text(json.dumps(meta))
-    if pkl:
-        (folder / "meta.pkl").write_bytes(pickle.dumps(pkl))
-
 
 # ------------------------------------------------------------------------------------------------------------
 # checkpoints
@@ -93,7 +48,7 @@ def data_in(folder, meta=None, pkl=None, train=range(65)):
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
-        check_start(one_rank(world_size=2), {})
+        check_start(Ranks(0, 2, CPU, "gloo"), {})
     assert "an all-reduce over 2 ranks returned 1.0: the network is faulty" in capsys.readouterr().err
 
 
@@ -135,16 +90,15 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     """
     The first rank that has this problem explains it, whichever it is, and tells the others what ended it.
     """
-
-    def leave(status):
-        raise SystemExit(status)
-
-    at.set(os, "_exit", leave)
+    at.set(os, "_exit", sys.exit)
     at.set(sys, "excepthook", sys.excepthook)
-    dog, store = tiny_watchdog(timeout_s=600, step=50), dist.HashStore()
+    progress, store = Progress(tokens_per_step=64, step=50), dist.HashStore()
+    ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
+    dog = Watchdog(ranks, 600, progress, Logger(progress, [Console()]))
+    dog.clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
+    dog.saver = SimpleNamespace(writes_alone=lambda: False)
     reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
     dog.memory_use = MemoryUse("out", reader, first_step=50)
-    dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
         dog.store, dog.fate = dist.PrefixStore(str(number), store), None
         explain_crashes(dog)
@@ -163,13 +117,6 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
 # sample.py
 
 
-def test_advice_on_heads_of_keys_and_values_works_with_gpt2():
-    for n_kv_head in (3, 5, 8, 24):  # of 12 heads
-        with pytest.raises(ValueError, match="^n_kv_head .*: set --n_kv_head=0|^arch.*--n_kv_head=0.*$") as e:
-            check_training(train_defaults(n_kv_head=n_kv_head))
-        assert "\n" not in str(e.value)
-
-
 def test_prompts_of_sample_py(at, monkeypatch):
     """A file's text is not changed, but for its byte order mark."""
     monkeypatch.setenv("HOME", str(at.path))
@@ -180,10 +127,11 @@ def test_prompts_of_sample_py(at, monkeypatch):
         read_prompt("FILE:p.txt")
 
 
-def test_weights_that_are_not_finite_generate_nothing(at, capsys):
-    weights = tiny_model().state_dict()
-    weights["transformer.wpe.weight"][0] = torch.nan
-    save_in(at.path / "out", model=weights)
+def test_weights_that_are_not_finite_generate_nothing(at, capsys, trained):
+    state = torch.load(trained(["--max_iters=1"]) / "ckpt.pt")
+    state["model"]["transformer.wpe.weight"][0] = torch.nan
+    Path("out").mkdir()
+    torch.save(state, "out/ckpt.pt")
     said = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A"]).err
     assert "weights in out/ckpt.pt are not finite (transformer.wpe.weight), so the model predicts" in said
 
@@ -193,7 +141,7 @@ def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
     at.set(export.tokenizer, "save_tokenizer", lambda folder, *_: folder.mkdir())
     at.set(export.huggingface, "save", lambda folder, *_: (folder / "config.json").write_text("new"))
     for kept in ("", "hf_1", "hf_2"):
-        assert export.write_hf(str(at.path), tiny_model(), None, "") == at.path / "hf"
+        assert export.write_hf(str(at.path), GPT(GPTConfig(**SHAPE), 0), None, "") == at.path / "hf"
         assert sorted(path.name for path in (at.path / "hf").iterdir()) == ["README.md", "config.json"]
         said = capsys.readouterr().err
         assert (f"is now {at.path / kept}\n" in said) if kept else not said
@@ -262,9 +210,9 @@ def test_what_a_console_cannot_show_ends_no_run(zygote, at):
     even UTF-8.
     """
     meta = {"vocab_size": 2, "stoi": {"\u00e9": 0, "\ud800": 1}, "itos": ["\u00e9", "\ud800"]}
-    data_in(at.path / "data" / "tiny", pkl=meta, train=[0, 1] * 40)
+    (tiny_data(at.path, vocab=2) / "meta.pkl").write_bytes(pickle.dumps(meta))
     out = "--out_dir=r\u00e9sum\u00e9"
-    args = ["--block_size=8", "--max_iters=0", "--eval_iters=1", out]
+    args = ["--max_iters=0", "--eval_iters=1", out]
     train = start_changed(zygote, ASCII, args, at.path).wait()
     assert r"saved r\xe9sum\xe9/step_00000001" in train.text().splitlines()
     args = [out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu"]
@@ -274,16 +222,15 @@ def test_what_a_console_cannot_show_ends_no_run(zygote, at):
     assert r"\ud800" in "".join(lines)
 
 
-def test_a_closed_pipe_ends_a_script_quietly(at):
+def test_a_closed_pipe_ends_a_script_quietly(trained):
     """
     As after `| head`: no traceback, and nothing about an exception that is ignored at the exit, at which a
     process of its own is needed.
     """
-    save_in(at.path / "out")
-    read, write = os.pipe()
+    out, (read, write) = str(trained(["--max_iters=1"])), os.pipe()
     os.close(read)
-    generate = ["--start=A", "--num_samples=2", "--max_new_tokens=5", "--device=cpu"]
-    for script, *args in (["train.py", "--help"], ["sample.py", *generate], ["export.py", "out"]):
+    generate = [f"--out_dir={out}", "--start=A", "--num_samples=2", "--max_new_tokens=5", "--device=cpu"]
+    for script, *args in (["train.py", "--help"], ["sample.py", *generate], ["export.py", out]):
         run = [sys.executable, str(REPO / script), *args]
         env = os.environ | {"PYTHONUNBUFFERED": ""}
         run = subprocess.run(run, env=env, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -310,12 +257,7 @@ def test_messages_of_slurm_sh(at):
     for name in ("srun", "scontrol", "squeue"):
         (at.path / name).write_text(NODE)
         (at.path / name).chmod(0o755)
-    slurm = {
-        "SLURM_SUBMIT_DIR": ".",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n1",
-        "SLURM_JOB_NUM_NODES": "1",
-    }
+    slurm = dict(SLURM_SUBMIT_DIR=".", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_JOB_NUM_NODES="1")
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)

@@ -33,25 +33,18 @@ def prepare() -> None:
     atexit.register(flush)  # Python itself reports an error
 
 
-def is_screen(stream: TextIO | None) -> bool:
+def erase_line(stream: TextIO | None) -> str:
     """
-    Return whether a stream is a terminal that a person looks at, on which a line can be erased and drawn
-    again. Not with TERM=dumb, nor if the terminal has no size: mpirun and `docker run -t` give their
-    processes such a terminal even when the output goes to a file or a log.
+    Return what erases the line on which a terminal's cursor waits, which may be a run's status line. This
+    rank need not know whether there is a status line: rank 0 draws it, and every rank may report an error.
+    Returns "" unless the stream is a terminal that a person looks at: not with TERM=dumb, nor if the terminal
+    has no size, since mpirun and `docker run -t` give their processes such a terminal even when the output
+    goes to a file or a log.
     """
     with suppress(OSError, AttributeError):  # it is a pipe, or there is no stream
         has_size = os.get_terminal_size(stream.fileno()).columns > 0
-        return has_size and os.environ.get("TERM", "dumb") != "dumb"
-    return False
-
-
-def erase_line(stream: TextIO) -> str:
-    """
-    Return what erases the line on which a terminal's cursor waits, which may be a run's status line; "" if
-    the stream is not a terminal. This rank need not know whether there is a status line: rank 0 draws it, and
-    every rank may report an error.
-    """
-    return ERASE if is_screen(stream) else ""
+        return ERASE if has_size and os.environ.get("TERM", "dumb") != "dumb" else ""
+    return ""
 
 
 def visible(text: str, but: str = "") -> str:

@@ -113,13 +113,12 @@ def lock(file: IO[bytes] | int) -> bool:
     Lock an open file, or the descriptor of a folder, for as long as it is open; False if a different process
     has locked it. On Windows, and on a file system without locks, nothing is locked.
     """
-    with suppress(ImportError, OSError):
+    try:
         import fcntl
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as e:
+        return not isinstance(e, BlockingIOError)
     return True
 
 
@@ -174,9 +173,7 @@ def as_record(line: str | bytes) -> dict | None:
 def read_records(path: Path) -> Iterator[dict]:
     """Read the records of a metrics.jsonl one by one; nothing if the file is missing."""
     with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
-        for line in f:
-            if (record := as_record(line)) is not None:
-                yield record
+        yield from filter(None, map(as_record, f))
 
 
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:

@@ -16,13 +16,13 @@ class Console:
     Prints to stdout. Lines are lost, but training goes on, if a pipe is closed, such as `| head`, a disk is
     full, or a terminal was stopped with Ctrl-S.
 
-    On a terminal (see console.is_screen), the newest step is drawn in place in the last line, and other lines
+    On a terminal (console.erase_line), the newest step is drawn in place in the last line, and other lines
     are printed above it. The cursor waits at the start of this line, from where console.ERASE erases it.
     """
 
     def __init__(self) -> None:
         self.max_iters = 0  # of the event start or resume
-        self.has_status = console.is_screen(sys.stdout)
+        self.has_status = console.erase_line(sys.stdout) != ""
         self.status = ""
         self.val_loss: float | None = None
         self.drawn_at = 0.0

@@ -11,13 +11,12 @@ The range of its values is in square brackets at the end of the comment that des
 
 import ast
 import json
+import math
 import numbers
 import operator
 import os
 import re
 import shlex
-import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -49,18 +48,16 @@ class Setting:
         return type(self.default)
 
     def parse(self, text: str) -> Value:
-        """Convert text that was typed on the command line. Raise ValueError if this is not possible."""
+        """
+        Convert text that was typed on the command line: numbers and quoted text are written as in Python, and
+        5e3 is a whole number, too. Raise ValueError if this is not possible.
+        """
         if self.kind is bool:
             return self.convert(BOOLS.get(text.lower()))
-        if self.kind is str and text[:1] in ("'", '"'):
+        if self.kind is not str or text[:1] in ("'", '"'):
             with suppress(SyntaxError, ValueError):
                 return self.convert(ast.literal_eval(text))
-        if self.kind is str:
-            return self.convert(text)
-        try:
-            return self.convert(int(text, 0))
-        except ValueError:
-            return self.convert(float(text))
+        return self.convert(text if self.kind is str else float(text))
 
     def convert(self, value: object) -> Value:
         """
@@ -74,10 +71,9 @@ class Setting:
         if self.kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
             if self.kind is int and value == value // 1:  # false for nan and inf
                 return int(value)
-            # neither nan nor inf, nor a whole number that no float can represent
-            is_finite = abs(value) <= sys.float_info.max
-            if is_finite and (self.kind is float or "fractions" in self.range):
-                return float(value)
+            with suppress(OverflowError):  # a whole number that no float can represent
+                if math.isfinite(value) and (self.kind is float or "fractions" in self.range):
+                    return float(value)
         raise ValueError(f"{value!r} is not {WANTED[self.kind]}")
 
     def problem(self, value: Value) -> str:
@@ -92,12 +88,6 @@ class Setting:
             if not COMPARISONS[sign](value, float(bound)):
                 return f"{self.name} is {value}: it must be {sign} {bound}"
         return ""
-
-
-def problems_of(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
-    """Return a sentence for each value that is not in the range of its setting."""
-    sentences = [settings[name].problem(value) for name, value in values.items()]
-    return [sentence for sentence in sentences if sentence]
 
 
 def is_url(text: str) -> bool:

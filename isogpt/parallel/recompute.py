@@ -62,6 +62,6 @@ def fits_schedule(mode: str, pp: int, pp_schedule: str) -> bool:
 
 
 def recompute_every(mode: str) -> int:
-    """Return K if one block in K is recomputed, 0 for 'none'. settings.problems_of checks the mode."""
+    """Return K if one block in K is recomputed, 0 for 'none'. Setting.problem checks the mode."""
     known = {"none": 0, "full": 1, "selective": 1}
     return known[mode] if mode in known else int(mode.removeprefix("every:"))
