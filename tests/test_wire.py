@@ -1,4 +1,4 @@
-"""A run over slow links (measure/slow_network.py); test_dry_run.py has the formulas of measure/wire.py."""
+"""A run over slow links (measure/slow_network.py)."""
 
 import re
 import subprocess
