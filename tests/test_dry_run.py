@@ -131,8 +131,8 @@ def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
 # what is counted
 
 
-# What each rank sends per step, by formula. Everything is divisible by 4, so no part is padded. What is sent in
-# each of two micro-steps counts twice.
+# What each rank sends per step, by formula. Everything is divisible by 4, so no part is padded. What is sent
+# in each of two micro-steps counts twice.
 L, C, T, V, ROWS, MICRO_STEPS = 4, 128, 256, 256, 4, 2
 MODEL = [f"--n_layer={L}", f"--n_embd={C}", f"--block_size={T}", f"--vocab_size={V}", f"--batch_size={ROWS}"]
 # bytes of a block's parameters, of the others (wte, wpe and the last norm), and of a micro-batch's stream
