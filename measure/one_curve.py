@@ -74,8 +74,9 @@ def start(args: list[str], processes: int, work: Path, kill_after: int | None = 
             output.append(line)
             if line.startswith(f"iter {kill_after}:"):
                 kill(process)
-    finally:
-        kill(process)  # after Ctrl-C; else it has ended
+    except BaseException:  # KeyboardInterrupt too: leave no processes behind
+        kill(process)
+        raise
     expected = 0 if kill_after is None else -signal.SIGKILL
     if process.wait() != expected:
         sys.exit(f"{' '.join(command)} failed:\n{''.join(output[-100:])}")
@@ -84,8 +85,8 @@ def start(args: list[str], processes: int, work: Path, kill_after: int | None = 
 def train(layouts: list[Layout], args: list[str], work: Path) -> np.ndarray:
     """Train on all layouts, with their kills; returns the losses, (layouts, steps)."""
     losses = []
-    for layout in layouts:
-        out = work / layout.name
+    for i, layout in enumerate(layouts):
+        out = work / f"run{i}"
         for processes, step in zip(layout.processes, [*layout.kills, None], strict=True):
             start([*args, *layout.flags, f"--out_dir={out}"], processes, work, step)
         losses.append(list(column(out, "loss").values()))
