@@ -38,7 +38,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, train_defaults
+from runs import column, train_defaults, wait_for
 from torch.distributed import DistNetworkError
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -163,58 +163,12 @@ def test_newer_checkpoints_are_not_read(tmp_path):
     assert without < 10**6 and abs(beside - without) < 10**4
 
 
-# -- open_files
+# -- open_files, gloo
 
 
-class RankStore(dist.Store):
-    """A rank's connection to a store, which counts a TCPStore's requests and the bytes of the answers."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store, self.requests, self.answered = store, 0, 0
-
-    def set(self, key, value):
-        self.requests += 1
-        self.store.set(key, value)
-
-    def multi_set(self, keys, values):
-        self.requests += 1
-        self.store.multi_set(keys, values)
-
-    def check(self, keys):
-        self.requests += 1
-        return self.store.check(keys)
-
-    def wait(self, keys, *timeout):
-        self.requests += 1
-        self.store.wait(keys, *timeout)
-
-    def get(self, key):
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys):
-        self.requests += 2  # the client waits for the keys first
-        values = self.store.multi_get(keys)
-        self.answered += sum(map(len, values))
-        return values
-
-
-def stores_of(size):
-    """The connections of so many ranks to one store."""
-    store = dist.HashStore()
-    return [RankStore(store) for _ in range(size)]
-
-
-def asked(stores):
-    """The most requests of a rank, and of all ranks the requests and the bytes that were answered."""
-    requests = [store.requests for store in stores]
-    return max(requests), sum(requests), sum(store.answered for store in stores)
-
-
-def connect_gloo(rank, stores):
+def connect_gloo(rank, store, size):
     """Make one of a world-wide group of gloo, and communicate as a run does at its start."""
-    size = len(stores)
-    group = dist.ProcessGroupGloo(stores[rank], rank, size, timedelta(seconds=300))
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=300))
     number, numbers = torch.full((1,), float(rank)), torch.empty(size)
     group._allgather_base(numbers, number).wait()
     group.allreduce([number]).wait()
@@ -223,23 +177,18 @@ def connect_gloo(rank, stores):
     return group
 
 
-def files_open():
-    """How many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def files_of_rank(size):
     """Open files of a rank of a world-wide group of gloo."""
-    stores, before = stores_of(size), files_open()
-    groups = on_each_rank(partial(connect_gloo, stores=stores), size)
-    opened_files = files_open() - before
+    store, before = dist.HashStore(), len(os.listdir("/proc/self/fd"))
+    groups = on_each_rank(partial(connect_gloo, store=store, size=size), size)
+    more = len(os.listdir("/proc/self/fd")) - before
     del groups
     gc.collect()
-    return opened_files / size
+    return more / size
 
 
 def test_a_rank_connects_to_few_others():
-    """In the full mesh of gloo's default, a rank has N - 1 sockets."""
+    """In the full mesh of gloo's default, a rank has N - 1 sockets, and asks for as many addresses."""
     few, many = files_of_rank(8), files_of_rank(24)
     assert many <= few + 0.5 < 9
 
@@ -266,53 +215,51 @@ def test_too_many_open_files_are_explained(at, capsys):
     assert open_limit.explained("[Errno 2] No such file") == "[Errno 2] No such file"
 
 
-# -- gloo
-
-
-def gloo(size):
-    """What a world-wide group of gloo asks of the store."""
-    stores = stores_of(size)
-    on_each_rank(partial(connect_gloo, stores=stores), size)
-    gc.collect()
-    return asked(stores)
-
-
-def test_gloos_addresses_are_linear_in_ranks():
-    """2 N^2 requests and N^2 (157 + 8 N) bytes in the full mesh of gloo's default."""
-    (_, requests, answered), (most, more_requests, more_answered) = gloo(8), gloo(32)
-    assert more_requests < 5 * requests and more_answered < 5 * answered
-    assert most <= 1 + 3 * (2 + 5), "a ring and a tree of 32"
-
-
 # -- store
 
 
-def start_rank(rank, stores):
-    """Meet the other ranks, eight on each machine, as network.join does."""
-    size, machine = len(stores), rank // 8
-    boot = uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))
-    process = network.Process(
-        f"node-{machine}.cluster.example.org {boot} net:[4026531840]",
-        cores=2**96 - 1,
-        agent=f"node-{machine} {machine} {12345678 + machine}",
-        address=f"10.77.0.{machine}",
-    )
-    others = network.meet(stores[rank], rank, size, process, timeout_s=600.0)
-    assert others["machines"] == [rank // 8 for rank in range(size)]
+class CountingStore:
+    """A store that counts the requests of all ranks and the bytes that it answers."""
+
+    def __init__(self):
+        self.store, self.answers = dist.HashStore(), []
+
+    def __getattr__(self, name):
+        def request(*arguments):
+            answer = getattr(self.store, name)(*arguments)
+            self.answers.append(sum(map(len, answer)) if isinstance(answer, list) else len(str(answer)))
+            return answer
+
+        return request
 
 
 def start_of(size):
-    """What ranks ask of the store until they know each other."""
-    stores = stores_of(size)
-    on_each_rank(partial(start_rank, stores=stores), size)
-    return asked(stores)
+    """What ranks, eight on each machine, ask of the store until they know each other, as by network.join."""
+    store, keys = CountingStore(), [f"process/{rank}" for rank in range(1, size)]
+
+    def start(rank):
+        if rank == 0:  # asks again and again while it waits for the others
+            wait_for(lambda: store.store.check(keys))
+        machine = rank // 8
+        boot = uuid.uuid5(uuid.NAMESPACE_DNS, str(machine))
+        process = network.Process(
+            f"node-{machine}.cluster.example.org {boot} net:[4026531840]",
+            cores=2**96 - 1,
+            agent=f"node-{machine} {machine} {12345678 + machine}",
+            address=f"10.77.0.{machine}",
+        )
+        others = network.meet(store, rank, size, process, timeout_s=600.0)
+        assert others["machines"] == [rank // 8 for rank in range(size)]
+
+    on_each_rank(start, size)
+    return store.answers
 
 
 def test_ranks_know_each_other_by_few_bytes():
     """Every rank used to read every rank's cores: 944 N^2 bytes."""
-    (*_, answered), (most, more_requests, more_answered) = start_of(32), start_of(128)
-    assert more_requests - most <= 3 * 128, "rank 0 waits for the others"
-    assert more_answered < 128 * 1000 and more_answered < 8 * answered
+    few, many = start_of(32), start_of(128)
+    assert len(many) <= 3 * 128
+    assert sum(many) < 128 * 1000 and sum(many) < 8 * sum(few)
 
 
 # -- read_ahead
@@ -685,21 +632,6 @@ def test_the_shuffle_keeps_nothing_of_the_data_set(n_tokens):
 
 
 # -- failure_report
-
-
-class CountingStore:
-    """A store that counts the requests of all ranks and the bytes that it answers."""
-
-    def __init__(self):
-        self.store, self.answers = dist.HashStore(), []
-
-    def __getattr__(self, name):
-        def request(*arguments):
-            answer = getattr(self.store, name)(*arguments)
-            self.answers.append(sum(map(len, answer)) if isinstance(answer, list) else len(str(answer)))
-            return answer
-
-        return request
 
 
 def watchdogs(size):
