@@ -121,7 +121,7 @@ def plot_curves(axes: "Axes", layouts: list[Layout], losses: np.ndarray) -> None
 
 def plot_points(axes: "Axes", layouts: list[Layout], differences: np.ndarray, note: str = "") -> None:
     """Plot the differences from the first layout as points, and the kills as lines."""
-    sizes, colors = np.linspace(8, 1, len(layouts)), colors_of(layouts)
+    sizes, colors = np.linspace(6, 1, len(layouts)), colors_of(layouts)
     for i, layout in list(enumerate(layouts))[1:]:
         label = layout.name + note
         axes.plot(differences[i], "o", color=colors[i], markersize=sizes[i], label=label)
