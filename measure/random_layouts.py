@@ -58,6 +58,8 @@ CHOICES = {
     "activation_checkpointing": ("none", "full", "selective", "every:2"),
     "batch_size": tuple(n for n in range(1, SEQUENCES + 1) if SEQUENCES % n == 0),
 }
+DEFAULTS = ("--zero=0", "--dp_replicate=1", "--tp=1", "--pp=1", "--cp=1", "--ep=1")
+DEFAULTS += ("--activation_checkpointing=none",)
 ENDS = ("kill all", "kill one", "stop")
 
 
@@ -69,7 +71,7 @@ class Layout:
     options: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join([f"{self.processes} proc.", *self.options])
+        return " ".join([f"{self.processes} proc.", *(o for o in self.options if o not in DEFAULTS)])
 
 
 def draw_layout(rng: random.Random, model: str) -> Layout:
