@@ -77,8 +77,8 @@ def plain():
 @pytest.fixture
 def place(zygote, folder, request, record_property):
     """Starts scripts, of which those that still run when the test ends are killed, and notes results."""
-    if request.config.option.markexpr == "gpu" and not ON_GPU:
-        pytest.skip("torch finds no GPU")
+    if (request.config.option.markexpr == "gpu") != ON_GPU:
+        pytest.skip("pytest -m gpu needs a GPU to itself" if ON_GPU else "torch finds no GPU")
     record_property("device", f"{NAME}, torch {torch.__version__}")
     runs = []
 
@@ -256,14 +256,14 @@ def ours(place, flags=""):
 def test_a_step_takes_as_long_as_nanogpts(place, plain, cache):
     plain |= ours(place)
     place.note("isoGPT", dict(plain))
-    assert not IS_KNOWN or plain["step_ms"] <= 37
     if NANOGPT.exists():
         clone = place.folder / "nanoGPT"
-        shutil.copytree(NANOGPT, clone, dirs_exist_ok=True)
+        shutil.copytree(NANOGPT, clone, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
         theirs = gpt2(place, "--wandb_log=False", clone / "train.py", clone)
         place.note("nanoGPT", theirs)
         assert not ON_GPU or theirs["step_ms"] >= 0.95 * plain["step_ms"]
         assert not ON_GPU or cache == "warm" or theirs["first_s"] >= 0.8 * plain["first_s"]
+    assert not IS_KNOWN or plain["step_ms"] <= 37
 
 
 @limited(48)
