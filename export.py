@@ -47,8 +47,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = search.find_checkpoint(out_dir, best=form == "hf")
     if not stored:
-        problems = damaged or [search.advice_on_folder(out_dir)]
-        raise ValueError(f"no valid checkpoint in {out_dir}: {'; '.join(problems)}")
+        raise search.no_checkpoint(out_dir, damaged)
     for report in damaged:
         console.print_to_stderr(f"warning: {report}")
     source = open_checkpoint(stored)
@@ -141,16 +140,20 @@ def list_checkpoints(out_dir: str) -> str:
     out = Path(out_dir)
     lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'bits/byte':>9}  {'GB':>7}  state"]
     folders = manifest.step_folders(out)
-    newest = next(filter(None, map(manifest.read_manifest, folders)), None)  # it names the best step
-    best = search.best_folder(out, newest) if newest else None
+    newest = next(filter(None, map(manifest.read_manifest, folders)), {})  # it names the best step
     for folder in folders:
-        if problem := manifest.damage(folder):
-            lines.append(f"{manifest.step_of(folder):>10}  damaged: {problem}")
-        else:
-            lines.append(row(search.open_folder(folder), " (best)" if folder == best else ""))
+        step = manifest.step_of(folder)
+        try:
+            if problem := manifest.damage(folder):
+                lines.append(f"{step:>10}  damaged: {problem}")
+            else:
+                note = " (best)" if step == newest.get("best_step") else ""
+                lines.append(row(search.open_folder(folder), note))
+        except ValueError as e:  # a file cannot be read, and may be intact
+            lines.append(f"{step:>10}  {e}")
     if not folders:
         stored, problems = search.find_checkpoint(out_dir)
-        lines += [row(stored)] if stored else problems or [search.advice_on_folder(out_dir)]
+        lines.append(row(stored) if stored else str(search.no_checkpoint(out_dir, problems)))
     return "\n".join(lines)
 
 

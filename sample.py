@@ -16,26 +16,22 @@ rounding.
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.checkpoint import download, search, state
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
+from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
 from isogpt.data.tokenizer import load as load_tokenizer
-from isogpt.launch import launchers, process_group
-from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import do_together, exit_together, gather_objects
+from isogpt.launch import launchers, process_group, start_checks
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
 from isogpt.options.values import is_url
-from isogpt.parallel.compilation import compile_generation
+from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import make_mesh
-from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
 from isogpt.parallel.plan import UNDIVIDED
 from isogpt.training import degrees, layout_check, precision, settings
 from model import GPT, GPTConfig
@@ -67,7 +63,6 @@ try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     settings.check_sampling(config)
-    text = settings.read_prompt(start)
     plan = replace(UNDIVIDED, world_size=launchers.rank_variables()[1], tp=tp, pp=pp)
     degrees.check_degrees(plan)
     backend = "auto" if tp * pp > 1 else "gloo"
@@ -78,7 +73,9 @@ try:
         mesh.connect(ranks.device.type)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
-check_start(ranks, config)
+start_checks.check_start(ranks, config)
+# on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
+text = broadcast(do_together(settings.read_prompt, start if ranks.is_main else ""))
 
 # the checkpoint, the tokenizer and the model (all ranks load them; an error on any rank ends all ranks)
 stored, damaged, source, pretrained = None, [], None, None
@@ -91,12 +88,11 @@ with exit_together():
     if stored:
         source = open_checkpoint(stored)
     elif init_from == "resume":
-        problems = damaged or [search.advice_on_folder(out_dir)]
-        raise ValueError(f"no checkpoint in {out_dir}: {'; '.join(problems)}")
+        raise search.no_checkpoint(out_dir, damaged)
     else:
         pretrained = GPT.from_pretrained(init_from)
     run = source.run if source else {"model_args": pretrained.describe()}
-    vocabulary = vocabulary_of_run(run, stored.folder if stored else init_from, dataset)
+    vocabulary = run_vocabulary.vocabulary_of_run(run, stored.folder if stored else init_from, dataset)
     tokenizer = load_tokenizer(vocabulary, special_tokens)
     prompt = tokenizer.encode(text)
     if not prompt:
@@ -120,8 +116,8 @@ if mesh.splits_model:  # an edited model may not be divided as model.py was
             raise ValueError(problem)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
         fail(str(e))
-splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
-materialize(model, torch.device("cpu"), splits)
+splits = parallelize.split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
+parallelize.materialize(model, torch.device("cpu"), splits)
 if source:
     do_together(state.restore_checkpoint, source, model)
 else:
@@ -131,10 +127,11 @@ source = pretrained = None  # frees the memory of the loaded tensors
 if is_url(init_from):  # all ranks have read what was downloaded
     download.discard_weights(stored)
 model.eval().to(ranks.device)
-context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
+uses_autocast = plan.torch_dtype.itemsize == 2
 if mesh.splits_model:
-    model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
-notes = [compile_generation(model, ranks.device, mesh.splits_model)] if compile else []
+    pipeline = parallelize.make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
+    model = pipeline or model
+notes = [compilation.compile_generation(model, ranks.device, mesh.splits_model)] if compile else []
 idx = torch.tensor([prompt], device=ranks.device)  # (1, T)
 # an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
 problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=pp > 1)
@@ -145,7 +142,7 @@ if not mesh.splits_model:  # an edited model may not survive this either
     notes.append(generation.problem_of_prepare(small.eval(), plan.torch_dtype))
     if not notes[-1]:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)
-        context = nullcontext()
+        uses_autocast = False
 for note in filter(None, notes if ranks.is_main else []):
     console.print_to_stderr(f"note: {note}")
 
@@ -157,7 +154,7 @@ if first < end:
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     choice = generation.Choice(temperature, top_k, top_p, tokenizer.n_ids)
     options = {"use_cache": not problem, "seed": seed, "first_sample": first}
-    with context:
+    with torch.autocast(ranks.device.type, plan.torch_dtype, enabled=uses_autocast):
         samples = generation.generate(model, idx, max_new_tokens, choice, **options).tolist()
     prompt_length = len(tokenizer.decode(prompt))
     for sample in map(tokenizer.decode, samples):
@@ -169,8 +166,7 @@ seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in sum(gathered, []):
         console.print_result(f"{sample}\n---------------")
-    speed = f"{n_tokens / seconds:,.0f} tokens/s"
-    count = console.count_text(num_samples, "sample")
-    console.print_to_stderr(f"{n_tokens:,} tokens in {seconds:.1f} s, {speed} ({count})")
+    speed = f"{n_tokens / seconds:,.0f} tokens/s ({console.count_text(num_samples, 'sample')})"
+    console.print_to_stderr(f"{n_tokens:,} tokens in {seconds:.1f} s, {speed}")
 del model, mesh  # a model that still refers to the process group can abort the process at its end
 process_group.leave_process_group()

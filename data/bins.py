@@ -21,6 +21,7 @@ from train_tokenizer import TRAIN_HELP, train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
 from isogpt.common.console import visible
+from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
@@ -47,17 +48,16 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     return parser
 
 
-def run(main: Callable, *args: object, **options: object) -> int:
+def run(main: Callable, *args: object, **options: object) -> None:
     """
-    Call main(what was typed, *args, **options) and return the exit status: 1, with a one-line message, for
-    errors that a user can fix.
+    Call main(what was typed, *args, **options), and exit, with a one-line message after Ctrl-C and errors
+    that a user can fix.
     """
     try:
-        main(sys.argv[1:], *args, **options)
-        return 0
-    except (ImportError, OSError, ValueError, BrokenProcessPool) as error:
-        print("error:", visible(" ".join(str(error).split())), file=sys.stderr)
-        return 1
+        sys.exit(main(sys.argv[1:], *args, **options))
+    except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
+        print("error:", visible(" ".join(str(error).split()) or type(error).__name__), file=sys.stderr)
+        sys.exit(1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -115,6 +115,8 @@ def prepare_documents(
     parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
     parser.add_argument("--document_separator", help="what is between the documents of a .txt file")
     args = parser.parse_args(argv)
+    if args.tokenizer == "char":  # all documents would be read for their characters
+        raise ValueError("--tokenizer=char is for one text: see 'Your own text' in data/README.md")
 
     if args.data_files:
         read = partial(read_documents, args.data_files, args.text_key, args.document_separator)
@@ -136,23 +138,26 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
         source: what meta.json records of the text's origin.
         documents: those of `batches`, for a vocabulary that is made from the text.
     """
-    if not 0 < args.val_fraction < 1:
-        raise ValueError(f"--val_fraction={args.val_fraction} is not between 0 and 1")
+    if not 0 < args.val_fraction < 1 or args.num_proc < 1:
+        raise ValueError("--val_fraction must be between 0 and 1, and --num_proc 1 or more")
     vocabulary = find_vocabulary(args.tokenizer, documents)
     make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
     tokenizer = make_tokenizer()
     if vocabulary.name == "tokenizer.json" and SAMPLE not in tokenizer.decode(tokenizer.encode(SAMPLE)):
         print("note: the tokenizer does not keep the text, for instance capital letters")
     parts = tokenize(batches, make_tokenizer, args.num_proc)
-    folder = args.out.expanduser()
+    folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     meta = write_data_set(folder, vocabulary, tokenizer, source, parts, args.shard_tokens)
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
-    is_in_data = folder.parent.resolve() == Path(__file__).resolve().parent
-    name = folder.name if is_in_data else str(folder.absolute())
+    name = str(folder).removeprefix(f"{Path(__file__).parent}{os.sep}")
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
-    print(f"next: python train.py config/train_small.py {options}")
+    command = f"config/train_small.py {options}"
+    for config in (f"config/train_{name}.py", f"config/train_{name}_fast.py"):  # the last one for a CPU
+        if (REPOSITORY / config).exists():
+            command = config
+    print(f"next: python train.py {command}")
 
 
 def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:

@@ -5,17 +5,16 @@ reports bits per byte. Data sets of nanoGPT, for example, do not contain this nu
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from bins import run
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_dict, read_meta
+from isogpt.data.data_folder import open_split, read_dict, read_meta, vocabulary_in
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
-from isogpt.data.tokenizer import load_encoding
-from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, vocabulary_of_data
+from isogpt.data.tokenizer import ids_of_encoding, load_encoding
+from isogpt.data.vocabulary import gpt2_or_unknown
 
 
 def count_bytes(folder: Path) -> None:
@@ -28,10 +27,15 @@ def count_bytes(folder: Path) -> None:
     """
     meta = read_meta(folder)
     meta.pop("val_tokens", None)  # of an earlier val.bin
-    size = meta.get("vocab_size", 0)
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
-    vocabulary = vocabulary_of_data(meta, folder) or gpt2_or_unknown(size or GPT2_VOCAB, str(folder))
-    table = bytes_by_id(vocabulary)
+    vocabulary = vocabulary_in(folder) or gpt2_or_unknown(meta.get("vocab_size", GPT2_VOCAB), str(folder))
+    if vocabulary.is_table:
+        table = {i: token.encode() for i, token in vocabulary.tokens.items()}
+    elif vocabulary.kind == "tiktoken":
+        table = {i: token for token, i in ids_of_encoding(load_encoding(vocabulary)).items()}
+    else:  # the decoder of a tokenizer.json may depend on the preceding ids
+        advice = "prepare the data set again, or write val_bytes to meta.json"
+        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = vocabulary.end_of_text.encode()
         table = {i: END_OF_DOCUMENT if token == end else token for i, token in table.items()}
@@ -43,18 +47,6 @@ def count_bytes(folder: Path) -> None:
     record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
     count = f"{len(tokens):,} tokens of {vocabulary.name}"
     print(f"{tokens.path}: {count}, {text.bytes:,} bytes of text")
-
-
-def bytes_by_id(vocabulary: Vocabulary) -> dict[int, bytes]:
-    """The bytes that each id stands for, see count_bytes; those of a special token are its text."""
-    if vocabulary.is_table:
-        return {i: token.encode() for i, token in vocabulary.tokens.items()}
-    if vocabulary.kind != "tiktoken":  # the decoder of a tokenizer.json may depend on the preceding ids
-        advice = "prepare the data set again, or write val_bytes to meta.json"
-        raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
-    bpe = load_encoding(vocabulary)
-    ids = bpe._mergeable_ranks | {token.encode(): i for token, i in bpe._special_tokens.items()}
-    return {i: token for token, i in ids.items()}
 
 
 def record(folder: Path, facts: dict) -> None:
@@ -72,4 +64,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -4,7 +4,6 @@ train.py needs. Data sets of nanoGPT or llm.c, for example, do not contain this 
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from bins import run
@@ -12,10 +11,10 @@ from count_bytes import record
 from write_files import document_begins
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_metadata
+from isogpt.data.data_folder import open_split, read_meta, vocabulary_in
 from isogpt.data.dataset import GPT2_VOCAB
 from isogpt.data.tokenizer import load
-from isogpt.data.vocabulary import gpt2_or_unknown
+from isogpt.data.vocabulary import GPT2_IDS, gpt2_or_unknown
 
 
 def find_documents(folder: Path, token: int | None) -> None:
@@ -28,11 +27,12 @@ def find_documents(folder: Path, token: int | None) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or there are fewer than two documents.
     """
-    meta = read_metadata(folder)
-    tokens = open_split(folder, "train", meta.content, block_size=1)
-    vocabulary = meta.vocabulary or gpt2_or_unknown(meta.vocab_size or GPT2_VOCAB, str(folder))
+    meta = read_meta(folder)
+    tokens = open_split(folder, "train", meta, block_size=1)
+    vocabulary = vocabulary_in(folder) or gpt2_or_unknown(meta.get("vocab_size", GPT2_VOCAB), str(folder))
     if token is None and vocabulary.kind != "unknown":
-        token = load(vocabulary).end_of_text
+        is_gpt2 = vocabulary.content == "gpt2"  # tiktoken needs a network or a cache
+        token = GPT2_IDS - 1 if is_gpt2 else load(vocabulary).end_of_text
     if token is None or len(begins := document_begins(tokens, token)) < 2:
         raise ValueError(f"{tokens.path}: no documents, which token {token} would separate; set --id=")
     # a kill after this leaves a count that train.py refuses, as it refuses a different number of tokens
@@ -51,4 +51,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

@@ -6,7 +6,6 @@ data set of several files needs no such command: its last file can be renamed.
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from bins import run
@@ -20,7 +19,7 @@ from isogpt.data.token_files import open_files
 def split(folder: Path, val_fraction: float) -> None:
     """
     Write val.bin and train.bin in `folder` from all.bin, or from the only file of train, which becomes
-    all.bin. After a kill, train.bin is missing, and the command can be repeated.
+    all.bin. After a kill, one of the two is missing, and the command can be repeated.
 
     Raises:
         ValueError: there is a validation set of different origin, a split would be empty, or there is not
@@ -29,8 +28,7 @@ def split(folder: Path, val_fraction: float) -> None:
     whole = folder / "all.bin"
     files = [whole] if whole.exists() else files_of(folder, "train")
     if len(files) != 1:
-        advice = "if there are several, rename the last one to val.bin or val.npy"
-        raise ValueError(f"{folder} contains {len(files)} files of training tokens, not one: {advice}")
+        raise ValueError(f"{folder} contains {len(files)} files of training tokens, not one: see --help")
     if files != [whole] and (val := files_of(folder, "val")):
         raise ValueError(f"{val[0]} exists already: delete it if it is to come from {files[0].name}")
     meta = read_meta(folder)
@@ -38,15 +36,16 @@ def split(folder: Path, val_fraction: float) -> None:
     cut = int(len(tokens) * (1 - val_fraction))
     if not 0 < cut < len(tokens):
         raise ValueError(f"--val_fraction={val_fraction} leaves train.bin or val.bin empty: set 0.1")
+    parts = {"val.bin": parts_of(tokens, cut), "train.bin": parts_of(tokens, 0, cut)}
+    for name, part in parts.items():
+        with open(folder / f"{name}.tmp", "wb") as file:
+            file.writelines(part)
+            os.fsync(file.fileno())
     record(folder, {"dtype": tokens.dtype.name})  # the new files have no header that says the dtype
     os.replace(files[0], whole)
     (folder / "train.bin").unlink(missing_ok=True)
-    for name, part in (("val.bin", parts_of(tokens, cut)), ("train.bin", parts_of(tokens, 0, cut))):
-        unfinished = folder / f"{name}.tmp"
-        with open(unfinished, "wb") as file:
-            file.writelines(part)
-            os.fsync(file.fileno())
-        os.replace(unfinished, folder / name)
+    for name in parts:
+        os.replace(folder / f"{name}.tmp", folder / name)
     print(f"{cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin, all of them in all.bin")
 
 
@@ -59,4 +58,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

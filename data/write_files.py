@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
@@ -31,7 +32,7 @@ OF_PROCESS = {}  # "tokenizer": that of this process
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 # what a new data set replaces, whether the earlier one consists of shards or not, in this order
 TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
-OF_DATA_SET = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
+REPLACED = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
 
 
 def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[Batch]:
@@ -71,14 +72,15 @@ def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterato
     """
     if num_proc == 1:
         OF_PROCESS["tokenizer"] = make()
-        for batch in batches:
-            yield batch, ids_of(batch)
+        yield from ((batch, ids_of(batch)) for batch in batches)
         return
     context = get_context("spawn")  # a fork would copy threads of the libraries that read files
     with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
         earlier = ()
         while some := list(islice(batches, 2 * num_proc)):
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is not for the processes
             ids = pool.map(ids_of, some)  # starts, so that as many batches are read meanwhile
+            signal.signal(signal.SIGINT, before)
             yield from earlier
             earlier = zip(some, ids, strict=True)
         yield from earlier
@@ -128,27 +130,27 @@ class SplitText:
         self.documents, self.bytes, self.tokens = 0, 0, 0
         self.sha256 = hashlib.sha256()
 
-    def add(self, text: bytes) -> None:
-        """Add some of the text, with END_OF_DOCUMENT after each document, which is only hashed."""
-        documents = text.count(END_OF_DOCUMENT)
-        self.documents += documents
-        self.bytes += len(text) - documents
-        self.sha256.update(text)
-
     def facts(self, split: str) -> dict:
         """What meta.json records of the text."""
         return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
 
-    def write(self, ids: np.ndarray) -> None:
-        """Append ids, in the dtype of the files."""
-        while ids.size:
-            name, room = f"{self.split}.bin", ids.size
+    def add(self, text: bytes, ids: np.ndarray | tuple = ()) -> None:
+        """
+        Add some of the text, with END_OF_DOCUMENT after each document, which is only hashed, and write its
+        ids, in the dtype of the files.
+        """
+        documents = text.count(END_OF_DOCUMENT)
+        self.documents += documents
+        self.bytes += len(text) - documents
+        self.sha256.update(text)
+        while len(ids):
+            name, room = f"{self.split}.bin", len(ids)
             if self.per_file > 0:
                 shard, begin = divmod(self.tokens, self.per_file)
                 name, room = f"{self.split}_{shard:06d}.bin", self.per_file - begin
             with open(self.folder / name, "ab") as file:
                 file.write(ids[:room])
-            self.tokens += ids[:room].size
+            self.tokens += len(ids[:room])
             ids = ids[room:]
 
 
@@ -173,25 +175,25 @@ def write_data_set(
         temporary = Path(name)
         writers = {split: SplitText(temporary, split, per_file) for split in ("train", "val")}
         for (split, text), ids in parts:
-            writers[split].add(text)
-            writers[split].write(ids)
+            writers[split].add(text, ids)
         if not all(writer.tokens for writer in writers.values()):
             raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
         meta = {"dtype": ids.dtype.name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
         meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
         meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
-        for split, writer in writers.items():
-            meta |= writer.facts(split)
+        meta |= writers["train"].facts("train") | writers["val"].facts("val")
         if documents := sum(writer.documents for writer in writers.values()):
             tokens = open_files(sorted(temporary.glob("train*.bin")), meta["dtype"])
             begins = document_begins(tokens, tokenizer.end_of_text)
             begins.tofile(temporary / "documents.bin")
             meta |= {"documents": documents, "train_documents": len(begins)}
-        meta |= {"source": source}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        (temporary / "meta.json").write_text(json.dumps(meta | {"source": source}, indent=2) + "\n")
+        for path in temporary.iterdir():  # a power failure could otherwise leave names of empty files
+            with open(path, "ab") as file:
+                os.fsync(file.fileno())
         # the training tokens leave first and come last: after a kill there is no train.bin, or there are
         # fewer tokens than meta.json says, which train.py refuses
-        for pattern in OF_DATA_SET:
+        for pattern in REPLACED:
             for path in folder.glob(pattern):
                 path.unlink()
         for path in sorted(temporary.iterdir(), key=lambda path: path.name.startswith("train")):

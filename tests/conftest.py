@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "measure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import Zygote, tiny_data, write_mixture
 

@@ -24,15 +24,11 @@ def ip(*words, ok=True):
 
 class Hosts:
     """
-    h1, h2, ... at 10.77.0.N on a switch, or at fd77::N and without IPv4. Each resolves its own name to a
-    loopback address, as on Debian.
+    h1, h2, ... at 10.77.0.N on a switch. Each resolves its own name to a loopback address, as on Debian.
     """
 
-    def __init__(self, work, number, has_ipv4=True):
+    def __init__(self, work, number):
         self.work, self.tag, self.logs = work, f"iso{os.getpid()}", {}
-        self.network, self.backup = ("10.77.0.", "192.168.9.") if has_ipv4 else ("fd77::", "fd99::")
-        self.loopback = "127.0.1.1" if has_ipv4 else "::1"
-        self.options = ["/24"] if has_ipv4 else ["/64", "nodad"]  # nodad: the address can be used at once
         self.spaces = {f"h{i}": f"{self.tag}h{i}" for i in range(1, number + 1)}
         try:
             self.build()
@@ -50,18 +46,17 @@ class Hosts:
             ip("netns", "add", space)
             ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", host, "netns", switch)
             ip("-n", switch, "link", "set", host, "master", "switch", "up")
-            width, *options = self.options
-            ip("-n", space, "addr", "add", f"{self.network}{i}{width}", "dev", "eth0", *options)
+            ip("-n", space, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
             # a second interface, which leads nowhere
             ip("-n", space, "link", "add", "backup", "type", "veth", "peer", "name", "nowhere")
-            ip("-n", space, "addr", "add", f"{self.backup}{i}{width}", "dev", "backup", *options)
+            ip("-n", space, "addr", "add", f"192.168.9.{i}/24", "dev", "backup")
             for link in ("lo", "eth0", "backup", "nowhere"):
                 ip("-n", space, "link", "set", link, "up")
             folder = f"/etc/netns/{space}"
             os.makedirs(folder, exist_ok=True)
-            names = [f"{self.network}{j} {other}" for j, other in enumerate(self.spaces, 1) if other != host]
+            names = [f"10.77.0.{j} {other}" for j, other in enumerate(self.spaces, 1) if other != host]
             with open(f"{folder}/hosts", "w") as f:
-                local = ["127.0.0.1 localhost", f"{self.loopback} {host}"]
+                local = ["127.0.0.1 localhost", f"127.0.1.1 {host}"]
                 f.write("\n".join([*local, *names]) + "\n")
 
     def start(self, host, command, env=None, mount="true"):
@@ -90,11 +85,7 @@ class Hosts:
         Start train.py as one process on each host, without a launcher; returns {host: process}. `own`: what
         differs on a host, (arguments, `mount`).
         """
-        shared = {
-            "WORLD_SIZE": str(len(self.spaces)),
-            "MASTER_ADDR": f"{self.network}1",
-            "MASTER_PORT": "29500",
-        }
+        shared = {"WORLD_SIZE": str(len(self.spaces)), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
         shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1"}
         started = {}
         for i, host in enumerate(self.spaces):

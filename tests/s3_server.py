@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import pytest
 from runs import free_port, is_served
@@ -16,8 +15,8 @@ def s3():
     The URL of an empty bucket. The variables of the environment with which s3fs finds its server, also in
     runs that inherit them, are set until the tests of a file have ended.
     """
-    if missing := [name for name in ("moto", "flask", "s3fs") if not find_spec(name)]:
-        pytest.skip(f"{', '.join(missing)} missing: pip install 'moto[server]' s3fs")
+    for name in ("moto", "flask", "s3fs"):
+        pytest.importorskip(name)
     port = free_port()
     variables = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

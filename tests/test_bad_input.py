@@ -7,9 +7,8 @@ A case for one process runs in the process of the tests, unless it needs variabl
 group.
 """
 
-import json
 import os
-import pickle
+import re
 import shutil
 import sys
 import time
@@ -18,9 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from runs import REPO, TINY, script, tiny_data, wait_for
-from test_launchers import FORKED
+from runs import TINY, script, tiny_data, wait_for
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
@@ -29,56 +26,18 @@ DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
-class Evil:
-    """Its pickle creates a file when it is loaded without restrictions."""
-
-    def __reduce__(self):
-        return os.system, ("touch PWNED",)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # changes to a folder before the launch: it contains data/tiny and out/, a finished run with the checkpoints 3
 # and 6
 
 
-def only_checkpoint(folder):
-    """Delete the older checkpoint; returns the folder of the newer one."""
-    shutil.rmtree(folder / "out" / "step_00000003")
-    return folder / "out" / "step_00000006"
-
-
-def flip(path, place=-1):
+def flip(folder):
+    """Delete the older checkpoint, and change a bit of the newer one."""
+    shutil.rmtree(folder / "out/step_00000003")
+    path = folder / "out/step_00000006/ckpt.pt"
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[5000] ^= 1
     path.write_bytes(data)
-
-
-def bare(folder, state):
-    """Replace `out` by the folder of a nanoGPT run: a ckpt.pt and nothing else."""
-    shutil.rmtree(folder / "out")
-    (folder / "out").mkdir()
-    torch.save(state, folder / "out" / "ckpt.pt")
-
-
-def write(folder, name, content):
-    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def data(name, content):
-    """Replace a file of data/tiny by bytes, or change its bytes with a function."""
-
-    def prepare(folder):
-        path = folder / "data" / "tiny" / name
-        path.write_bytes(content(path.read_bytes()) if callable(content) else content)
-
-    return prepare
-
-
-def beyond(ids):
-    """The bytes of a token file with one id changed to 70; the vocabulary size of tiny is 65."""
-    tokens = np.frombuffer(ids, np.uint16).copy()
-    tokens[77] = 70
-    return tokens.tobytes()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -96,7 +55,7 @@ class Case:
     lines: int | None = 1  # of output, of all ranks; None: any number, each line once
 
 
-ONE, BOTH = (1,), (1, 2)
+BOTH = (1, 2)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once instead of retrying for 24 s
 CASES = {
     "several-names": Case(
@@ -106,15 +65,9 @@ CASES = {
         lines=3,
     ),
     # data
-    "short-data": Case(["--block_size=30000"], ["train.bin", "block_size 30000", "--block_size=19999"]),
+    "short-data": Case(["--block_size=30000"], ["train.bin contains 20000 tokens, but block_size 30000"]),
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
-    ),
-    "ids": Case(
-        [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data("val.bin", beyond)
-    ),
-    "meta-code": Case(
-        [], ["meta.pkl cannot be read", "system"], BOTH, data("meta.pkl", pickle.dumps(Evil()))
     ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
@@ -130,45 +83,28 @@ CASES = {
         ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
         BOTH,
     ),
-    "longer": Case(
-        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
-    ),
-    "flipped": Case(
-        RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
-    ),
-    "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
-    "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"]),
+    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
     "no-step": Case(
         [*RESUME, "--resume_step=5"],
         ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
         BOTH,
     ),
     # out_dir
-    "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
+    "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: (f / "a").touch()),
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
-    "s-damaged": Case(
-        [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
-    ),
+    "s-damaged": Case([], ["is damaged"], prepare=flip, script="sample.py"),
 }
 ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
 
 
 def listing(folder):
-    """
-    All files below folder with their size, time and, for a link, its target, without the output of runs.
-    """
-    paths = [p for p in sorted(folder.rglob("*")) if not p.name.startswith("run")]
-    return {
-        str(p.relative_to(folder)): (
-            p.lstat().st_size * (not p.is_dir()),
-            p.lstat().st_mtime_ns * (not p.is_dir()),
-            os.readlink(p) if p.is_symlink() else "",
-        )
-        for p in paths
-    }
+    """All files below folder with their size and time, without the output of runs."""
+    paths = [p for p in folder.rglob("*") if not p.name.startswith("run")]
+    return {p: p.is_dir() or (p.lstat().st_size, p.lstat().st_mtime_ns) for p in paths}
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +145,7 @@ def test_bad_input(zygote, trained, at, capsys, name, nproc):
         case.prepare(folder)
     at.chdir(folder)
     before = listing(folder)
-    needs_launch = nproc > 1 or case.env or "--zero=3" in case.args
+    needs_launch = nproc > 1 or case.env
     code, text = launched(zygote, case, folder, nproc) if needs_launch else run_here(at, capsys, case)
     assert code == 1 and "Traceback" not in text, text[-800:]
     for expected in case.expected:
@@ -217,20 +153,6 @@ def test_bad_input(zygote, trained, at, capsys, name, nproc):
     assert listing(folder) == before, f"something on disk changed:\n{text}"
     lines = text.strip().splitlines()
     assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
-
-
-def test_under_torchrun_the_message_appears_once(zygote, trained, tmp_path):
-    """The launcher kills the other ranks when a rank has failed."""
-    shutil.copytree(trained, tmp_path / "w", symlinks=True)
-    before = listing(tmp_path / "w")
-    command = ["--standalone", "--nproc_per_node=2", REPO / "train.py"]
-    args = [*TINY, *TINIER, "--batch_size=0", "--data_order=sorted"]
-    run = zygote.start([*command, *args], tmp_path / "w", script=FORKED).wait(ok=False)
-    assert run.codes == [1]
-    lines = run.text().splitlines()
-    for message in ("batch_size is 0: it must be >= 1", "data_order is 'sorted'"):
-        assert sum(line.startswith(f"error: {message}") for line in lines) == 1, run.text()
-    assert listing(tmp_path / "w") == before
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -251,7 +173,6 @@ def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):
     for i in range(300, 400):  # a tenth of the text, between the samples that are checked
         tokens[starts[i] + 4096 : starts[i + 1]] = 70
     tokens.flush()
-    del tokens
     more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200", "--out_dir=new"]
     run = zygote.train([*TINIER, *more], place, 2, ok=False)
     (place / "data/tiny/train.bin").unlink()  # 134 MB
@@ -261,15 +182,9 @@ def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place):
 
 def test_samples_from_a_copied_file(zygote, place):
     """Only the file was copied, not the step folder that the link points to."""
-    alone = place / "alone"
-    alone.mkdir()
-    shutil.copyfile(place / "out/step_00000003/ckpt.pt", alone / "ckpt.pt")
-    args = [a for a in SAMPLE if not a.startswith("--out_dir")] + ["--out_dir=alone"]
-    run = zygote.start(args, place, script="sample.py").wait()
-    assert "step 3" in run.text()
-    os.truncate(alone / "ckpt.pt", 1000)
-    run = zygote.start(args, place, script="sample.py").wait(ok=False)
-    assert run.codes == [1] and "Traceback" not in run.text()
+    (place / "alone").mkdir()
+    shutil.copyfile(place / "out/step_00000003/ckpt.pt", place / "alone/ckpt.pt")
+    assert "step 3" in zygote.start([*SAMPLE, "--out_dir=alone"], place, script="sample.py").wait().text()
 
 
 def test_advice_after_a_loss_that_is_not_finite(zygote, place):
@@ -278,12 +193,7 @@ def test_advice_after_a_loss_that_is_not_finite(zygote, place):
     run = zygote.train(args, place, ok=False)
     assert run.codes == [1] and run.text().count("error:") == 1
     assert "--learning_rate" in run.text() and "--init_from=resume" not in run.text()
-
-    def no_constant(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    for line in (place / "new/metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=no_constant)
+    assert not re.search(r"\b(NaN|Infinity)\b", (place / "new/metrics.jsonl").read_text())
 
 
 def test_valid_input_gives_no_warnings(zygote, place):

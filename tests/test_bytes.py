@@ -1,4 +1,4 @@
-"""The bytes of a text and the digest of its validation part, from prepare.py to the model card."""
+"""The bytes of a text and the digest of its validation part, from prepare.py and count_bytes.py."""
 
 import hashlib
 import json
@@ -9,9 +9,6 @@ import pytest
 from runs import script, script_that_fails
 from test_data import EOT, cached_tokenizers, needs_gpt2, read  # noqa: F401 (a fixture)
 
-import export
-from isogpt.checkpoint.search import find_checkpoint
-from isogpt.checkpoint.source import open_checkpoint
 from isogpt.data.dataset import open_dataset
 
 TEXT = "naïve Ünits²; 東京 🙂\n" * 50 + "def f(x):<|endoftext|>\n" * 50
@@ -106,21 +103,8 @@ def test_a_data_set_of_nanogpt(at, capsys):
     assert "(unknown): prepare the data set again, or write val_bytes to meta.json" in said
 
 
-def test_a_run_keeps_its_bits_per_byte(at, zygote, work):
-    """In its checkpoints, for the list and the model card."""
-    folder = work / "data" / "tiny"
-    run(at, "count_bytes.py", str(folder))
-    zygote.train(["--max_iters=3", "--eval_interval=2", "--keep_last=1", "--out_dir=out"], work)
-    stored, _ = find_checkpoint(str(work / "out"), best=True)
-    bits = f"{open_dataset(str(folder), 8).bits_per_byte(stored.val_loss):.4f}"
-    loss = f"{stored.val_loss:.4f}"
-    args = ["--out_dir=out", "--device=cpu", "--start=A", "--num_samples=1", "--max_new_tokens=1"]
-    text = zygote.start(args, work, script="sample.py").wait().text()
-    assert f": step {stored.step}, val loss {loss}\n" in text
-    listed = export.list_checkpoints(str(work / "out"))
-    assert listed.splitlines()[0].split()[2:6] == ["val", "loss", "bits/byte", "GB"]
-    assert f"  {loss:>8}  {bits:>9}  " in listed
-
-    card = export.model_card(open_checkpoint(stored))
-    assert f"Validation loss: {loss} nats per token, {bits} bits per byte.\n" in card
-    assert "val.bin): dataset tiny, " in card and ", sequences 8, " in card
+def test_documents_of_gpt2_are_found_without_a_network(at, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", None)
+    np.array([1, EOT, 2, EOT, 3, 4], np.uint16).tofile(at.path / "train.bin")
+    run(at, "find_documents.py", ".")
+    assert np.fromfile(at.path / "documents.bin", np.int64).tolist() == [0, 1, 3]

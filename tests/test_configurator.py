@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import REPO, accepted
 
-from configurator import OTHER_NAMES, configure, help_text, nearest, settings_of
+from configurator import configure, help_text, settings_of
 from isogpt.options.values import Setting
 
 HEAD = '''"""
@@ -68,8 +68,8 @@ def started(script):
     return script_globals
 
 
-def run(script, *argv, extra=None):
-    return configure(started(script), list(argv), extra)
+def run(script, *argv):
+    return configure(started(script), list(argv))
 
 
 def config_file(text, path="c.py"):
@@ -132,20 +132,16 @@ def test_a_value_is_read_by_the_type_of_the_default(script, arguments, values):
 
 
 def test_a_value_of_a_different_type_is_an_error(script, capsys):
-    """Also of a number that no float can represent."""
-    long = 400 * "1"
-    config_file("seed = True\nmax_iters = 'x'\nlearning_rate = 10**400\neval_only = 2\ndevice = None")
-    options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan", f"--weight_decay={long}"]
+    config_file("seed = True\nmax_iters = 'x'\neval_only = 2\ndevice = None")
+    options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan"]
     assert problems(capsys, script, "c.py", *options) == [
         "c.py: seed = True: not a whole number",
         "c.py: device = None: not text",
         "c.py: eval_only = 2: not True or False",
-        f"c.py: learning_rate = 1{59 * '0'}: not a finite number",
         "c.py: max_iters = 'x': not a whole number",
         "command line: --eval_only='2': not True or False",
         "command line: --seed='1.5': not a whole number",
         "command line: --learning_rate='nan': not a finite number",
-        f"command line: --weight_decay='{long}': not a finite number",
     ]
 
 
@@ -177,15 +173,6 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
     assert problems(capsys, script, *shlex.split(arguments)) == [f"command line: {said}"]
 
 
-def test_the_names_of_other_tools():
-    """At most fifteen that everyone types. Each is the name of no setting, and leads to one of train.py."""
-    settings = settings_of(REPO / "train.py")
-    assert len(OTHER_NAMES) <= 15 and not OTHER_NAMES.keys() & settings.keys()
-    assert set(OTHER_NAMES.values()) <= settings.keys()
-    similar = {"epochs": "max_epochs", "max_steps": "max_iters", "output_dir": "out_dir"}
-    assert {name: nearest(name, settings) for name in similar} == similar
-
-
 def test_train_accepts_each_row_of_the_table_of_names():
     table = (REPO / "docs/migrating.md").read_text().partition("## Names of other tools")[2]
     seen = 0
@@ -213,14 +200,6 @@ def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(scr
     config_file("seed = 2", "config/x.py")
     assert run(script, "config/x.py")["seed"] == 2
     assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
-
-
-def test_a_missing_config(script, capsys):
-    """A boolean's value is True or False; another word after it is a config."""
-    assert problems(capsys, script, "config/train_gpt.py", "--eval_only", "maybe") == [
-        "config/train_gpt.py: no such config file",
-        "maybe: no such config file",
-    ]
 
 
 def test_a_config_written_for_nanogpt(script):
@@ -305,18 +284,9 @@ def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys
     lines = problems(
         capsys, script, "--max_iters=-5", "c.py", "nowhere.py", "--sed=1", "--top_k=x", "--seed=8"
     )
-    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "nowhere.py", "command line: --sed:"]
-    starts += ["command line: --top_k='x'", "error: max_iters is -5"]
+    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "nowhere.py: no such config file"]
+    starts += ["command line: --sed:", "command line: --top_k='x'", "error: max_iters is -5"]
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
-
-
-def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
-    """If rank 0 fails too, only rank 0 prints a message; if not, the other ranks print theirs."""
-    waited = []
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-    (said,) = problems(capsys, script, "--zzz=1")
-    assert waited == [(10, "")] and said.startswith("error: rank 1: ") and "zzz" in said
 
 
 # -- help
@@ -341,20 +311,6 @@ def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
     assert "  --max_iters=600000                 steps [>= 0, fractions]" in lines
     monkeypatch.setenv("RANK", "1")
     assert printed_help(script, capsys, "--help") == []
-
-
-# -- settings of a different script
-
-
-def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
-    extra = {"n_layer": Setting("n_layer", 12, "blocks", "model")}
-    extra["seed"] = Setting("seed", 1.5, "the script's own setting counts", "run")
-    script_globals = started(script)
-    changed = {"seed": 4, "n_layer": 3}
-    assert configure(script_globals, ["--n_layer=3", "--seed=4"], extra) == DEFAULTS | changed
-    assert "n_layer" not in script_globals and run(script, extra=extra) == DEFAULTS
-    config_file("n_layer = n_layer * 1")  # its default counts as set, too
-    assert run(script, "c.py", extra=extra) == DEFAULTS | {"n_layer": 12}
 
 
 # -- the scripts

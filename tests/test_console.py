@@ -18,7 +18,7 @@ import torch
 from runs import TINY, column, default_plan, records, start_changed
 from test_monitor import numbers_of
 
-from isogpt.data.vocabulary import Vocabulary, of_characters
+from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.records import waiting_percent, waiting_text
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
@@ -93,14 +93,9 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     assert not any(row.startswith("iter ") for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("env", "columns"),
-    [({"TERM": "dumb"}, 80), ({"TERM": "xterm"}, 0)],
-    ids=["dumb", "mpirun's terminal, which a file reads"],
-)
-def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work, env, columns):
-    args = [*TINY, "--max_iters=1"]
-    output = received(columns, lambda tty: zygote.start(args, work, env=env, out=tty))
+def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work):
+    args, env = [*TINY, "--max_iters=1"], {"TERM": "dumb"}
+    output = received(80, lambda tty: zygote.start(args, work, env=env, out=tty))
     assert "\x1b" not in output and output.count("\niter ") == 2
 
 
@@ -178,13 +173,6 @@ def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
     assert open_sampler(SAMPLED, of_characters({"a": 0}), default_plan(**layout), ALONE) is None
     assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
-
-
-def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):
-    unknown = Vocabulary("unknown", "no meta.pkl")
-    with pytest.raises(SystemExit):
-        open_sampler(SAMPLED, unknown, default_plan(), ALONE)
-    assert "error: sample_interval: the ids cannot be decoded: no meta.pkl" in capsys.readouterr().err
 
 
 def test_two_lines_of_a_sample_are_shown():

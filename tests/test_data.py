@@ -14,12 +14,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from contextlib import suppress
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from runs import REPO, SHAKESPEARE, SHARED, accepted
+
+from isogpt.data.vocabulary import of_characters
 
 TOKENIZERS = Path(os.environ.get("TIKTOKEN_CACHE_DIR", SHARED / "tiktoken_cache"))
 GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for the cached vocab.bpe
@@ -58,23 +62,41 @@ def prepare(data, name, *args, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
 
 
-class Done(Exception):
-    """The script would exit."""
-
-
 def load_prepare(data, name):
     """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
 
     def main(argv):
-        def run(prepare, *args, **options):
-            prepare(argv, *args, **options)
-            raise Done
-
-        with pytest.MonkeyPatch.context() as changed, suppress(Done):
-            changed.setattr(bins, "run", run)
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(bins, "run", lambda prepare, *args, **options: prepare(argv, *args, **options))
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
+
+
+def error_of(main, monkeypatch, *args):
+    """The line with which a script that calls `main` ends; '' without an error."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *args])
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
+        bins.run(main)
+    assert stop.value.code == (1 if said.getvalue() else None)
+    line = said.getvalue().removesuffix("\n")
+    assert "\n" not in line
+    return line
+
+
+def write_tokenizer(folder, vocab):
+    """Write the tokenizer.json of a {word: id}, in which <|endoftext|> is a special token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_jsonl(path, documents):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
 
 
 def write_text(folder, text):
@@ -176,73 +198,50 @@ def test_shakespeare_has_nanogpts_counts(data, tmp_path):
     assert not (data / "shakespeare" / "meta.pkl").exists()
 
 
-def test_download_is_verified_and_complete(data, tmp_path, monkeypatch, capsys):
+def test_download(data, tmp_path, monkeypatch):
     served = tmp_path / "served.txt"
     served.write_text("To be, or not to be")
-    main, folder = load_prepare(data, "shakespeare_char"), data / "shakespeare_char"
     monkeypatch.setattr(read_files, "SHAKESPEARE", served.as_uri())
-    with pytest.raises(ValueError, match="19 bytes .* are not the expected text"):
-        main([])
-    assert set(contents(folder)) == {"prepare.py"}
-    monkeypatch.setattr(read_files, "SHA256", hashlib.sha256(served.read_bytes()).hexdigest())
-    main([])
-    assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
+    load_prepare(data, "shakespeare_char")([])
+    assert decode_characters(data / "shakespeare_char")[1] == served.read_text()
+    assert (data / "shakespeare_char" / "input.txt").read_text() == served.read_text()
 
 
 # ----- document data sets
 
 
-def write_documents(folder, documents):
-    """
-    Write the documents to a.jsonl, b.parquet and c.txt (the last document). Returns --data_files=, in a
-    different order.
-    """
+@needs_gpt2
+def test_documents_keep_their_order(data, tmp_path, monkeypatch):
+    """With several processes, of which the first has by far the most to do."""
     import pyarrow
     import pyarrow.parquet
 
-    half = len(documents) // 2
-    lines = [json.dumps({"text": text}) for text in documents[:half]]
-    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    table = pyarrow.table({"text": documents[half:-1]})
-    pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=7)
-    (folder / "c.txt").write_text(documents[-1])
-    return f"--data_files={folder / 'c.txt'},{folder / '*.parquet'},{folder / 'a.jsonl'},{folder / '?.jsonl'}"
-
-
-@needs_gpt2
-def test_documents_keep_their_order_with_any_number_of_processes(data, tmp_path, monkeypatch):
-    # The first chunk is by far the longest, so that the workers finish out of order.
     documents = ["first " * 5000, ""]
     documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
-    files, folder = write_documents(tmp_path, documents), data / "openwebtext"
+    write_jsonl(tmp_path / "a.jsonl", [*documents[:60], ""])
+    table = pyarrow.table({"text": documents[60:-1]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=7)
+    (tmp_path / "c.txt").write_text(documents[-1])
+    # each once, and sorted
+    files = ",".join(str(tmp_path / name) for name in ("c.txt", "*.parquet", "a.jsonl", "?.jsonl"))
+    monkeypatch.setattr(write_files, "BATCH_BYTES", 2000)
 
     def written(*args):
-        load_prepare(data, "openwebtext")([files, "--val_fraction=0.3", *args])
-        return read(folder)
+        options = [f"--data_files={files}", "--val_fraction=0.3", "--special_tokens=False", *args]
+        load_prepare(data, "openwebtext")(options)
+        return read(data / "openwebtext")
 
-    meta, train, val = written("--num_proc=1", "--special_tokens=False")
-    one = contents(folder)
-    assert set(one) == {"prepare.py", "train.bin", "val.bin", "meta.json", "documents.bin"}
+    meta, train, val = written("--num_proc=2")
     expected = list(filter(None, documents))
     assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
     sides = [decode_documents(train), decode_documents(val)]
     assert [sides[write_files.goes_to_val(1337, i, 0.3)].pop(0) for i in range(len(expected))] == expected
     assert sides == [[], []]
-
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 2000)
-    written("--num_proc=2", "--special_tokens=False")
-    assert contents(folder) == one
-    _, special, _ = written("--num_proc=1")  # each <|endoftext|> is one token, as in sample.py
-    assert len(special) < len(train) and (special == EOT).sum() > (train == EOT).sum()
-    written("--num_proc=1", "--seed=1", "--special_tokens=False")
-    assert contents(folder)["val.bin"] != one["val.bin"]
+    assert written("--num_proc=1", "--seed=1")[2].tolist() != val.tolist()
 
 
 def test_ids_above_65535(data, tmp_path):
-    vocab = {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300}
-    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
-    content |= {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    write_tokenizer(tmp_path, {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300})
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     args = [f"--data_files={tmp_path}/a.jsonl", "--text_key=body", f"--tokenizer={tmp_path}"]
     load_prepare(data, "fineweb")(args)
@@ -287,18 +286,13 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
-    with pytest.raises(ValueError, match="broken.jsonl, document 301: "):
-        main([f"--data_files={broken}", "--num_proc=2"])
-    assert contents(folder) == before
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(write_files.SplitText, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        main([files, "--num_proc=1"])
-    with pytest.raises(OSError, match="No space left"):
-        write_text(folder, "some text")
+    said = error_of(main, monkeypatch, f"--data_files={broken}", "--num_proc=2")
+    assert said.startswith(f"error: {broken}, document 301: ")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        monkeypatch.setattr(write_files.SplitText, "add", Mock(side_effect=error))
+        said = "error: " + (str(error) or "KeyboardInterrupt")
+        assert error_of(main, monkeypatch, files, "--num_proc=2") == said
+        assert error_of(lambda _: write_text(folder, "some text"), monkeypatch) == said
     assert contents(folder) == before
 
 
@@ -330,7 +324,7 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
     """Which train.py accepts, and which needs no login."""
     monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
     (data / name).mkdir(exist_ok=True)
-    bins.prepare_text(str(data / name / "prepare.py"), "", [], lambda _: ("some text " * 20, {}))
+    bins.prepare_text([], str(data / name / "prepare.py"), "", lambda _: ("some text " * 20, {}))
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
     config = accepted("train.py", *shlex.split(command))
     assert config["dataset"] == name and not config["wandb_log"]
@@ -341,37 +335,27 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
 # ----- a val.bin for files that others prepared
 
 
-def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
+def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch):
     ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "meta.json").write_text('{"dtype": "uint32"}')
 
     def divide(*args):
-        monkeypatch.setattr(sys, "argv", ["split.py", str(folder), *args])
-        status = bins.run(split.main)
-        return status, capsys.readouterr().err
+        return error_of(split.main, monkeypatch, str(folder), *args)
 
-    none = "contains 0 files of training tokens: give the folder that contains the token files"
-    assert divide() == (1, f"error: {folder} {none}\n")
+    assert divide() == f"error: {folder} contains 0 files of training tokens, not one: see --help"
     ids.tofile(folder / "train.bin")
     (folder / "val.bin").touch()
-    assert "val.bin exists already: delete it" in divide()[1]
+    assert "val.bin exists already: delete it" in divide()
     (folder / "val.bin").unlink()
-    assert "leaves train.bin or val.bin empty: set 0.1" in divide("--val_fraction=0.99999")[1]
+    assert "leaves train.bin or val.bin empty: set 0.1" in divide("--val_fraction=0.99999")
     for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
-        assert divide(*args) == (0, "")
+        assert divide(*args) == ""
         train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
         assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
         assert not list(folder.glob("*.tmp"))
     assert set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
-
-
-def test_halves_of_surrogate_pairs_are_replaced(tmp_path):
-    """JSON can hold them, but neither UTF-8 nor a tokenizer.json; whole pairs are characters."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
-    assert list(read_files.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
 
 
 # ----- error messages
@@ -381,14 +365,18 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
-    "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction=1.5 is not between 0 and 1",
+    "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
     "--data_files=fake.parquet": "fake.parquet, document 1: .*[Pp]arquet",
     "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint",
 }
 ONE_TEXT = {"": ".*No such file"}
-DOCUMENTS = {"--data_files=two.jsonl --tokenizer=char": "the tokenizer lacks .* set --tokenizer=gpt2"}
+DOCUMENTS = {
+    "--data_files=torn.jsonl.gz --tokenizer=char": "--tokenizer=char is for one text: ",  # before it is read
+    "--data_files=two.jsonl --num_proc=0": ".* --num_proc 1 or more",
+    "--data_files=two.jsonl --tokenizer=characters": "the tokenizer lacks .* set --tokenizer=gpt2",
+}
 KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
 
 
@@ -401,6 +389,7 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(read_files, "SHAKESPEARE", (tmp_path / "absent").as_uri())
     Path("folder").mkdir()
+    Path("characters").mkdir()
     for name, content in {
         "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
         "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',
@@ -411,6 +400,7 @@ def inputs(tmp_path, monkeypatch):
         "torn.jsonl.gz": "\x1f\x8b\x08",
         "fake.parquet": "not parquet",
         "table.csv": "text",
+        "characters/tokenizer.json": of_characters({"a": 0}).content,
     }.items():
         Path(name).write_text(content, encoding="latin-1")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None, "two"]}), "null.parquet")
@@ -420,21 +410,16 @@ def inputs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases.items()]
 )
-def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, capsys, name, args, message):
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, name, args, message):
     before = contents(data / name)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *args.split()])
-    assert bins.run(load_prepare(data, name)) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = error_of(load_prepare(data, name), monkeypatch, *args.split())
     assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 
 
 def test_what_is_read_with_a_note(data, inputs, capsys):
     """Null is no text; text that the tokenizer loses."""
-    rules = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
-    rules |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    model = {"type": "WordLevel", "vocab": {"one": 0, "two": 1, "?": 2}, "unk_token": "?"}
-    Path("folder/tokenizer.json").write_text(json.dumps(rules | {"model": model}))
+    write_tokenizer(Path("folder"), {"one": 0, "two": 1, "?": 2})
     main, folder = load_prepare(data, "shakespeare"), data / "shakespeare"
     main(["--data_files=null.parquet", "--tokenizer=folder", "--val_fraction=0.5"])
     _, train, val = read(folder)

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -19,33 +18,25 @@ from unittest.mock import Mock
 import pytest
 import torch
 from matplotlib.figure import Figure
-from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data, wait_for
+from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data
 
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import commit_checkpoint, prune_checkpoints
 from isogpt.checkpoint.folder import clean_up, enter_folder, look_for_start, make_writable
-from isogpt.checkpoint.manifest import damage, make_manifest, read_manifest, step_folders
-from isogpt.checkpoint.owner import is_owned, was_entered_by
-from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.manifest import damage, make_manifest, step_folders
+from isogpt.checkpoint.owner import read_owner, was_entered_by
 from isogpt.checkpoint.search import find_checkpoint
-from isogpt.common.files import load_pickle, write_whole
+from isogpt.common.files import load_pickle
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.curves import read_curves
-from isogpt.monitor.log import Logger
-from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import plot_loss
-from isogpt.monitor.sink_tensorboard import TensorBoard
-from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
-RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +114,11 @@ def test_two_damaged_newest_checkpoints_are_passed_over(zygote, work, flags):
     assert f"out/step_00000006 is damaged: the checksum of {newest.name} does not match\n" in text
     assert f"out/step_00000004 is damaged: {older.name} cannot be read (No such file" in text
     assert text.count("is damaged") == 2 and ", step 2\n" in text
-    assert sorted(path.name for path in out.glob("damaged_*")) == [
-        "damaged_step_00000004",
-        "damaged_step_00000006",
-    ]
+    assert {path.name for path in out.glob("damaged_*")} == {"damaged_step_00000004", "damaged_step_00000006"}
     assert sorted(column(out, "loss")) == [*range(7)]
 
 
-def test_a_ckpt_pt_of_nanogpt_is_resumed_and_kept(zygote, place):
-    """It is read only if there are no step folders."""
+def test_a_ckpt_pt_of_nanogpt_is_read_only_if_there_are_no_step_folders(zygote, place):
     out, bare = place / "out", place / "nano/ckpt.pt"
     state = torch.load(out / "ckpt.pt", weights_only=True)
     del state["isogpt"]
@@ -141,10 +128,8 @@ def test_a_ckpt_pt_of_nanogpt_is_resumed_and_kept(zygote, place):
     resume = [*SHORT[:-1], "--out_dir=nano", "--init_from=resume", "--max_iters=8", "--keep_last=1"]
     run = zygote.train(resume, place)
     assert "from nano/ckpt.pt, step 6\n" in run.text() and sorted(column(bare.parent, "loss")) == [6, 7, 8]
-    assert (
-        run.text().count("nano/ckpt.pt, which this run did not write, is kept as nano/original_ckpt.pt") == 1
-    )
-    assert (place / "nano/original_ckpt.pt").read_bytes() == before and bare.is_symlink()
+    kept = "nano/ckpt.pt, which this run did not write, is kept as nano/original_ckpt.pt"
+    assert run.text().count(kept) == 1 and bare.is_symlink()
     bare.unlink()
     bare.write_bytes(before)
     assert find_checkpoint(str(bare.parent))[0].step == 9
@@ -161,28 +146,11 @@ def test_a_start_clears_only_what_runs_leave(at):
     assert sorted(path.name for path in (at.path / "out").iterdir()) == sorted(kept)
 
 
-def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
-    args = [*SHORT, "--init_from=resume", "--resume_step=3", "--max_iters=3", "--save_checkpoint=False"]
-    zygote.train(args, place)
-    assert (place / "out/ckpt.pt").resolve().parent.name == "step_00000003"
-    best = place / "out/ckpt_best.pt"
-    assert best.exists() or not best.is_symlink()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # ranks that see different folders
 
 # a config file with which each rank uses a different folder
 OWN = "import os\nout_dir = 'out' + os.environ['RANK']\n"
-# and one with which rank 1 sees the same folder, but no path of rank 0
-MOVED = """
-import os
-if os.environ["RANK"] == "1":
-    os.makedirs("moved", exist_ok=True)
-    os.chdir("moved")
-    out_dir, dataset = f"../{out_dir}", "../data/tiny"
-    init_from = init_from.replace("out", "../out")
-"""
 
 
 @pytest.mark.slow
@@ -196,15 +164,13 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     assert "or --save_checkpoint=False\n" in run.text() and not (work / "out1").exists()
     zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
     zygote.train(args, work, 2)
-    assert steps_in(work / "out0") == 5
     run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
     said = f"error: rank 1: {work}/out1/step_00000006/ckpt.pt is not the checkpoint that rank 0 found"
     assert set(run.codes) == {1} and said in run.text()
     shutil.copytree(work / "out0", work / "out1", symlinks=True)
-    resume = [*args, "--init_from=resume", "--max_iters=7"]
     flip_a_bit(work / "out1/step_00000006/ckpt.pt")
     (work / "own.py").write_text(f"{OWN}os.environ['LOCAL_RANK'] = '0'\n")  # each is on a machine of its own
-    text = zygote.train(resume, work, 2).text()
+    text = zygote.train([*args, "--init_from=resume", "--max_iters=7"], work, 2).text()
     assert "out1/step_00000006" not in text and "step_00000006 is damaged: the checksum of ckpt.pt" in text
     assert "step 3\n" in text and "iter 7:" in text
 
@@ -215,39 +181,29 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("setting", ["tp", "zero"])
-def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
+def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work):
     """Groups of ranks, for instance, which other ranks would never join."""
-    (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
+    (work / "own.py").write_text("import os\ntp = 1 + int(os.environ['RANK'])\n")
     run = zygote.train([*SHORT, "own.py"], work, 2, ok=False)
-    text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
+    text = "error: the ranks were started with different settings: tp is 1 on rank 0, 2 on rank 1\n"
     assert set(run.codes) == {1} and run.text() == text
-
-
-def test_the_same_folder_under_different_paths(zygote, work):
-    """Shards and a ckpt.pt are resumed, and are the start of a new run."""
-    (work / "moved.py").write_text(MOVED)
-    for flags in (["--zero=1"], []):
-        zygote.train([*SHORT, *flags, "moved.py"], work, 2)
-        run = zygote.train([*SHORT, *flags, "--init_from=resume", "--max_iters=7", "moved.py"], work, 2)
-        assert "step 6" in run.text() and "iter 7:" in run.text() and "iter 5:" not in run.text()
-        run = zygote.train([*SHORT[:-1], *flags, "--init_from=out", "--out_dir=new", "moved.py"], work, 2)
-        assert "out/step_0000000" in run.text() and "iter 5:" in run.text()
-        assert not list((work / "moved").rglob("step_*"))
 
 
 def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path, monkeypatch):
     """Each rank tells rank 0 its files: one that is missing is noticed before the checkpoint counts."""
-    of_rank_1 = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
-    monkeypatch.setattr(sharded_files, "gather_objects", lambda mine, group: [mine, of_rank_1])
+
+    def gather(mine, written, group):
+        written[1] = {"__1_0.distcp": {"bytes": 9, "sha256": ""}}
+
+    monkeypatch.setattr(sharded_files.dist, "gather_object", gather)
     monkeypatch.setattr(sharded_files.dcp, "save", lambda *args, **kwargs: None)
     with pytest.raises(FileNotFoundError, match="__1_0.distcp"):
-        sharded_files.write(tmp_path, {}, group=object())
+        sharded_files.write(tmp_path, {}, SimpleNamespace(size=lambda: 2))
 
 
 def write_unfinished(folder, name):
     """Write a checkpoint's file in a folder; returns its manifest."""
-    run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {"block_size": 8}, "isogpt": {}}
+    run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {}, "isogpt": {}}
     if name == "ckpt.pt":
         written = write_file(folder / name, {"w": torch.zeros(1000)})
     else:
@@ -263,13 +219,10 @@ def test_what_a_disk_changes_after_the_write_is_noticed(tmp_path, name):
     """The checksums are those of what was written, not of what can be read afterwards."""
     unfinished = tmp_path / "unfinished"
     manifest = write_unfinished(unfinished, name)
-    content = bytearray((unfinished / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (unfinished / name).write_bytes(content)
+    flip_a_bit(unfinished / name)
     folder = commit_checkpoint(unfinished, manifest, keep_last=0)
-    content[len(content) // 2] ^= 1
     assert damage(folder) == f"the checksum of {name} does not match"
-    (folder / name).write_bytes(content)
+    flip_a_bit(folder / name)  # back
     assert not damage(folder)
 
 
@@ -347,22 +300,12 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
 
 
-# train.py, whose disk is slow: the work goes on once the ranks, which communicate once a second, have done so
-# more often than dist_timeout_s
 SLOW_DISK = """
 import time
 from isogpt.checkpoint import save, search, state
-from isogpt.launch import together
-add_together, calls = together.add_together, []
-def counted(*counts):
-    calls.append(counts)
-    return add_together(*counts)
-together.add_together = counted
 def slow(work):
     def after_a_while(*args, **kwargs):
-        end = len(calls) + 10
-        while len(calls) < end:
-            time.sleep(0.05)
+        time.sleep(10)
         return work(*args, **kwargs)
     return after_a_while
 save.write_file, search.verify = slow(save.write_file), slow(search.verify)
@@ -428,7 +371,7 @@ def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
     assert not job.continues(job), "a command that is typed twice in a job"
     out = at.path / "out"
     owner = enter_folder(str(out), None, job)
-    assert is_owned(out, owner) and not was_entered_by(out, job)
+    assert read_owner(out)["owner"] == owner and not was_entered_by(out, job)
     at.env("SLURM_RESTART_COUNT", "1")
     assert was_entered_by(out, make_launch([""]))
     at.env("SLURM_JOB_ID", "8")
@@ -452,49 +395,6 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
 
 # ------------------------------------------------------------------------------------------------------------
 # runs that die
-
-
-@pytest.mark.parametrize(
-    "step, stop, val_loss, said",
-    [
-        (4, 0, 2.20591, "done: 4 steps in 0:00, best val loss 2.2059 at step 2"),  # the same digits once
-        (4, 0, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
-        (4, 15, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),  # too late
-        (3, 15, 2.3, "stopped: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
-    ],
-)
-def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
-    progress = Progress(1, step=step, best_val_loss=2.20589, best_step=2, val_loss=val_loss)
-    ranks, data = SimpleNamespace(is_main=True), SimpleNamespace(bits_per_byte=lambda loss: None)
-    meter = SimpleNamespace(stop=SimpleNamespace(agreed=stop), reader=SimpleNamespace(data=data))
-    logger = Logger(progress, [Console()])
-    RunReport(logger, meter, ranks, 3, 1, 1.0, None, LayerStatistics(0, *[None] * 5), steps_taken=4).done("")
-    assert capsys.readouterr().out == f"{said}\n"
-
-
-# train.py whose rank 2 is killed while the others connect for the first checkpoint
-DYING = """
-import signal, time
-from isogpt.checkpoint import save
-make = save.Saver.__post_init__
-def noted(saver):
-    open("waits" + os.environ["RANK"], "w").close()
-    make(saver)
-def die(saver):
-    while not os.path.exists("waits0") or not os.path.exists("waits1"):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-save.Saver.__post_init__ = die if os.environ["RANK"] == "2" else noted
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
-    """Long before dist_timeout_s, which is 600."""
-    run = start_changed(zygote, DYING, [*SHORT, "--zero=1"], work, 3).wait(ok=False)
-    assert run.codes == [1, 1, -9] and "Traceback" not in run.text()
-    for rank in (0, 1):
-        assert re.search(rf"error: rank {rank} at step 0, .*: .*; rank 2 does not respond", run.text())
 
 
 @pytest.mark.slow
@@ -528,39 +428,6 @@ RunReport.step, RunReport.end = noted_step, noted_end
     assert "late: []\n" in start_changed(zygote, changes, args, work).wait().text()
 
 
-def test_a_rollback_leaves_each_step_once_in_the_logs(tmp_path):
-    """TensorBoard's reader drops what was logged before the rollback."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
-    metrics = MetricsFile(config, step=0)
-    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
-    for first in (0, 3):
-        for step in range(first, 5):
-            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
-        logger.event("end" if first else "rollback", to=3)
-    metrics.file.close()
-    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
-
-
-def test_what_the_plot_shows(tmp_path, monkeypatch):
-    """All steps, smoothed if there are many, and the evaluations; the legend contains the last values."""
-    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
-    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
-    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
-    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
-    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
-    (axes,) = figures[0].axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
-    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
-    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
-
-
 def test_how_to_sample(at):
     """Only if there is a checkpoint, and the ids mean something; from any folder."""
     table, unknown = of_characters({"a": 0}), Vocabulary("unknown", "no meta.pkl")
@@ -580,36 +447,6 @@ def test_how_to_sample(at):
 def test_a_plot_is_no_reason_to_stop(zygote, work, name):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work, whole=True)
     assert "the loss curve: " in run.text() and (work / name / "loss.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
-    """The user is told, and the folder is not touched."""
-    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
-    run = zygote.train(args, work, nproc, ok=False)
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert run.text().count("out of memory while the model was allocated") == 1
-    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
-    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
-    assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
-    assert not any(t["reason"].startswith("error") for t in told), "a prefix of the console"
-
-
-def test_data_that_is_replaced_or_truncated_during_a_run(zygote, work):
-    """A run reads the file that it has opened, not a new one of the same name; a shorter one ends the run."""
-    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
-    path, opened = work / "data/tiny/train.bin", work / "data/tiny/opened"
-    wait_for(lambda: steps_in(work / "out") > 3)
-    path.rename(opened)
-    began = steps_in(work / "out")
-    wait_for(lambda: steps_in(work / "out") > began + 3)  # no file has the name
-    path.write_bytes(bytes(4096))
-    began = steps_in(work / "out")
-    wait_for(lambda: steps_in(work / "out") > began + 3)
-    os.truncate(opened, 4096)
-    run.wait(ok=False)
-    assert run.codes == [1] and "train.bin has been truncated" in run.text() and "Traceback" not in run.text()
-    assert f"saved out/step_{steps_in(work / 'out') + 1:08d}\n" in run.text()
 
 
 # train.py in which rank 1 cannot read a split any more after step LAST
@@ -632,12 +469,10 @@ reader.check_ids, run_report.RunReport.step = check, noted
 @pytest.mark.parametrize(
     "nproc, split, flags",
     [
-        (1, "val", []),
-        (2, "val", ["--eval_interval=8", "--zero=3"]),
+        (1, "val", []),  # at the end
         (2, "val", ["--eval_interval=8", "--islands=2", "--local_steps=3"]),
         (2, "train", ["--eval_interval=99", "--zero=3"]),
     ],
-    ids=["at the end", "zero", "islands", "a step"],
 )
 def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, nproc, split, flags):
     """
@@ -654,9 +489,6 @@ def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, 
     rank = "rank 1: " if nproc > 1 else ""
     message = f"error: {rank}data/tiny/{split}.bin has been truncated since the start of the run\n"
     assert run.text().count(message) == 1 and f"saved out/step_{step:08d}\n" in run.text()
-    text = Path(run.outs[0]).read_text()
-    assert text.endswith(message) and f"step {step}:" not in text
-    assert [r for r in records(work / "out") if r.get("event") == "failed"][0]["reason"] in message
     found, reports = find_checkpoint(str(work / "out"), best=True)
     assert found.step == step and not reports and found.val_loss is None
     run = zygote.train([*args, "--max_iters=10"], work, nproc)
@@ -671,14 +503,12 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
     assert find_checkpoint(str(out), best=True)[0].step == 8
     worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
-    run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
+    run = zygote.train([*SHORT, "--init_from=auto", *worse, "--eval_interval=99"], place)
     assert "at step 8\n" in run.text() and find_checkpoint(str(out), best=True)[0].step == 8
     newest, best = out / "step_00000009", out / "step_00000008"
-    prune_checkpoints(out, read_manifest(newest), best, 1)
+    prune_checkpoints(out, newest, best, 1)
     assert step_folders(out) == [newest, best]
-    data = bytearray((best / "ckpt.pt").read_bytes())
-    data[5000] ^= 1
-    (best / "ckpt.pt").write_bytes(data)
+    flip_a_bit(best / "ckpt.pt")
     found, reports = find_checkpoint(str(out), best=True)
     assert found.step == 9 and len(reports) == 1 and "step_00000008 is damaged" in reports[0]
     shutil.rmtree(best)
@@ -689,18 +519,6 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
 
 # ------------------------------------------------------------------------------------------------------------
 # misleading messages
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, before[1]))
-    with pytest.raises(OSError, match="File too large"):
-        write_file(tmp_path / "ckpt.pt", {"w": torch.zeros(10**5)})
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    with pytest.raises(OSError, match="No space left on device"):
-        write_whole(tmp_path / "x", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
 @pytest.mark.parametrize("name", ["mkdir", "replace", "open", "rename"])
@@ -728,40 +546,8 @@ def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, wo
     assert "--init_from=resume" not in run.text() and "Traceback" not in run.text()
 
 
-def test_a_resume_says_which_settings_do_not_apply(zygote, place):
-    tiny_data(place, name="other")
-    run = zygote.train([*RESUME, "--n_layer=4", "--bias=True", "--vocab_size=80", "--dataset=other"], place)
-    assert (
-        "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True"
-        in run.text()
-    )
-    assert "this run continues with dataset other (was tiny): the loss curve changes" in run.text()
-    used = [r["config"] for r in records(place / "out") if r.get("event") == "resume"][-1]
-    assert (used["n_layer"], used["bias"], used["vocab_size"], used["dataset"]) == (2, False, 65, "other")
-    quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
-    assert "of the checkpoint" not in quiet.text() and "continues with" not in quiet.text()
-    coarser = zygote.train([*RESUME, "--max_iters=9", "--dataset=other", "--dtype=bfloat16"], place)
-    assert "this run continues with dtype bfloat16 (was float32): the loss curve changes" in coarser.text()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # code in files, and errors in blocks that ranks share
-
-
-def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):
-    class Reads:
-        def __init__(self, *what):
-            self.what = what
-
-        def __reduce__(self):
-            return getattr, self.what
-
-    path, allowed = tmp_path / "it.pkl", {"signal": {"Signals"}}
-    path.write_bytes(pickle.dumps(Reads(signal.Signals, "SIGTERM")))
-    assert load_pickle(path, allowed) is signal.SIGTERM
-    path.write_bytes(pickle.dumps(Reads(signal.Signals, "mro")))
-    with pytest.raises(KeyError, match="mro"):
-        load_pickle(path, allowed)
 
 
 EXITS = """
@@ -800,3 +586,49 @@ def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, tmp_path, failin
         assert text.count("the hook explains MemoryError") == 1 and "Traceback" not in text
     else:
         assert text.count("Traceback") == 1 and "Traceback" in Path(run.outs[int(first)]).read_text()
+
+
+def test_what_the_plot_shows(tmp_path, monkeypatch):
+    """All steps, smoothed if there are many, and the evaluations; the legend contains the last values."""
+    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
+    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
+    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
+    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
+    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
+    (axes,) = figures[0].axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
+    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
+    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
+    """The user is told, and the folder is not touched."""
+    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
+    run = zygote.train(args, work, nproc, ok=False)
+    assert set(run.codes) == {1} and "Traceback" not in run.text()
+    assert run.text().count("out of memory while the model was allocated") == 1
+    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
+    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
+    assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
+    assert not any(t["reason"].startswith("error") for t in told), "a prefix of the console"
+
+
+def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):
+    class Reads:
+        def __init__(self, *what):
+            self.what = what
+
+        def __reduce__(self):
+            return getattr, self.what
+
+    path, allowed = tmp_path / "it.pkl", {"signal": {"Signals"}}
+    path.write_bytes(pickle.dumps(Reads(signal.Signals, "SIGTERM")))
+    assert load_pickle(path, allowed) is signal.SIGTERM
+    path.write_bytes(pickle.dumps(Reads(signal.Signals, "mro")))
+    with pytest.raises(KeyError, match="mro"):
+        load_pickle(path, allowed)

@@ -39,7 +39,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import column, train_defaults, wait_for
-from torch.distributed import DistNetworkError
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -63,7 +62,6 @@ from isogpt.data.reader import Reader
 from isogpt.data.token_files import opened
 from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
-from isogpt.launch import open_files as open_limit
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import crashes, curves, sink_plot
@@ -198,21 +196,9 @@ def test_the_limit_of_open_files_is_raised(at):
     raised = []
     at.set(resource, "prlimit", lambda *arguments: raised.append(arguments) or (1024, 4096))
     at.env("TORCHELASTIC_RUN_ID", "none")
-    open_limit.allow_connections()
+    network.allow_connections()
     both = [(process, resource.RLIMIT_NOFILE, (4096, 4096)) for process in (0, os.getppid())]
     assert raised[1::2] == both, "torchrun may serve the store"
-
-
-def test_too_many_open_files_are_explained(at, capsys):
-    """In the message of an error of any kind: of the file system, of gloo, of the store."""
-    logger, text = Logger(Progress(1, step=4), []), "socket: Too many open files\nfrom f at a.cpp:1"
-    for error in (OSError(24, "Too many open files", "x"), RuntimeError(text), DistNetworkError(text)):
-        dog = Watchdog(Ranks(0, 1, torch.device("cpu"), "gloo"), 600.0, logger.progress, logger)
-        crashes.explain(dog, type(error), error, None)
-        said = capsys.readouterr().err
-        assert "Too many open files" in said and "type ulimit -n 65536 as root" in said
-        assert said.count("error:") == 1 == said.count("\n")
-    assert open_limit.explained("[Errno 2] No such file") == "[Errno 2] No such file"
 
 
 # -- store
@@ -234,7 +220,7 @@ class CountingStore:
 
 
 def start_of(size):
-    """What ranks, eight on each machine, ask of the store until they know each other, as by network.join."""
+    """What ranks, eight on each machine, ask of the store until they know each other, as in connect_ranks."""
     store, keys = CountingStore(), [f"process/{rank}" for rank in range(1, size)]
 
     def start(rank):

@@ -32,8 +32,8 @@ JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
 def hosts(work):
     made = []
 
-    def make(number, **options):
-        made.append(Hosts(work, number, **options))
+    def make(number):
+        made.append(Hosts(work, number))
         return made[-1]
 
     yield make
@@ -67,14 +67,6 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
         h.close()
 
 
-def test_two_hosts_without_ipv4(hosts, work, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    h = hosts(2, has_ipv4=False)
-    processes = h.train([*TINY, "--max_iters=3", f"--out_dir={work}/out"])
-    assert [p.wait(120) for p in processes.values()] == [0, 0], "".join(map(h.text, h.spaces))
-    assert "ranks:   2 = 2 nodes (h1, h2) x 1 on cpu, gloo over eth0, " in h.text("h1")
-
-
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):
     """A disk of h2 alone, a folder that h2 cannot write to, a different path of the shared folder."""
     h, out = hosts(2), work / "out"
@@ -89,8 +81,6 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
         return h.text("h1")
 
     own = f"mount -t tmpfs none {out}"
-    said = train([], own, code=1)
-    assert f"out_dir {out} is not the folder in which rank 0 keeps this run" in said
     read_only = f"mount --bind {out} {out} && mount -o remount,ro,bind {out}"
     assert "Read-only file system" in train([], read_only, code=1)
     assert not list(out.glob("*step_*"))
@@ -99,7 +89,7 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
         train(flags, moved, [f"--out_dir={work}/elsewhere"])
     assert sorted(column(out, "loss")) == [*range(6)] and find_checkpoint(out)[0].step == 6
     said = train(["--init_from=auto"], own, code=1)
-    assert said.count("error:") == 3 and "Traceback" not in said + h.text("h2")
+    assert said.count("error:") == 2 and "Traceback" not in said + h.text("h2")
 
 
 @pytest.mark.parametrize(("fault", "gone"), [("cut", "h3"), ("power", "h2")])

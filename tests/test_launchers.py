@@ -16,9 +16,8 @@ from runs import REPO, TINY, assert_same_curve, children, free_port, listening
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt.launch import launchers, network
+from isogpt.launch import network
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.launch.network import Process, survey
 from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
@@ -27,7 +26,6 @@ FORKED = "tests/forked_torchrun.py"
 # what stands before train.py
 LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc_per_node=2",
-    "torch.distributed.launch": "PYTHON -m torch.distributed.launch --nproc_per_node=2 --master_port=PORT",
     "accelerate": "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no "
     "--dynamo_backend=no --main_process_port=PORT",
     "deepspeed": "deepspeed --num_gpus=2 --master_port=PORT",
@@ -51,14 +49,13 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
         [*command, TRAIN, *FIVE, *own, "--out_dir=out"],
         cwd=work,
         env=env,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=400,
     )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, (
-        run.stdout + run.stderr
-    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout
     assert_same_curve(work / "out", work / "one")
 
 
@@ -75,11 +72,9 @@ NAMES = (*TORCHRUN, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 def variables(monkeypatch, given):
     """Set these variables of a launcher, and unset all others."""
-    for name in [*os.environ]:
-        if name in NAMES or name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_")):
-            monkeypatch.delenv(name)
-    for name in NAMES:  # what adopt_launcher_variables sets is undone when the test ends
-        monkeypatch.setenv(name, "")
+    others = [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_"))]
+    for name in (*NAMES, *others):
+        monkeypatch.setenv(name, "")  # what adopt_launcher_variables sets is undone when the test ends
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -92,6 +87,9 @@ def variables(monkeypatch, given):
         (MPICH | {"MASTER_ADDR": "h1"}, (5, 8, 1, 4), "h1"),
         (SLURM, (4, 5, 0, 1), "gpu07"),
         (SLURM | ONE_NODE, (4, 5, 4, 5), "127.0.0.1"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n1,n2"}, (4, 5, 0, 1), "n1"),
+        (SLURM | {"SLURM_STEP_NODELIST": "a100-[12]"}, (4, 5, 0, 1), "a100-12"),
+        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[03-04,7],login"}, (4, 5, 0, 1), "rack1node03"),
         (SLURM | TORCHRUN, (0, 2, 0, 2), "h1"),  # torchrun under srun
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (0, 1, 0, 1), None),  # the shell of a job
         (TORCHRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, (3, 4, 0, 2), "h1"),  # DeepSpeed
@@ -112,28 +110,6 @@ def test_two_jobs_on_a_machine_use_different_ports(monkeypatch):
     assert ports[0] != ports[1] and all(10000 <= port < 30000 for port in ports)
 
 
-def test_mpirun_on_several_machines_needs_an_address(monkeypatch):
-    variables(monkeypatch, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(ValueError, match="address is not known: start with mpirun -x MASTER_ADDR=HOST"):
-        adopt_launcher_variables()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1,n2", "n1"),
-        ("gpu[03-05,9],login", "gpu03"),
-        ("a100-[12]", "a100-12"),
-        ("rack[1-2]node[03-04,7],login", "rack1node03"),
-    ],
-)
-def test_slurm_node_lists(monkeypatch, nodes, first):
-    tasks = {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}
-    variables(monkeypatch, SLURM | tasks)
-    adopt_launcher_variables()
-    assert os.environ["MASTER_ADDR"] == first and os.environ["LOCAL_WORLD_SIZE"] == "1"
-
-
 GLOOS = "an interface of its choice"
 
 
@@ -147,22 +123,21 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
             except SystemExit:
                 refused.add(name)
     assert refused <= {"nproc", "start"}, capsys.readouterr().err  # Python 3.11 refuses both
-    assert (
-        torchrun.parse_args(["--standalone", "--", "sample.py", "--start=A"]).training_script == "sample.py"
-    )
+    parsed = torchrun.parse_args(["--standalone", "--", "sample.py", "--start=A"])
+    assert parsed.training_script == "sample.py"
 
 
 @pytest.mark.parametrize(
-    ("addresses", "given", "interface"),
+    ("other", "given", "interface"),
     [
-        (["127.0.1.1", "10.0.0.1"], "", "eth0 (10.0.0.7)"),  # rank 0 resolves its own name
-        (["10.0.0.1"], "", "lo (127.0.0.1)"),
-        (["10.0.0.1", "10.0.0.1"], "docker0", "docker0"),
-        (["", ""], "", GLOOS),  # without IPv4
-        (["10.0.0.9", "10.0.0.9"], "", GLOOS),  # no route
+        ("10.0.0.1", "", "eth0 (10.0.0.7)"),
+        ("127.0.0.1", "", "lo (127.0.0.1)"),  # a single machine
+        ("10.0.0.1", "docker0", "docker0"),
+        ("", "", GLOOS),  # without IPv4
+        ("10.0.0.9", "", GLOOS),  # no route
     ],
 )
-def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, addresses, given, interface):
+def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, other, given, interface):
     cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
     routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
@@ -170,62 +145,55 @@ def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, addresse
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    others = survey([Process(f"h{i}", address=address) for i, address in enumerate(addresses)])
-    assert network.choose_interface(others["network"]) == interface
+    assert network.choose_interface(other) == interface
     assert os.environ["GLOO_SOCKET_IFNAME"] == ("" if interface == GLOOS else interface.partition(" ")[0])
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if len(addresses) == 1 else None)
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if other == "127.0.0.1" else None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are Linux's")
-def test_addresses_of_this_machine():
-    assert network.interfaces()["127.0.0.1"] == "lo"
-    assert network.address_towards("localhost") == network.address_towards("127.0.0.1") == "127.0.0.1"
-    assert network.address_towards("no.such.host.invalid") == ""
+def command_of(monkeypatch, given, nproc, *arguments):
+    """The command by which start_workers replaces a process with these variables; None: it replaces none."""
+    variables(monkeypatch, given)
+    commands = [None]
+    monkeypatch.setattr(os, "execv", lambda program, words: commands.append(words[3:]))
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--nproc={nproc}", *arguments])
+    start_workers(nproc, "/x/train.py")
+    return commands[-1]
 
 
-def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
-    variables(monkeypatch, {"ISOGPT_STARTED": "1"})  # left over in a shell
-    started = []
-    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
-    start_workers(3, "/x/train.py")
-    assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
-    assert os.environ["ISOGPT_STARTED"] == str(os.getpid()), "torchrun replaces this process"
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    start_workers(7, "/x/train.py")  # in a worker of start_workers, a config may set nproc again
-    monkeypatch.delenv("ISOGPT_STARTED")
-    start_workers(0, "/x/train.py")
-    variables(monkeypatch, TORCHRUN)
-    start_workers(2, "/x/train.py")
-    assert len(started) == 1
-    with pytest.raises(ValueError, match="nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"):
-        start_workers(3, "/x/train.py")
-    monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(ValueError, match="incomplete or contradict each other: .*MASTER_ADDR=,"):
-        start_workers(2, "/x/train.py")
+PODS = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
 
 
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        # nproc is 3, the number of pods: one process in each would train without a message
-        (
-            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
-            ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"],
-        ),
-        ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
         ({"SLURM_JOB_ID": "7"}, ["--standalone"]),
+        # Kubeflow numbers the pods, not the processes: one process in each would train without a message
+        (PODS, ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"]),
+        ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
     ],
 )
-def test_nproc_in_a_pod_starts_processes_on_each_machine(monkeypatch, given, options):
-    """Kubeflow's RANK and WORLD_SIZE number the pods, not the processes."""
-    started = []
-    variables(monkeypatch, given)
-    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3"])
-    start_workers(3, "/x/train.py")
-    assert started[0][3:] == [*options, "--nproc_per_node=3", "/x/train.py"]
-    torchrun.parse_args(started[0][3:])
+def test_nproc_starts_torchrun(monkeypatch, given, options):
+    monkeypatch.setenv("ISOGPT_STARTED", "1")  # left over in a shell
+    command = command_of(monkeypatch, given, 3, "--batch_size=2")
+    assert command == [*options, "--nproc_per_node=3", "/x/train.py", "--batch_size=2"]
+    torchrun.parse_args(command)
+    monkeypatch.setattr(os, "getppid", os.getpid)  # torchrun has replaced this process, and started a worker
+    assert command_of(monkeypatch, given, 7) is None, "a config may set nproc again"
+
+
+def test_nproc_under_a_launcher(monkeypatch):
+    assert command_of(monkeypatch, {}, 0) is command_of(monkeypatch, TORCHRUN, 2) is None
+    with pytest.raises(ValueError, match="nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"):
+        command_of(monkeypatch, TORCHRUN, 3)
+
+
+def test_variables_that_are_incomplete(monkeypatch):
+    without_address = TORCHRUN | {"MASTER_ADDR": ""}, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    for given in without_address:
+        variables(monkeypatch, given)
+        adopt_launcher_variables()
+        with pytest.raises(ValueError, match="MASTER_ADDR=,.*with torchrun or mpirun -x MASTER_ADDR=HOST"):
+            rank_variables()
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
@@ -242,24 +210,6 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     lines = (tmp_path / "env").read_text().splitlines()
     inherited = {line.partition("=")[0] for line in lines}
     assert not of_a_rank.keys() & inherited and {"SLURM_JOB_ID=17", "MAIL=me"} <= {*lines}
-
-
-def test_files_for_clusters_pass_only_settings_to_train():
-    slurm = (REPO / "cluster/slurm.sh").read_text().split('"$train" ')[1].splitlines()[0]
-    worker = pytorch_job()["pytorchReplicaSpecs"]["Worker"]
-    (container,) = worker["template"]["spec"]["containers"]
-    assert container["name"] == "pytorch", "the operator requires this name"
-    for words in (slurm, container["command"][2]):
-        flags = [word[2:].split("=")[0] for word in shlex.split(words) if word.startswith("--")]
-        assert flags and set(flags) <= settings_of(TRAIN).keys(), flags
-
-
-def test_jobs_that_restart_need_no_login():
-    """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
-    for place in ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md"):
-        jobs = r"(?:train\.py|slurm\.sh) config/train_gpt2\.py --out_dir[^`&#]*#?[^`&#]*"
-        for command in re.findall(jobs, (REPO / place).read_text()):
-            assert "--wandb_log=False" in command, f"{place}: {command}"
 
 
 def pytorch_job():
@@ -296,18 +246,6 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
     texts = [pod.communicate(timeout=400)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], texts
     assert_same_curve(work / "out", work / "one")
-
-
-def test_a_process_knows_that_its_agent_has_ended(monkeypatch):
-    """Then the store does not respond, which must not end the ranks while they save."""
-    variables(monkeypatch, {})
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert not launchers.has_lost_agent(launchers.make_launch([launchers.own_agent()]))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    launch = launchers.make_launch([launchers.own_agent(), "of another machine"])
-    assert not launchers.has_lost_agent(launch)
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launchers.has_lost_agent(launch)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,7 @@ from runs import TINY, default_plan, records, script_that_fails
 from test_validation import evaluated, write
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
+from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.data.dataset import open_dataset
 from isogpt.data.mixture import PER, quotas_of
 from isogpt.data.reader import Reader
@@ -176,18 +175,13 @@ def test_sources_whose_ids_mean_different_things(three):
     assert open_dataset("abc,a", BLOCK).vocabulary.size == 3  # a does not say
     assert open_dataset("one,two", BLOCK).vocabulary.name == "gpt2"
     for name, message in {
-        "abc,acb": "data/acb are not those of data/abc, .* id 1 was 'b' and is 'c'. Prepare both with",
-        "abc,one": "Prepare both with the same --tokenizer=$",
+        "abc,acb": "data/acb are not those of the run: id 1 was 'b' and is 'c'. Prepare it with the run's",
+        "abc,one": "data/one are not those of the run: the tokenizer was char and is gpt2. Prepare it",
     }.items():
+        data = open_dataset(name, BLOCK)
         with pytest.raises(ValueError, match=message) as e:
-            open_dataset(name, BLOCK)
+            vocabulary_for_run(data, None, "scratch", data.vocab_size, is_resume=False)
         assert "\n" not in str(e.value)
-    run = {"model_args": {"vocab_size": 4}, "config": {"dataset": "abc:1,abcd:2"}, "isogpt": {}}
-    assert (
-        vocabulary_of_run(run, Path("out"), "abc,abcd").size == vocabulary_of_run(run, Path("out")).size == 4
-    )
-    run["config"]["dataset"] = "abc:1,gone:2"
-    assert "whose data set abc:1,gone:2 is not here" in vocabulary_of_run(run, Path("out")).content
 
 
 def test_other_users_of_the_setting(three):

@@ -361,7 +361,7 @@ def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not()
     """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
     exited = subprocess.Popen(["true"])
     exited.wait()
-    here, number = network.this_process()
+    here, number = network.namespace("pid"), os.getpid()
 
     def beat_of(number, process, fate=None):
         return json.dumps(Beat(number, "step 3, forward", process, fate)).encode()

@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO, wait_for
-from test_data import bins, cached_tokenizers, contents, needs_gpt2  # noqa: F401 (fixtures)
+from test_data import bins, contents, error_of, needs_gpt2, write_jsonl, write_tokenizer
+from test_data import cached_tokenizers as cached_tokenizers
+
+from isogpt.data.data_folder import open_split, read_meta
 
 sys.path.insert(0, str(REPO / "data"))
 import write_files
@@ -35,21 +38,11 @@ BEFORE = {
 def source(tmp_path, monkeypatch):
     """A folder of documents with a small tokenizer, and batches of a few documents."""
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
-    folder, model = tmp_path / "texts", tmp_path / "tokenizer"
+    folder = tmp_path / "texts"
     folder.mkdir()
-    model.mkdir()
     write_jsonl(folder / "a.jsonl", DOCUMENTS)
-    vocab = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "?"}
-    special = {"id": 0, "content": END, "special": True, "single_word": False, "lstrip": False}
-    special |= {"rstrip": False, "normalized": False}
-    rules = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    rules |= {"version": "1.0", "added_tokens": [special], "pre_tokenizer": {"type": "Whitespace"}}
-    (model / "tokenizer.json").write_text(json.dumps(rules | {"model": vocab}))
+    write_tokenizer(tmp_path / "tokenizer", {word: i for i, word in enumerate(WORDS)})
     return folder
-
-
-def write_jsonl(path, documents):
-    path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
 
 
 def prepare(source, out, *args):
@@ -58,11 +51,21 @@ def prepare(source, out, *args):
     bins.prepare_documents([*options, "--val_fraction=0.2", "--num_proc=1", *args], __file__, "", "", {})
 
 
-def forked(function, *args):
-    """Call a function in a process of its own; returns its exit code, -9 after a kill."""
+def killed_at(moment, function, *args):
+    """
+    Call a function in a process of its own, which is killed before it renames or deletes a file for the
+    `moment`-th time. Returns its exit code.
+    """
+    moments = itertools.count(1)
+
+    def hook(event, _):
+        if event in ("os.rename", "os.remove") and next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     pid = os.fork()
     if pid == 0:
         try:
+            sys.addaudithook(hook)
             function(*args)
             os._exit(0)
         finally:
@@ -70,37 +73,8 @@ def forked(function, *args):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed_at(moment, function, *args):
-    """Call a function that is killed before it renames or deletes a file for the `moment`-th time."""
-    count = 0
-
-    def counted(call):
-        def counting(*args):
-            nonlocal count
-            count += 1
-            if count == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args)
-
-        return counting
-
-    os.replace, Path.unlink = counted(os.replace), counted(Path.unlink)
-    function(*args)
-
-
 def joined(folder, split):
     return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{split}*.bin")))
-
-
-def is_refused(folder):
-    """Whether the files do not have the number of tokens that meta.json says, or there is no train.bin."""
-    files = contents(folder)
-    if "meta.json" not in files or not joined(folder, "train"):
-        return not joined(folder, "train")
-    meta = json.loads(files["meta.json"])
-    sizes = {split: len(joined(folder, split)) for split in ("train", "val")}
-    itemsize = np.dtype(meta["dtype"]).itemsize
-    return any(size != itemsize * meta[f"{split}_tokens"] for split, size in sizes.items())
 
 
 @needs_gpt2
@@ -161,9 +135,17 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "b" / "c").mkdir(parents=True)
     (source / "b" / "c" / "d.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "in d"}\n'))
     (source / "b" / "e.txt").write_text("in e")
+    # halves of surrogate pairs, which neither UTF-8 nor a tokenizer.json can hold, and a whole pair
+    (source / "f.jsonl").write_text('{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
-    assert list(bins.read_documents(str(source))) == [*DOCUMENTS, "in d", "in e"]
+    assert list(bins.read_documents(str(source))) == [
+        *DOCUMENTS,
+        "in d",
+        "in e",
+        "\ufffd b",
+        "\ufffd\U0001f600",
+    ]
 
 
 @pytest.mark.parametrize("shard_tokens", [0, 700])
@@ -180,12 +162,15 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     earlier = contents(folder)
     assert len(earlier) > len(new)
     for moment in itertools.count(1, step=3):
-        code = forked(killed_at, moment, prepare, source, folder, *args)
+        code = killed_at(moment, prepare, source, folder, *args)
         if code == 0:
             break
         assert code == -signal.SIGKILL and list(folder.glob("*.tmp"))
-        now = contents(folder)
-        assert now in (earlier, new) or is_refused(folder)
+        if contents(folder) not in (earlier, new):
+            with pytest.raises(ValueError, match="is missing|meta.json says"):
+                meta = read_meta(folder)
+                for split in ("train", "val"):
+                    open_split(folder, split, meta, block_size=0)
         prepare(source, folder, *args)
         assert contents(folder) == new and not list(folder.glob("*.tmp"))
         for name in new:  # back to the earlier ones
@@ -195,19 +180,17 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     assert moment > 20 and contents(folder) == new
 
 
-def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch, capsys):
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch):
     """As for want of memory: in one line, not by waiting for its answer."""
-    write = write_files.SplitText.write
+    add = write_files.SplitText.add
 
     def killing(*args):
         for process in multiprocessing.active_children():
             process.kill()
-        write(*args)
+        add(*args)
 
-    monkeypatch.setattr(write_files.SplitText, "write", killing)
-    monkeypatch.setattr(sys, "argv", ["prepare.py"])
-    assert bins.run(lambda _: prepare(source, tmp_path / "out", "--num_proc=2")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    monkeypatch.setattr(write_files.SplitText, "add", killing)
+    line = error_of(lambda _: prepare(source, tmp_path / "out", "--num_proc=2"), monkeypatch)
     assert line.startswith("error: A ") and "process" in line
     assert not list((tmp_path / "out").iterdir())
 

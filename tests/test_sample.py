@@ -123,9 +123,6 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300", "--stop=c"])
     stopped = capsys.readouterr().out.split("\n---------------\n")[:2]
     assert stopped == [text[: text.index("c", 3)] for text in (first, second)]
-    output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
-    missing = "error: the text contains characters that the vocabulary does not contain: 'x'"
-    assert output.err.splitlines()[-1].startswith(missing)
 
 
 def test_folders_whose_ids_are_not_known(at, capsys):
@@ -135,7 +132,6 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
     assert said.startswith(f"error: the ids cannot be decoded: {folder} does not say")
-    assert vocabulary_of_run({"model_args": {"vocab_size": 128256}}, folder).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
         vocabulary_of_run({"model_args": {"vocab_size": 8}}, folder)
@@ -145,23 +141,6 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     assert said.startswith("error: the tokenizer uses 6 ids, but the model 4: set --dataset=")
 
 
-RUNS = """from pathlib import Path
-
-Path(r"{}").touch()
-from transformers import GPT2Config as Config, GPT2LMHeadModel as Model, PreTrainedTokenizerFast as Words
-"""
-
-
-class Touch:
-    """Its pickle creates a file when it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -169,7 +148,12 @@ def change_json(path, **changes):
 def test_no_code_in_a_folder_runs(at, capsys):
     """Not even if the answer at the terminal would be yes: for the model's types, its tokenizer, weights."""
     ran, folder = at.path / "ran", folder_of(at.path, "llama")
-    (folder / "own.py").write_text(RUNS.format(ran))
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+
+    class Touch:
+        def __reduce__(self):
+            return Path.touch, (ran,)
+
     at.set(sys, "stdin", io.StringIO("y\n" * 9))
     args = ["--device=cpu", "--dtype=float32", f"--init_from={folder}", "--num_samples=1", "--start=ab"]
     model_code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
@@ -183,7 +167,7 @@ def test_no_code_in_a_folder_runs(at, capsys):
     assert "its model_type needs custom Python code, which is not run: use a model of type gpt2" in said
     change_json(folder / "config.json", model_type="llama")
     (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Touch(ran)}, folder / "pytorch_model.bin")
+    torch.save({"lm_head.weight": Touch()}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=f"cannot load '{folder}' with transformers: "):
         GPT.from_pretrained(str(folder))
     assert not ran.exists()

@@ -35,21 +35,17 @@ AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-MpiDefault=none
 ReturnToService=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=1 RealMemory=4000
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime={grace} State=UP
@@ -84,23 +80,19 @@ class Slurm:
         log = open(folder / f"{command[0]}.out", "a")
         self.daemons.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log, cwd=folder))
 
-    def ask(self, *command):
-        return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.strip()
+    def ask(self, *command, cwd=None, **env):
+        """What a command of Slurm prints."""
+        run = subprocess.run(command, cwd=cwd, env=self.env | env, capture_output=True, text=True)
+        assert run.returncode == 0 or command[0] not in ("sbatch", "srun"), run.stdout + run.stderr
+        return run.stdout.strip()
 
     def submit(self, work, out, *args, steps, **env):
         """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
         script = str(REPO / "cluster/slurm.sh")
-        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script]
-        job = subprocess.run(
-            [*command, *TINY, f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"],
-            env=self.env | here,
-            cwd=work,
-            capture_output=True,
-            text=True,
-        )
-        assert job.returncode == 0, job.stderr
-        return job.stdout.strip()
+        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script, *TINY]
+        command += [f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"]
+        return self.ask(*command, cwd=work, **here)
 
     def state(self, job):
         return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T") or "GONE"
@@ -143,9 +135,8 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
     zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
     job, out = slurm.submit(work, "out", steps=800, PYTHON=forking_python(work)), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
-    urgent = slurm.ask(
-        "sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent"), "--wrap=hostname"
-    )
+    command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
+    urgent = slurm.ask(*command, "--wrap=hostname")
     wait_for(lambda: slurm.state(urgent) in ("COMPLETED", "GONE"), 120)
     stopped = events(out)
     assert "preempted" in stopped and "end" not in stopped, log_of(work, job)
@@ -159,13 +150,10 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
 def test_srun_time_limit_and_scancel(slurm, zygote, work):
     five = [*TINY, "--max_iters=4"]
     zygote.start([*five, "--out_dir=five"], work).wait()
-    env = slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # only Slurm knows the names n1 and n2
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py")]
-    run = subprocess.run(
-        [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "ranks:   2 = " in run.stdout and run.stdout.count("iter 4:") == 1
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py"), *five]
+    # only Slurm knows the names n1 and n2
+    printed = slurm.ask(*srun, "--out_dir=srun", cwd=work, MASTER_ADDR="127.0.0.1")
+    assert "ranks:   2 = " in printed and printed.count("iter 4:") == 1
     assert_same_curve(work / "srun", work / "five")
 
     # two minutes, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
@@ -210,15 +198,8 @@ def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
     sweep = [sys.executable, str(REPO / "tests/forked_sweep.py"), *TINY]
     sweep += ["--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
     command = ["sbatch", "--parsable", "--array=0-1", "-p", "low", "-o", f"{work}/task%a.txt"]
-    job = subprocess.run(
-        [*command, "--wrap", f"srun {shlex.join(sweep)}"],
-        env=slurm.env,
-        cwd=work,
-        capture_output=True,
-        text=True,
-    )
-    assert job.returncode == 0, job.stderr
-    wait_for(lambda: slurm.ask("squeue", "-h", "-j", job.stdout.strip()) == "", 240)
+    job = slurm.ask(*command, "--wrap", f"srun {shlex.join(sweep)}", cwd=work)
+    wait_for(lambda: slurm.ask("squeue", "-h", "-j", job) == "", 240)
     texts = [(work / f"task{task}.txt").read_text() for task in (0, 1)]
     assert [text.count("start  ") for text in texts] == [2, 1], texts
     for seed in (1, 2, 3):

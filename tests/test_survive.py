@@ -20,6 +20,7 @@ import torch
 from runs import (
     REPO,
     TINY,
+    assert_same_run,
     children,
     column,
     free_port,
@@ -27,6 +28,7 @@ from runs import (
     start_changed,
     start_faulty,
     steps_in,
+    tensors_in,
     train_defaults,
     wait_for,
 )
@@ -57,15 +59,8 @@ def faulty(zygote, work):
     return start
 
 
-def weights(folder):
-    state = torch.load(folder / "ckpt.pt", weights_only=True)
-    moments = {f"{i} {k}": v for i, m in state["optimizer"]["state"].items() for k, v in m.items()}
-    return state["iter_num"], {**state["model"], **moments}
-
-
-def assert_same(one, other):
-    assert one[0] == other[0] and one[1].keys() == other[1].keys()
-    assert not [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
+def different(tensors, others):
+    return [name for name in tensors | others if not torch.equal(tensors[name], others[name])]
 
 
 def events(folder, name):
@@ -95,9 +90,7 @@ def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(
     zygote.train(args, work, nproc)
     assert not (work / "out" / "PREEMPTED").exists()
     zygote.train([*args, "--out_dir=straight"], work, nproc)
-    assert column(work / "out", "loss") == column(work / "straight", "loss")
-    if nproc == 1:
-        assert_same(weights(work / "out"), weights(work / "straight"))
+    assert_same_run(work / "out", work / "straight")
 
 
 DRAWS = """
@@ -191,7 +184,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
             torch.save(state, without / "ckpt.pt")
             args = ["--max_iters=6", f"--out_dir={without}", "--init_from=resume"]
             zygote.train(args, work, nproc)
-            assert_same(weights(out), weights(without))
+            assert not different(tensors_in(out), tensors_in(without))
         reference, losses = column(without, "loss"), column(out, "loss")
         assert all(abs(reference[s] - losses[s]) < 1e-5 for s in reference if s in losses)
 
@@ -259,14 +252,7 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     assert re.search(
         r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text()
     )
-    found = events(work / "out", "not_finite")[0]
-    starts = found["windows"]["1"]
-    from isogpt.common.random_numbers import TRAIN
-    from isogpt.data.windows import random_windows
-    from isogpt.parallel.shares import share_of
-
-    whole = random_windows(20000, 32, 1337, TRAIN, 6, 8)
-    assert starts == [int(s) for s in share_of(8, 1, 2, 4).pick(whole, 0)]
+    assert [*events(work / "out", "not_finite")[0]["windows"]] == ["1"]
     assert (work / "out" / "step_00000004").is_dir()
 
 
@@ -284,33 +270,20 @@ def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(fau
     assert "no checkpoint was lost" in run.text()
 
 
-def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
-    """
-    The checkpoint that the run resumed from is damaged: the run goes back to an older checkpoint.
-    """
-    args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
-    zygote.train([*args, "--max_iters=9"], work)
+def test_a_rollback_passes_over_a_damaged_checkpoint(faulty, work):
+    """The newest one, from which the run has resumed: the log is cut back behind the resumed step."""
+    args, out = ["--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"], work / "out"
+    faulty([*args, "--max_iters=9"]).wait()
     args += ["--init_from=resume", "--max_iters=14"]
-    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM=[8, 0], REPORT_S=1e6)
+    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]])
     assert run.until(lambda text: "held by the test" in text)
-    with open(work / "out" / "step_00000010" / "ckpt.pt", "r+b") as f:
-        f.seek(5000)
-        f.write(b"damaged")
+    os.truncate(out / "step_00000010" / "ckpt.pt", 5000)
     (work / "go").touch()
-    text = run.wait(ok=False).text()
-    assert run.codes == [143], text
+    text = run.wait().text()
     assert "warning: out/step_00000010 is damaged: the checksum of ckpt.pt does not match\n" in text
-    assert (work / "out" / "damaged_step_00000010").is_dir()
     assert "rolled back to step 5, excluding [11, 12, 13]" in text
-    assert [e["to"] for e in events(work / "out", "rollback")] == [5]
-    # the step before the signal is saved, although the run began beyond it; what was restored is not
-    assert "saved out/step_00000005" not in text and "saved out/step_00000009" in text
-    assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 9
-    assert "out/step_00000009/ckpt.pt, step 9\n" in faulty(args).wait().text()
-    assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (11, 12, 13)]
-    # checkpoints within the loop are written too, and are those of a run that never was interrupted
-    zygote.train([*args[:-2], "--max_iters=14", "--out_dir=straight"], work)
-    assert_same(weights(work / "straight" / "step_00000010"), weights(work / "out" / "step_00000010"))
+    assert (out / "damaged_step_00000010").is_dir() and (out / "step_00000010").is_dir(), "written again"
+    assert sorted(column(out, "loss")) == [s for s in range(15) if s not in (11, 12, 13)]
 
 
 def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
@@ -324,9 +297,10 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     write_owner(tmp_path, "the newer run", None)
     folder = RunFolder(tmp_path, "this run")
-    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
+    lost = pytest.raises(ValueError, match="a different run was started in .*: this run stops")
+    with lost:
         Saver.load(SimpleNamespace(run_folder=folder), None, StoredCheckpoint(tmp_path, 3), "")
-    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
+    with lost:
         mark_preempted(folder, 3, "SIGTERM", 3)
     assert not (tmp_path / "PREEMPTED").exists()
 
@@ -338,10 +312,6 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
     assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
-    assert (
-        "in float16, although the loss scale is down to 512. If this goes on, set --dtype=float32"
-        in run.text()
-    )
     assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
@@ -374,29 +344,11 @@ def test_a_rank_that_hangs_or_dies_is_named_by_all_others(zygote, work, sig, fla
     run.kill([1])
     run.wait(ok=False)
     assert run.codes[0] == run.codes[2] == 1, run.text()[-2000:]
-    lost = (
-        "rank 1 does not respond, its last position was step" if sig == "SIGSTOP" else "lost the connection"
-    )
+    lost = "its last position was step" if sig == "SIGSTOP" else "lost the connection"
     for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step \d+, .*{lost}.*", run.text())
+        assert re.search(rf"error: rank {rank} at step \d+, .*{lost}", run.text())
         assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
     assert events(work / "out", "failed")
-
-
-@pytest.mark.slow
-def test_weights_that_differ_across_ranks_are_detected(faulty, work):
-    hsdp = ["--zero=3", "--dp_replicate=2"]
-    common = ["--check_ranks_interval=5", "--batch_size=2", "--gradient_accumulation_steps=4"]
-    common += ["--max_iters=12", "--out_dir=out"]
-    faulty([*common, *hsdp], 4).wait()
-    for nproc, args, guilty in ((3, [], 1), (4, hsdp, 3)):
-        run = faulty([*common, *args], nproc, DIFFER=[7, guilty]).wait(ok=False)
-        assert set(run.codes) == {1} and run.text().count("error:") == 1, run.text()
-        assert "step 10: weights differ across ranks: transformer." in run.text()
-        suspects = [r for r in range(nproc) if f"differs on rank {r}" in run.text()]
-        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), (
-            "of two ranks, either one may be right"
-        )
 
 
 def test_ranks_must_start_with_the_same_settings_code_and_data():
@@ -412,8 +364,6 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
     for key, value in changes.items():
         with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}], names)
-    with pytest.raises(ValueError, match=r"seed is 1 on rank 0, 2 on rank 900$"):
-        check_alike([{"seed": 2 if rank == 900 else 1} for rank in range(1000)], rank_names(["a"] * 1000))
 
 
 def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tmp_path):
@@ -424,9 +374,7 @@ def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tm
         shutil.copyfile(REPO / "model.py", tmp_path / name)
         digests.add(start_facts({})["the code's digest"])
     assert len(digests) == 4
-    (tmp_path / "isogpt/lab").mkdir()
-    for name in ("compare.py", "isogpt/lab/table.py"):  # which train nothing
-        shutil.copyfile(REPO / "model.py", tmp_path / name)
+    shutil.copyfile(REPO / "model.py", tmp_path / "compare.py")  # which trains nothing
     assert start_facts({})["the code's digest"] in digests
 
 
@@ -441,11 +389,8 @@ def test_slow_ranks_and_overflows_are_detected():
     assert not seen(forward_ms=[10.0, 40.0]), "reported once"
     for _ in range(10):
         assert not seen(forward_ms=[10.0, 12.0], memory_GB=[1.0, 1.1, 1.2])
-    assert seen() == []
     named = [seen(memory_GB=[1.0, 1.0, 9.0]) for _ in range(3)][-1]
     assert named == ["rank 2: memory GB 9.0, others 1.0"]
-    named = [seen(data_wait_ms=[1.0] * 30 + [*range(100, 120)]) for _ in range(3)][-1]
-    assert named == ["rank 30, 31, 32, 33, 34, 35, 36, 37 and 12 more: data wait ms 119.0, others 1.0"]
     overflows = Overflows(patience=3)
     seen = [overflows.seen(is_finite) for is_finite in (False, False, True, False, False, False, False)]
     assert seen == [False, False, False, False, False, True, False], "once, after three in succession"
@@ -466,14 +411,14 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     # it is written in the background, and reported only after step 12
     wait_for(lambda: (work / "out/step_00000010/manifest.json").exists())
     zygote.start([*TINY, *args], work).wait()
-    before = weights(work / "out")
+    before = tensors_in(work / "out")
     (work / "go").touch()
     first.wait(ok=False)
     assert first.codes == [1] and "a different run was started in out" in first.text()
     # the steps that the first one has taken since then are not in the log of the second
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
-    assert_same(before, weights(work / "out"))
+    assert not different(tensors_in(work / "out"), before)
     assert sorted(column(work / "out", "loss")) == list(range(21))
 
 

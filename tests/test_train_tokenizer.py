@@ -1,6 +1,6 @@
 """Tokenizers that prepare.py trains, and TinyStories: any text is kept, the same text gives the same ids."""
 
-import json
+import math
 import os
 import random
 import subprocess
@@ -8,9 +8,11 @@ import sys
 
 import pytest
 from runs import REPO, column, script
+from test_bytes import run
 from test_data import contents, read
 
 import export
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import tokenizer_in
 
@@ -65,31 +67,25 @@ def test_the_same_text_gives_the_same_tokenizer(at):
     assert (at.path / "tokenizer.json").read_text() == expected
 
 
-def test_the_sample_and_special_text(monkeypatch):
-    """The first SAMPLE characters are read, in pieces. The text of a special token is the token, or text."""
+def test_the_sample(monkeypatch):
+    """The first SAMPLE characters are read, in pieces."""
     monkeypatch.setattr(train_tokenizer, "SAMPLE", 25)
     monkeypatch.setattr(train_tokenizer, "PIECE", 4)
     documents = iter(["a" * 10, "b" * 10, "c" * 10, "d"])
     pieces = list(train_tokenizer.pieces_of(documents))
     assert "".join(pieces) == "a" * 10 + "b" * 10 + "c" * 5 and max(map(len, pieces)) == 4
     assert list(documents) == ["d"]
-    vocabulary = train_tokenizer.train_tokenizer([TEXT], 300)
-    plain = load(vocabulary, special_tokens=False)
-    assert load(vocabulary).encode("<|endoftext|>") == [0]
-    assert 0 not in (ids := plain.encode("<|endoftext|>")) and plain.decode(ids) == "<|endoftext|>"
 
 
-def prepare(at, name, *args):
-    with pytest.raises(SystemExit) as exit:
-        script(at, f"data/{name}/prepare.py", ["--out=new", *args])
-    assert not exit.value.code
-    return read(at.path / "new")[0]
+def prepare(at, *args, out="new"):
+    run(at, "tinystories/prepare.py", f"--out={out}", *args)
+    return read(at.path / out)[0]
 
 
 def test_tinystories(at, capsys, monkeypatch):
     """From a .txt file, whose stories are documents, with its own tokenizer and another; from the hub."""
     files = write_stories(at.path / "V2-train.txt")
-    meta = prepare(at, "tinystories", files, "--val_fraction=0.1")
+    meta = prepare(at, files, "--val_fraction=0.1")
     assert set(contents(at.path / "new")) == FILES and sorted(stories_of(at.path / "new")) == sorted(STORIES)
     assert (meta["tokenizer"], meta["documents"]) == ("tokenizer.json", len(STORIES))
     assert meta["train_bytes"] + meta["val_bytes"] == sum(len(story.encode()) for story in STORIES)
@@ -100,8 +96,7 @@ def test_tinystories(at, capsys, monkeypatch):
     # another tokenizer takes the place of the one that is trained by default
     before = contents(at.path / "new")
     files = write_stories(at.path / "V2-train.txt", "\n===\n")
-    options = ["--val_fraction=0.1", "--tokenizer=new", "--document_separator====", "--out=b"]
-    prepare(at, "tinystories", files, *options)
+    prepare(at, files, "--val_fraction=0.1", "--tokenizer=new", "--document_separator====", out="b")
     assert contents(at.path / "b")["train.bin"] == before["train.bin"]
     assert "training a tokenizer" not in capsys.readouterr().out
 
@@ -112,44 +107,43 @@ def test_tinystories(at, capsys, monkeypatch):
         return datasets.Dataset.from_dict({"text": STORIES}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    prepare(at, "tinystories", "--num_proc=1", "--train_tokenizer=300")
+    prepare(at, "--num_proc=1", "--train_tokenizer=300")
     assert sorted(stories_of(at.path / "new")) == sorted(STORIES)
     # once to train the tokenizer, and once to use it
     assert calls == [("roneneldan/TinyStories", {"split": "train", "streaming": True})] * 2
 
 
-@pytest.mark.parametrize("args, said", [(["--train_tokenizer=4k"], "invalid int value: '4k'")])
-def test_options_that_are_refused(at, capsys, args, said):
-    with pytest.raises(SystemExit) as exit:
-        script(at, "data/tinystories/prepare.py", [*args, "--data_files=text.txt"])
-    *_, error = capsys.readouterr().err.splitlines()
-    assert exit.value.code == 2 and said in error
-
-
 def test_a_run_keeps_its_tokenizer(at, capsys, zygote):
-    """A checkpoint and its export contain the tokenizer: sampling and exporting need no data set."""
-    work, files = at.path, write_stories(at.path / "stories.txt")
-    args = [files, "--out=data/mine", "--val_fraction=0.2", "--train_tokenizer=300"]
-    with pytest.raises(SystemExit):
-        script(at, "data/tinystories/prepare.py", args)
-    meta = json.loads((work / "data/mine/meta.json").read_text())
+    """
+    A checkpoint and its export contain the tokenizer and the bits per byte: sampling, exporting and listing
+    need no data set.
+    """
+    files = write_stories(at.path / "stories.txt")
+    meta = prepare(at, files, "--val_fraction=0.2", "--train_tokenizer=300", out="data/mine")
     assert (meta["tokenizer_size"], meta["vocab_size"]) == (300, 320)
-    tokenizer = load(tokenizer_in(work / "data/mine"))
+    tokenizer = load(tokenizer_in("data/mine"))
     short = ["--dataset=mine", "--eval_interval=5", "--max_iters=5", "--sample_interval=5", "--out_dir=out"]
-    zygote.train(short, work)
-    losses, bits = (column(work / "out", key) for key in ("val_loss", "val_bpb"))
-    (loss, *_), (bits, *_) = losses.values(), bits.values()
-    assert bits == pytest.approx(loss / 0.6931472 * meta["val_tokens"] / meta["val_bytes"], rel=1e-3)
-    (work / "data/mine").rename(work / "moved")
+    zygote.train(short, at.path)
+    (at.path / "data/mine").rename(at.path / "moved")
+    stored, _ = find_checkpoint("out", best=True)
+    bits = stored.val_loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    assert column(at.path / "out", "val_bpb")[stored.step] == pytest.approx(bits, rel=1e-3)
+    loss, bits = f"{stored.val_loss:.4f}", f"{bits:.4f}"
+    assert f"  {loss:>8}  {bits:>9}  " in export.list_checkpoints("out")
 
     def sample(folder):
         capsys.readouterr()
         args = ["--device=cpu", "--num_samples=1", "--max_new_tokens=8", "--start=Lily saw", "--top_k=1"]
         script(at, "sample.py", [f"--out_dir={folder}", *args])
-        return capsys.readouterr().out.partition("\n---")[0]
+        said = capsys.readouterr()
+        assert f": step {stored.step}, val loss {loss}\n" in said.err or folder != "out"
+        return said.out.partition("\n---")[0]
 
     assert (sampled := sample("out")).startswith("Lily saw")
     exported = export.convert("out", "hf")
+    card = (exported / "README.md").read_text()
+    assert f"Validation loss: {loss} nats per token, {bits} bits per byte.\n" in card
+    assert "val.bin): dataset mine, " in card and ", sequences 8, " in card
     assert load(tokenizer_in(exported)).encode(STORIES[0]) == tokenizer.encode(STORIES[0])
     of_transformers = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
     assert of_transformers(STORIES[0] + "<|endoftext|>").input_ids == [*tokenizer.encode(STORIES[0]), 0]

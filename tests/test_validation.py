@@ -238,9 +238,9 @@ def test_always_save_checkpoint_saves_at_evaluations_that_are_not_the_best_too(t
             progress.advance()
             if loss:
                 progress.evaluated(loss)
-            saved.append(saver.is_due(SimpleNamespace(progress=progress), is_last=False))
+            saved.append(saver.is_due(SimpleNamespace(progress=progress, step=progress.step), is_last=False))
         assert saved == expected
-        assert saver.is_due(SimpleNamespace(progress=progress), is_last=True)
+        assert saver.is_due(SimpleNamespace(progress=progress, step=progress.step), is_last=True)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from test_layouts import args_of
 from torch.distributed.checkpoint import format_utils
 
 from isogpt.checkpoint import sharded_files
-from isogpt.checkpoint.manifest import damage, entry_of, read_manifest, sealed
+from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 
@@ -133,9 +133,7 @@ def test_smaller_block_size_on_a_sharded_resume(zygote, sharded, session_work, t
     for name, args, nproc in (("one", ONE, 1), ("two", ZERO3, 2)):
         shutil.copytree(sharded, tmp_path / name, symlinks=True)
         more = ["--init_from=resume", "--block_size=16", "--max_iters=13", f"--out_dir={tmp_path / name}"]
-        zygote.train([*args, *more, "--keep_last=1"], session_work, nproc)
-        longer = tmp_path / name / "step_00000010"  # has positions that the run no longer has: it is kept
-        assert read_manifest(longer)["block_size"] == 32 and not damage(longer)
+        zygote.train([*args, *more], session_work, nproc)
     a, b = (
         {s: loss for s, loss in column(tmp_path / name, "loss").items() if s >= 10} for name in ("one", "two")
     )

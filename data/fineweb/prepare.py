@@ -10,4 +10,4 @@ sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_documents, run
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_documents, __file__, __doc__, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}))
+    run(prepare_documents, __file__, __doc__, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"})

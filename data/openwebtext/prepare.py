@@ -14,4 +14,4 @@ REVISION = "refs/convert/parquet"
 
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_documents, __file__, __doc__, "Skylion007/openwebtext", {"revision": REVISION}))
+    run(prepare_documents, __file__, __doc__, "Skylion007/openwebtext", {"revision": REVISION})

@@ -10,4 +10,4 @@ sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # data/
 from bins import prepare_text, run
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_text, __file__, __doc__))
+    run(prepare_text, __file__, __doc__)

@@ -3,7 +3,6 @@ The source code of Python's standard library at character level: a data set that
 is that of the interpreter that runs this script; the same interpreter always produces the same files.
 """
 
-import platform
 import re
 import sys
 import sysconfig
@@ -30,9 +29,8 @@ def read_library(folder: Path) -> tuple[str, dict]:
     sources = [paths[name].read_bytes() for name in sorted(paths) if not SKIPPED.search(name)]
     texts = [source.decode("ascii") for source in sources if source.isascii()]
     text = "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n")
-    origin = {"name": "Python standard library", "implementation": platform.python_implementation()}
-    return text, origin | {"version": platform.python_version(), "files": len(texts)}
+    return text, {"name": "Python standard library", "version": sys.version, "files": len(texts)}
 
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_text, __file__, __doc__, read_library))
+    run(prepare_text, __file__, __doc__, read_library)

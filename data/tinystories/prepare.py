@@ -14,4 +14,4 @@ from bins import prepare_documents, run
 DEFAULTS = {"tokenizer": 4096, "document_separator": "<|endoftext|>"}
 
 if __name__ == "__main__":
-    sys.exit(run(prepare_documents, __file__, __doc__, "roneneldan/TinyStories", {}, **DEFAULTS))
+    run(prepare_documents, __file__, __doc__, "roneneldan/TinyStories", {}, **DEFAULTS)

@@ -15,7 +15,8 @@ from isogpt.common.files import HashedFile, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
-MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
+# nanoGPT's fields of model_args
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 
 
 @contextmanager
@@ -50,26 +51,17 @@ def read_file(path: Path, verify: bool = False) -> dict:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        args, others = state.get("model_args", {}), state.get("isogpt", {}).get("model_args", {})
+        # before February 2023, nanoGPT had no setting bias, and its models always had biases
+        args = {"bias": True, "dropout": 0.0} | state.get("model_args", {})
+        if others := sorted(args.keys() ^ MODEL_ARGS):  # of a fork, they may change what the model computes
+            raise ValueError(f"model_args lacks or also contains {', '.join(others)}")
         return {
             **state,
-            "model_args": nanogpt_args(args) | others,
+            "model_args": args | state.get("isogpt", {}).get("model_args", {}),
             "iter_num": int(state.get("iter_num", 0)),
             "best_val_loss": float(state.get("best_val_loss", math.inf)),  # nanoGPT stores a tensor
             "config": dict(state.get("config") or {}),
         }
-
-
-def nanogpt_args(saved: dict) -> dict:
-    """
-    Return nanoGPT's fields of the model_args in a ckpt.pt. Raises ValueError if one is missing, or if there
-    are others, of a fork, which may change what the model computes.
-    """
-    # before February 2023, nanoGPT had no setting bias, and its models always had biases
-    args = {"bias": True, "dropout": 0.0} | saved
-    if others := sorted(args.keys() ^ {*MODEL_ARGS, "dropout"}):
-        raise ValueError(f"model_args lacks or also contains {', '.join(others)}")
-    return args
 
 
 def nanogpt_state(
@@ -91,9 +83,8 @@ def nanogpt_state(
     state = optimizer_state.saved_state(model, optimizers)
     moments = state["state"].items()
     state["state"] = {i: {key: taken(tensor) for key, tensor in kept.items()} for i, kept in moments}
-    args, others = {}, {}
-    for name, value in run["model_args"].items():  # other fields are unknown to nanoGPT
-        (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
+    args = {name: value for name, value in run["model_args"].items() if name in MODEL_ARGS}
+    others = {name: value for name, value in run["model_args"].items() if name not in MODEL_ARGS}
     extra = run["isogpt"] | {"model_args": others}
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import read_manifest, sealed, step_folder, step_folders, step_of
+from isogpt.checkpoint.manifest import sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
@@ -35,7 +35,7 @@ def commit_checkpoint(
     sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
-    prune_checkpoints(out, manifest, best, keep_last, held)
+    prune_checkpoints(out, folder, best, keep_last, held)
     return folder
 
 
@@ -69,18 +69,12 @@ def point_link(path: Path, target: Path) -> None:
 
 
 def prune_checkpoints(
-    out: Path, manifest: dict, best: Path | None, keep_last: int, held: Collection[Path] = ()
+    out: Path, newest: Path, best: Path | None, keep_last: int, held: Collection[Path] = ()
 ) -> None:
-    """
-    Delete all checkpoints but the last `keep_last` (0: keep all), the best and those `held`. Checkpoints of a
-    different block_size than `manifest`, the newest one's, stay: they are from before the context was
-    shortened.
-    """
-    block_size = manifest["block_size"]
-    folders = [folder for folder in step_folders(out) if step_of(folder) <= manifest["step"]]
+    """Delete what is older than `newest`, but the last `keep_last` (0: all), the best and those `held`."""
+    folders = [folder for folder in step_folders(out) if step_of(folder) <= step_of(newest)]
     for folder in folders[keep_last:] if keep_last else []:
-        is_kept = folder == best or folder in held
-        if not is_kept and read_manifest(folder).get("block_size", block_size) == block_size:
+        if folder != best and folder not in held:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             os.rename(folder, doomed)
             remove(doomed)

@@ -6,8 +6,6 @@ What is downloaded has another name until all of it is there: after a kill, it i
 
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import STEP, is_run, size_of, step_folder, steps_in, unfinished_folder
@@ -20,15 +18,6 @@ from isogpt.launch.together import broadcast, do_together, exit_together, is_mai
 from isogpt.options.values import without_credentials
 
 
-@contextmanager
-def reading(url: str) -> Iterator[None]:
-    """Raise ConnectionError if the block cannot read from the URL: file systems raise nearly anything."""
-    try:
-        yield
-    except Exception as e:
-        raise ConnectionError(f"{without_credentials(url)} cannot be read ({explained(e)})") from e
-
-
 def list_steps(url: str, out: Path) -> tuple[list[int], list[int]]:
     """
     The steps in `out` and at a URL, newest first (rank 0). If the URL cannot be read, a run whose folder
@@ -36,14 +25,19 @@ def list_steps(url: str, out: Path) -> tuple[list[int], list[int]]:
     """
     if not is_main():
         return [], []
+    here = steps_in(str(out))
     try:
-        with reading(url):
-            return steps_in(str(out)), within(ANSWER_S, Remote(url).steps)
-    except ConnectionError as e:
+        return here, within(ANSWER_S, Remote(url).steps)
+    except Exception as e:
         if not is_run(str(out)):  # there may be what the run should continue
-            raise
-        console.print_line(f"warning: {console.visible(str(e))}: the run continues with what {out} contains")
-        return steps_in(str(out)), []
+            raise unreadable(url, e) from e
+        console.print_line(f"warning: {unreadable(url, e)}: the run continues with what {out} contains")
+        return here, []
+
+
+def unreadable(url: str, error: Exception) -> ConnectionError:
+    """The error of a URL that cannot be read: file systems raise nearly anything."""
+    return ConnectionError(console.visible(f"{without_credentials(url)} cannot be read ({explained(error)})"))
 
 
 def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False) -> None:
@@ -52,26 +46,27 @@ def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False)
     it is damaged. Nothing happens if the step does not count.
     """
     folder = step_folder(out, step)
+    shown, unfinished = f"{without_credentials(url)}/{folder.name}", out / f"unfinished_{folder.name}"
     if not is_mine or (step in steps_in(str(out)) and not replaces):
         return
-    shown, unfinished = f"{without_credentials(url)}/{folder.name}", out / f"unfinished_{folder.name}"
-    with reading(url):
+    try:
         remote = Remote(url)
         if not (manifest := remote.manifest(step)):
             return
         console.print_to_stderr(f"downloading {shown} ({size_of(manifest) / 1e6:,.1f} MB) to {out}")
         remove(unfinished)  # of a start that was killed
         remote.get(step, manifest, unfinished)
-        if folder.exists():
-            os.rename(folder, free_name(out, f"damaged_{folder.name}"))
-        os.rename(unfinished, folder)
+    except Exception as e:
+        raise unreadable(url, e) from e
+    if folder.exists():
+        os.rename(folder, free_name(out, f"damaged_{folder.name}"))
+    os.rename(unfinished, folder)
 
 
 def fetch_on_machines(url: str, step: int, out: Path, replaces: bool = False) -> None:
     """Download a step on rank 0, then on each machine that does not see it (all ranks). See `fetch`."""
     do_together(fetch, url, step, out, is_main(), replaces)
-    is_there = broadcast(is_main() and step_folder(out, step).exists())
-    do_together(fetch, url, step, out, is_there and os.environ.get("LOCAL_RANK", "0") == "0")
+    do_together(fetch, url, step, out, os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | None, list[str]]:
@@ -98,7 +93,7 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
             if asked == -1 and found.manifest["best_step"] in there:
                 fetch_on_machines(url, found.manifest["best_step"], out)
             return found, reports
-    return find_checkpoint(out_dir, step=asked)
+    return (None, reports) if reports else find_checkpoint(out_dir, step=asked)
 
 
 def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredCheckpoint, list[str]]:
@@ -110,9 +105,9 @@ def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredChec
     url, asked = url.rstrip("/"), -1
     if match := STEP.fullmatch(url.rpartition("/")[2]):
         url, asked, best = url.rpartition("/")[0], int(match[1]), False
-    out = Path(out_dir) / broadcast(unfinished_folder(Path(), uuid.uuid4().hex, 0).name)
+    out = unfinished_folder(Path(out_dir), broadcast(uuid.uuid4().hex), 0)
     stored, damaged = find_newest(str(out), asked, url)
-    if stored and best:
+    if stored and best and stored.step != stored.manifest["best_step"]:
         stored, damaged = find_checkpoint(str(out), best=True)
     with exit_together():
         if not stored:

@@ -15,14 +15,15 @@ import os
 import shutil
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.download import find_newest
 from isogpt.checkpoint.manifest import UNFINISHED, is_run, step_folders, step_of, unfinished_folder
-from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
-from isogpt.checkpoint.search import StoredCheckpoint, advice_on_folder, best_folder, find_checkpoint
+from isogpt.checkpoint.owner import check_owner, read_owner, was_entered_by, write_owner
+from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint, no_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
 from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
@@ -61,8 +62,7 @@ def look_for_start(
             return newest, True, reports
         if reports or init_from == "resume":
             which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
-            why = "; ".join(reports) or advice_on_folder(out_dir)
-            raise ValueError(f"no {which} to resume from in {out_dir}: {why}")
+            raise no_checkpoint(out_dir, reports, f"{which} to resume from")
     # these are not paths, even if a folder here has such a name
     if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
         return None, False, []
@@ -121,9 +121,9 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     write_owner(out, owner, launch if is_restart else None)
     clean_up(out)
     if resumed:
-        continue_from(out_dir, resumed)
+        continue_from(out, resumed)
     # what a restart finds was written by this launch before its first checkpoint
-    elif not is_restart and (aside := set_aside(out_dir)):
+    elif not is_restart and (aside := set_aside(out)):
         console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
     for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
         (out / name).unlink(missing_ok=True)
@@ -171,7 +171,9 @@ def check_folder(folder: RunFolder) -> None:
     Raise ValueError if this rank cannot write to the folder that rank 0 has claimed: a checkpoint in shards
     would be incomplete. If rank 0 writes everything, other ranks need the folder only for a resume.
     """
-    if not is_owned(folder.path, folder.owner):
+    with suppress(OSError):
+        os.listdir(folder.path)  # NFS then looks for new files
+    if read_owner(folder.path).get("owner") != folder.owner:
         raise ValueError(
             f"out_dir {folder.path.absolute()} is not the folder in which rank 0 keeps this run, and all "
             "ranks write shards: set --out_dir= to one folder on a file system that all machines share, or "
@@ -191,16 +193,15 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
             queue.
     """
     check_owner(folder.path, folder.owner)
-    mark = {"iter": step, "reason": reason, "steps": steps_kept}
-    write_whole(folder.path / MARK, json.dumps(mark) + "\n")
+    mark = json.dumps({"iter": step, "reason": reason, "steps": steps_kept})
+    write_whole(folder.path / MARK, f"{mark}\n")
 
 
-def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
+def continue_from(out: Path, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
     chosen, are renamed, since they must not count as kept. They are not read: there may be terabytes.
     """
-    out = Path(out_dir)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
             kind = "damaged" if folder.name in resumed.damaged else "abandoned"
@@ -209,15 +210,14 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
         link_checkpoints(out, resumed.folder, best_folder(out, resumed.manifest))
 
 
-def set_aside(out_dir: str) -> Path | None:
+def set_aside(out: Path) -> Path | None:
     """
     Prepare the folder for a run from scratch: move an earlier run's checkpoints and what its sinks wrote,
     including all files called metrics*, to previous_1, previous_2, ..., so that nothing is overwritten or
     mistaken for the new run's. Returns the folder to which they were moved; None if there was no earlier run.
     """
-    out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not (has_logged_steps or is_run(out_dir)):
+    if not (has_logged_steps or is_run(str(out))):
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

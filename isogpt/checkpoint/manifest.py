@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
@@ -55,11 +54,9 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
     return {
         "step": run["iter_num"],
         "best_step": best_step_of(run),
-        "best_val_loss": run["best_val_loss"],
         "val_loss": val_loss,
         "measures": measures_of(run),
         "layout": {"world_size": world_size, "zero": zero},
-        "block_size": run["model_args"]["block_size"],
     }
 
 
@@ -75,11 +72,12 @@ def sealed(manifest: dict) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a step folder; empty if it is missing or damaged, or not one that a run writes."""
+    """The manifest of a step folder; empty if it is missing, damaged, of a different step or not a run's."""
     try:
-        return parse_manifest(read_utf8(folder / "manifest.json"))
+        manifest = parse_manifest(read_utf8(folder / "manifest.json"))
     except (OSError, ValueError):
         return {}
+    return manifest if manifest.get("step") == step_of(folder) else {}
 
 
 def parse_manifest(text: str) -> dict:
@@ -108,23 +106,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def damage(folder: Path, names: Collection[str] | None = None) -> str:
+def damage(folder: Path, files: dict | None = None) -> str:
     """
-    What is wrong with a step folder: '' if the manifest is intact and the checksums of these files, or of
-    all, match it. Raises ValueError as `damaged_file`.
-    """
-    manifest = read_manifest(folder)
-    if manifest.get("step") != step_of(folder):
-        return damaged_file(folder, {"manifest.json": {}})
-    files = manifest["files"]
-    return damaged_file(folder, files if names is None else {name: files[name] for name in names})
+    What is wrong with files in a step folder: '' if size and checksum of each are those of its entry. Raises
+    ValueError if a file cannot be read, but may be intact.
 
-
-def damaged_file(folder: Path, files: dict) -> str:
+    Args:
+        files: entries of a manifest, by name; None: all files of the folder's, which must be intact, too.
     """
-    What is wrong with files in a folder: '' if the size and the checksum of each are those in `files`, which
-    are entries of a manifest. Raises ValueError if one cannot be read, but may be intact.
-    """
+    if files is None:
+        files = read_manifest(folder).get("files", {"manifest.json": {}})
     for name, entry in files.items():
         try:
             if entry_of(folder / name) != entry:

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from itertools import islice
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import read_manifest, size_of, step_of
@@ -44,8 +45,7 @@ class Mirror:
         self.seconds = 0.0  # that the last copy took
         # events for the log, which are not reported yet: name, a sentence for the user, facts
         self.outcomes: deque[tuple[str, str, dict]] = deque()
-        self.owner = uuid.uuid4().hex  # what this launch writes at the URL
-        self.has_claimed = False  # whether it has done so
+        self.owner = ""  # what this launch has written at the URL
         self.lock = threading.Lock()  # of the two below
         self.copying: set[Path] = set()  # step folders
         self.wanted: set[Path] = set()  # the step folder to copy next, if there is one
@@ -100,8 +100,7 @@ class Mirror:
         self.copying = {newest, best}
         for folder in dict.fromkeys((newest, best)):
             began, step, here = time.perf_counter(), step_of(folder), read_manifest(folder)
-            there = remote.manifest(step)
-            if there.get("files") == here["files"]:
+            if remote.manifest(step).get("files") == here["files"]:
                 continue
             remote.put(folder)
             size, self.seconds = size_of(here) / 1e6, time.perf_counter() - began
@@ -109,9 +108,11 @@ class Mirror:
             self.outcomes.append(("mirror", text, {"iter": step, "folder": folder.name}))
         steps = self.connect().steps()  # unless a later launch copies there now
         older = [step for step in steps if step <= manifest["step"]]
-        kept = {*older[: self.keep_last or None], manifest["best_step"], step_of(best)} & {*older}
-        for step in {*older} - kept:
-            remote.remove(step)
+        # the oldest to keep, of those that count; with keep_last 0, nothing is older
+        oldest = min(islice(filter(remote.manifest, older), self.keep_last), default=0)
+        for step in {*older} - {manifest["best_step"], step_of(best)}:
+            if step < oldest:
+                remote.remove(step)
         for step in {*steps} - {*older}:
             remote.abandon(step)
 
@@ -127,7 +128,7 @@ class Mirror:
         """
         remote = Remote(self.url)
         file = f"{remote.root}/mirror_owner"
-        if self.has_claimed:
+        if self.owner:
             if remote.read(file) not in ("", self.owner):
                 raise ValueError("a different run now copies there: set a different --mirror=")
             return remote
@@ -136,9 +137,9 @@ class Mirror:
                 "it contains checkpoints of an earlier run: set --mirror= to a different folder, or "
                 "--init_from=resume to continue that run"
             )
-        remote.make_folder(remote.root)
-        remote.files.pipe_file(file, self.owner.encode())  # also shows whether credentials are right
-        self.has_claimed = True
+        owner = uuid.uuid4().hex
+        remote.files.pipe_file(file, owner.encode())  # also shows whether credentials are right
+        self.owner = owner
         return remote
 
     def begin(self) -> None:

@@ -1,7 +1,6 @@
 """The owner of a folder: a run claims its folder with a file, which it compares before it writes there."""
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,13 +29,6 @@ def was_entered_by(out: Path, launch: Launch) -> bool:
     with suppress(KeyError, TypeError):  # there is no record of a launch, or not one of ours
         return launch.continues(Launch(**read_owner(out)["launch"]))
     return False
-
-
-def is_owned(out: Path, owner: str) -> bool:
-    """Whether `out` is the folder that `owner` has just claimed."""
-    with suppress(OSError):
-        os.listdir(out)  # NFS then looks for new files
-    return read_owner(out).get("owner") == owner
 
 
 def check_owner(out: Path, owner: str) -> None:

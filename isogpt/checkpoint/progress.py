@@ -35,17 +35,16 @@ class Progress:
 
     def begin(self, config: dict, data: Dataset, source: OpenCheckpoint | None) -> list[str]:
         """
-        Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
+        Begin a run, or continue that of a checkpoint; returns a sentence about what is not continued.
 
         Args:
             data: its digest, together with settings in `config`, determines what validation losses measure.
+            source: the checkpoint; None: the run is new.
         """
         self.measures = what_is_measured(config, data.digest, data.bytes_per_token)
         self.data = data.describe()
-        return self.load(source) if source else []
-
-    def load(self, source: OpenCheckpoint) -> list[str]:
-        """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
+        if not source:
+            return []
         run, ours = source.run, source.run["isogpt"]
         self.rewind(source)
         self.skipped = set(ours.get("left_out", []))
@@ -71,11 +70,6 @@ class Progress:
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
         self.position = ours.get("position", self.step * self.tokens_per_step)
         self.recent_steps.rewind(ours.get("recent_steps", {}))
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the weights before `step` have the lowest loss so far."""
-        return self.best_step == self.step
 
     def is_unfinished(self, max_iters: int) -> bool:
         """Whether the last step or the evaluation after it is left to do."""

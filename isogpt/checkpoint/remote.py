@@ -24,6 +24,7 @@ class Remote:
         import fsspec
 
         self.files, root = fsspec.url_to_fs(url, skip_instance_cache=True)  # not one that has failed
+        self.files.auto_mkdir = True  # a disk creates a folder with its first file, as object stores do
         self.root = root.rstrip("/")
 
     def path(self, step: int) -> str:
@@ -47,11 +48,6 @@ class Remote:
         except FileNotFoundError:
             return ""
 
-    def make_folder(self, path: str) -> None:
-        """Create a folder; object stores have none."""
-        if not self.files.async_impl:
-            self.files.makedirs(path, exist_ok=True)
-
     def manifest(self, step: int) -> dict:
         """A step's manifest; empty if it is missing or damaged."""
         return parse_manifest(self.read(f"{self.path(step)}/{MANIFEST}"))
@@ -60,7 +56,6 @@ class Remote:
         """Copy a step folder."""
         target, names = self.path(step_of(folder)), list(read_manifest(folder)["files"])
         self.remove(step_of(folder))
-        self.make_folder(target)
         self.files.put([f"{folder}/{name}" for name in names], [f"{target}/{name}" for name in names])
         self.files.put_file(f"{folder}/{MANIFEST}", f"{target}/{MANIFEST}")
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
-from isogpt.data.data_folder import find_dataset, read_metadata
+from isogpt.data.data_folder import find_dataset, vocabulary_in
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 
@@ -29,7 +28,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
     name = dataset or run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
-            vocabulary = read_metadata(find_dataset(name)).vocabulary
+            vocabulary = vocabulary_in(find_dataset(name))
         except ValueError:
             if dataset:
                 raise
@@ -55,7 +54,7 @@ def vocabulary_for_run(
 
     Raises:
         ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
-            uses more ids than the model; or a further validation set does not fit.
+            uses more ids than the model; or a part of a mixture or a further validation set does not fit.
     """
     before, notes = None, []
     if source:
@@ -64,26 +63,18 @@ def vocabulary_for_run(
         before = vocabulary_of_run({"model_args": {"vocab_size": vocab_size}}, weights)
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
     check_size(now.size, vocab_size)
-    changed = before and tokenizer.difference(before, now)
-    if changed:
+    if changed := before and tokenizer.difference(before, now):
         problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"
         if is_resume:
-            advice = f"prepare it with --tokenizer={weights}, or start a new run with --init_from={weights}"
-            raise ValueError(f"{problem}: {advice}")
+            raise ValueError(f"{problem}: prepare it with --tokenizer={weights}, or start a new run")
         notes.append(problem)
-    elif before and (now.size or 0) < (before.size or 0):
+    elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
-    if is_resume:
-        digest = measures_of(source.run).get("digest")
-        # start.changes_of_curve says what changed in a mixture, or from or to one
-        is_mixture = data.parts or "sources" in source.run["isogpt"]
-        if not is_mixture and digest not in (None, data.digest):
-            notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
-    for one in data.further:
+    for one in data.named:
         problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
         if one.highest >= vocab_size:
             problem = f"id {one.highest} is beyond the model's {vocab_size} ids"
         if problem:
-            where = f"eval_datasets: the token ids of {one.folder} are not those of the run"
+            where = f"the token ids of {one.folder} are not those of the run"
             raise ValueError(f"{where}: {problem}. Prepare it with the run's tokenizer")
     return now, notes

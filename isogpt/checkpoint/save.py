@@ -1,6 +1,7 @@
 """Save a run on any layout, in the background, and go back to what was saved."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,13 +51,12 @@ class Saver:
     stall: float = 0.0  # seconds by which it delayed a step
     seconds: float = 0.0  # seconds that it took
     problem: str = ""  # why it failed
-    is_sharded: bool = field(init=False)  # whether ranks hold different parts of the state
-    group: dist.ProcessGroup | None = field(init=False, default=None)  # of the ranks that write shards
+    # of all ranks, if each of them writes shards; None: rank 0 writes a ckpt.pt
+    group: dist.ProcessGroup | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.is_sharded = is_sharded(self.plan, self.mesh)
         # shards are written from a thread, which needs a separate group with a CPU backend
-        if self.is_sharded and self.config["save_checkpoint"]:
+        if is_sharded(self.plan, self.mesh) and self.config["save_checkpoint"]:
             # now, and not at the first checkpoint, since the source code may be changed during a run
             import isogpt.checkpoint.sharded_files  # noqa: F401
 
@@ -79,8 +79,9 @@ class Saver:
         always_save_checkpoint and save_interval say.
         """
         c, progress = self.config, state.progress
+        is_best = progress.best_step == progress.step
         was_evaluated = progress.val_loss is not None
-        is_good = was_evaluated and (progress.is_best or c["always_save_checkpoint"])
+        is_good = was_evaluated and (is_best or c["always_save_checkpoint"])
         is_time = c["save_interval"] > 0 and state.step % c["save_interval"] == 0
         return not c["eval_only"] and (is_last or is_good or is_time)
 
@@ -94,12 +95,12 @@ class Saver:
             return
         self.wait()
         began, run = time.perf_counter(), self.describe(state)
-        if self.is_sharded:
+        if self.group:
             copied = {name: part.copy() for name, part in state.parts().items()}
         else:
             copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
         do_together(self.prepare, state, on_error=self.log.failed)
-        if self.is_sharded or is_main():
+        if self.group or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
         self.stall = time.perf_counter() - began
@@ -127,7 +128,7 @@ class Saver:
         folder = self.unfinished()
         manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         try:
-            if self.is_sharded:
+            if self.group:
                 from isogpt.checkpoint import sharded_files
 
                 manifest |= {"files": sharded_files.write(folder, copied, self.group), "run": run}
@@ -166,9 +167,14 @@ class Saver:
         """Report the checkpoint under way if it has been completed or has failed, and what was copied."""
         if self.pending and self.pending.done():
             self.wait_alone()
+        self.report_copies(self.log.print)
+
+    def report_copies(self, say: Callable[[str], None]) -> None:
+        """Report what was copied to the mirror since the last call; `say` prints it for the user."""
         while self.mirror and self.mirror.outcomes:
             event, text, facts = self.mirror.outcomes.popleft()
-            self.log.event(event, text, **facts)
+            say(text)
+            self.log.event(event, **facts)
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written on every rank, and report it (all ranks)."""
@@ -201,10 +207,7 @@ class Saver:
         if not self.mirror:
             return
         do_together(self.mirror.finish, seconds_left, has_done="has copied the last checkpoint to the mirror")
-        while self.mirror.outcomes:
-            event, text, facts = self.mirror.outcomes.popleft()
-            console.print_to_stderr(text)  # the last line of stdout may be the run's result
-            self.log.event(event, **facts)
+        self.report_copies(console.print_to_stderr)  # the last line of stdout may be the run's result
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""
@@ -223,7 +226,7 @@ class Saver:
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
-        return self.pending is not None and not self.is_sharded
+        return self.pending is not None and not self.group
 
     def roll_back(self, state: TrainState, reason: str) -> None:
         """
@@ -247,5 +250,5 @@ class Saver:
             raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
         if is_main():
             check_owner(self.run_folder.path, self.run_folder.owner)
-            continue_from(str(self.run_folder.path), stored)
+            continue_from(self.run_folder.path, stored)
         state.load(open_checkpoint(stored))

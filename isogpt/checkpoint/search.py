@@ -10,7 +10,6 @@ import torch.distributed as dist
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
     damage,
-    damaged_file,
     entry_of,
     is_run,
     read_manifest,
@@ -116,10 +115,11 @@ def look(
     for folder in folders:
         if step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
-        if problem := damage(folder, names=()):
-            damaged[folder.name] = f"{folder} is damaged: {problem}"
+        manifest = read_manifest(folder)
+        if not manifest:
+            damaged[folder.name] = f"{folder} is damaged: {damage(folder)}"
             continue
-        chosen = best_folder(out, read_manifest(folder), damaged) if best else None
+        chosen = best_folder(out, manifest, damaged) if best else None
         stored = open_folder(chosen or folder)
         break
     if step == -1 and not folders:
@@ -148,7 +148,7 @@ def verify(stored: StoredCheckpoint) -> str:
             f"{stored.path.absolute()} is not the checkpoint that rank 0 found: all machines must share the "
             "folder, or have a copy of it"
         )
-    return damaged_file(stored.folder, {name: files[name] for name in names})
+    return damage(stored.folder, {name: files[name] for name in names})
 
 
 def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Path | None:
@@ -160,10 +160,17 @@ def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Pat
     return folder if folder.name not in damaged and read_manifest(folder) else None
 
 
-def advice_on_folder(out_dir: str) -> str:
-    """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    if steps := steps_in(out_dir):
-        return f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
-    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
-    here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
-    return f"set --out_dir= to the run's folder{here}"
+def no_checkpoint(out_dir: str, damaged: list[str], what: str = "checkpoint") -> ValueError:
+    """
+    The error that `what` is not in out_dir: which checkpoints are damaged, or what to type, with up to four
+    runs in the current folder.
+    """
+    if damaged:
+        why = "; ".join(damaged)
+    elif steps := steps_in(out_dir):
+        why = f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
+    else:
+        runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
+        here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
+        why = f"set --out_dir= to the run's folder{here}"
+    return ValueError(f"no {what} in {out_dir}: {why}")

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from isogpt.checkpoint.ckpt_file import reading
 from isogpt.common.files import HashedFile, load_pickle, reason_of
-from isogpt.launch.together import gather_objects, is_main
+from isogpt.launch.together import is_main
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
@@ -47,7 +47,7 @@ METADATA = {
 def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> dict[str, dict]:
     """
     Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
-    Returns the manifest's entries of all files, which the ranks have hashed while they wrote them.
+    Returns on rank 0 the manifest's entries of all files, which the ranks have hashed while they wrote them.
 
     Raises:
         OSError: a rank has failed, or rank 0 does not see what the others have written.
@@ -59,9 +59,12 @@ def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | 
         dcp.save(parts, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
-    written = gather_objects(writer.fs.entries, group) if group else [writer.fs.entries]
+    written = [writer.fs.entries]
+    if group:  # only rank 0 writes the manifest: on the others, nothing grows with the number of ranks
+        written = [{}] * group.size()
+        dist.gather_object(writer.fs.entries, written if is_main() else None, group=group)
     entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
-    for name in entries if is_main() else ():
+    for name in entries:
         (folder / name).stat()  # a rank may have written to a folder that this one does not see
     return entries
 
@@ -111,25 +114,22 @@ class HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[HashedFile]:
-        with HashedFile(path) as file:
-            yield file
+        try:
+            with HashedFile(path) as file:
+                yield file
+        # torch.save's error hides that of the disk, and its context is lost on the way to the other ranks
+        except Exception as e:
+            raise OSError(reason_of(e)) from e
         self.entries[Path(path).name.removesuffix(".tmp")] = file.entry()  # .metadata is renamed
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, with errors that say why a file could not be written."""
+    """DCP's writer of files that are hashed."""
 
     def __init__(self, folder: Path, planner: "SavePlanner") -> None:
         # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
         super().__init__(folder, per_thread_copy_ahead=0)
         self.fs, self.planner = HashedFiles(), planner
-
-    def write_data(self, *args: object) -> object:
-        try:
-            return super().write_data(*args)
-        # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
-        except Exception as e:
-            raise OSError(reason_of(e)) from e
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         super().finish(self.planner.metadata, results)

@@ -15,7 +15,6 @@ from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
-WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        shapes = sharded_files.shapes(stored.path)
-        return OpenCheckpoint(stored, stored.manifest["run"], shapes)
+        return OpenCheckpoint(stored, stored.manifest["run"], sharded_files.shapes(stored.path))
     state = read_file(stored.path)
     with reading(stored.path):
         weights = {without_wrappers(name): weight for name, weight in state["model"].items()}
@@ -147,9 +145,9 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
         if saved := source.shapes.get(f"model.{name}"):
             source.check_shape(f"model.{name}", first_positions(name, LocalPart(p.shape, ()), saved).shape)
     tensors = source.tensors or {}
-    head, wte = (tensors.get(f"model.{name}") for name in (HEAD, WTE))
+    head, wte = tensors.get("model.lm_head.weight"), tensors.get("model.transformer.wte.weight")
     if model.config.tied and head is not None and torch.equal(head, wte):
-        used.add(HEAD)
+        used.add("lm_head.weight")
     names = {name.removeprefix("model.") for name in source.shapes if name.startswith("model.")}
     if unused := sorted(names - used):
         raise source.misfit(f"it also contains {shortened(unused)}")

@@ -44,9 +44,8 @@ class TrainState:
         """
         restore_checkpoint(checkpoint, self.model, self.optimizers, island=self.slow_network.island)
         self.progress.rewind(checkpoint)
-        ours = checkpoint.run["isogpt"]
-        if ours.get("scaler"):
-            self.scaler.load_state_dict(ours["scaler"])
+        if scaler := checkpoint.run["isogpt"].get("scaler"):
+            self.scaler.load_state_dict(scaler)
         # begins with the weights that were read, and allocates what shards hold of the slow network
         self.slow_network.restart(self.step, checkpoint.shapes)
         parts = flat({}, self.slow_network.saved_parts())

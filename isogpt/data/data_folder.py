@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import dataclass
 from fnmatch import filter as matching
 from glob import glob
 from pathlib import Path
@@ -31,8 +30,7 @@ def find_dataset(name: str, split: str = "train") -> Path:
     for place in places:
         if files_of(place, split):
             return place
-    scripts = [place / "prepare.py" for place in places]
-    advice = [f"run: python {script}" for script in scripts if os.path.exists(script)]
+    advice = [f"run: python {place}/prepare.py" for place in places if os.path.exists(place / "prepare.py")]
     advice.append("prepared data sets: " + (shortened(prepared_datasets(split), 20) or "none"))
     raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice[0]}")
 
@@ -82,28 +80,16 @@ def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
 # metadata
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What the files next to the token files of a folder say."""
-
-    folder: Path
-    content: dict  # see read_meta
-    vocabulary: Vocabulary | None  # None: they do not say what the ids mean
-    vocab_size: int  # 0: they do not say
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read what a folder says about its token ids. Raises ValueError if a file cannot be read."""
-    meta = read_meta(folder)
-    vocabulary = vocabulary_of_data(meta, folder)
-    size = vocabulary.size if vocabulary else 0
-    return Metadata(folder, meta, vocabulary, meta.get("vocab_size", size or 0))
+def vocabulary_in(folder: Path) -> Vocabulary | None:
+    """What the ids in a folder mean; None if no file says it. Raises ValueError if a file cannot be read."""
+    return vocabulary_of_data(read_meta(folder), folder)
 
 
 def read_meta(folder: Path) -> dict:
     """
     Read a data set's metadata: meta.json, which prepare.py writes, over the vocabulary in nanoGPT's meta.pkl;
-    empty if there is neither file. The pickle may contain only plain values: nothing in it runs.
+    empty if there is neither file. The pickle may contain only plain values: nothing in it runs. A vocab_size
+    that is not recorded is that of the vocabulary, if it is known.
 
     Raises:
         ValueError: one of the files cannot be read, or an entry is of a wrong type.
@@ -116,6 +102,8 @@ def read_meta(folder: Path) -> dict:
     for name in ("vocab_size", "val_bytes"):
         if not isinstance(meta.get(name, 0), int):
             raise ValueError(f"metadata in {folder}: {name} is {meta[name]!r}, not a number")
+    if "vocab_size" not in meta and (vocabulary := vocabulary_of_data(meta, folder)):
+        meta["vocab_size"] = vocabulary.size
     return meta
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from isogpt.data import tokenizer
-from isogpt.data.data_folder import Metadata, find_dataset, open_split, read_metadata
+from isogpt.data.data_folder import find_dataset, open_split, read_meta
 from isogpt.data.documents import windows_of
 from isogpt.data.mixture import PER, find_sources, quotas_of
 from isogpt.data.token_files import DataError, Tokens
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 from isogpt.data.windows import Windows
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
@@ -38,7 +37,7 @@ class Dataset:
     val_bytes: int  # of the text that val.bin contains, in UTF-8; 0: the metadata does not say
     val_text: str  # SHA-256 of this text, or of a mixture's texts; "": the metadata does not say
     train: Tokens | None = None
-    windows: Windows | None = None  # of which every order but random reads each once per epoch
+    windows: Windows | None = None  # of train, of which every order but random reads each once per epoch
     parts: tuple["Dataset", ...] = ()  # of a mixture
     quotas: tuple[int, ...] = (PER,)  # how many of each PER sequences are of each source
     vocab_size: int = 0  # of the run: from the setting, the metadata, or GPT-2's
@@ -83,9 +82,7 @@ class Dataset:
     @property
     def bytes_per_token(self) -> float | None:
         """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
-        if not self.val_bytes:
-            return None
-        return self.mean(one.val_bytes / len(one.val) for one in self.sources)
+        return self.mean(one.val_bytes / len(one.val) for one in self.sources) if self.val_bytes else None
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
@@ -104,11 +101,9 @@ class Dataset:
         windows that begin with a document, both by the source's name.
         """
         quotas = zip(self.parts, self.quotas, strict=False)
-        facts = {
-            "sources": {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas},
-            "documents": {one.name: one.windows.digest for one in self.sources if one.windows.digest},
-        }
-        return {name: value for name, value in facts.items() if value}
+        sources = {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas}
+        documents = {one.name: one.windows.digest for one in self.sources if one.windows.digest}
+        return {name: value for name, value in (("sources", sources), ("documents", documents)) if value}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
@@ -135,76 +130,54 @@ def open_dataset(
         name: see mixture.find_sources.
         block_size: each split must contain at least block_size + 1 tokens.
         vocab_size: ids must be below this number; 0: the size in the metadata, the largest of a mixture's.
-        eval_datasets: names of further validation sets, separated by commas, each as in find_dataset. Whether
-            their ids mean what the model's ids mean is checked later, see run_vocabulary.vocabulary_for_run.
+        eval_datasets: names of further validation sets, separated by commas, each as in find_dataset.
         data_order: train.py's setting, see documents.windows_of.
 
     Raises:
-        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, the
-            metadata cannot be read, or the data sets of a mixture do not belong together.
+        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
+            metadata cannot be read. Whether the ids of all data sets mean the same is checked later, see
+            run_vocabulary.vocabulary_for_run.
     """
     found = find_sources(name)
-    metas = [read_metadata(folder) for folder, _ in found]
-    vocabulary = common_vocabulary(metas)
-    vocab_size = vocab_size or max(meta.vocab_size for meta in metas) or GPT2_VOCAB
-    sources = [open_source(meta, vocab_size, block_size, data_order) for meta in metas]
-    further = []
-    for other in filter(None, map(str.strip, eval_datasets.split(","))):
-        meta = read_metadata(find_dataset(other, "val"))
-        further.append(open_source(meta, MOST_IDS, block_size))
+    sizes = [read_meta(folder).get("vocab_size", 0) for folder, _ in found]
+    vocab_size = vocab_size or max(sizes) or GPT2_VOCAB
+    sources = [open_source(folder, vocab_size, block_size, data_order) for folder, _ in found]
+    others = filter(None, map(str.strip, eval_datasets.split(",")))
+    further = tuple(open_source(find_dataset(other, "val"), MOST_IDS, block_size) for other in others)
     whole = mix(sources, [weight for _, weight in found]) if len(sources) > 1 else sources[0]
-    data = replace(whole, vocab_size=vocab_size, vocabulary=vocabulary, further=tuple(further))
+    data = replace(whole, vocab_size=vocab_size, further=further)
     if len({one.name for one in data.named}) < len(data.named):
         folders = ", ".join(str(one.folder) for one in data.named)
         raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
     return data
 
 
-def open_source(meta: Metadata, vocab_size: int, block_size: int, data_order: str = "") -> Dataset:
+def open_source(folder: Path, vocab_size: int, block_size: int, data_order: str = "") -> Dataset:
     """
     Open the token files of one folder and check them, see open_dataset.
 
     Args:
         data_order: "": only the validation set is opened.
     """
-    folder, content = meta.folder, meta.content
+    meta = read_meta(folder)
     names = ("train", "val") if data_order else ("val",)
-    splits = {split: open_split(folder, split, content, block_size) for split in names}
-    windows = None
-    if data_order:
-        windows = windows_of(meta, len(splits["train"]), data_order, block_size)
+    splits = {split: open_split(folder, split, meta, block_size) for split in names}
     return Dataset(
         folder,
         highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
         digest=digest_of(splits),
-        vocabulary=meta.vocabulary,
-        val_bytes=content.get("val_bytes", 0),
-        val_text=content.get("val_text", ""),
-        windows=windows,
+        vocabulary=vocabulary_of_data(meta, folder),
+        val_bytes=meta.get("val_bytes", 0),
+        val_text=meta.get("val_text", ""),
+        windows=windows_of(folder, meta, len(splits.get("train", ())), data_order, block_size),
         **splits,
     )
 
 
-def common_vocabulary(metas: list[Metadata]) -> Vocabulary | None:
-    """
-    The vocabulary of the data sets of a mixture, the one with the most ids; None if none of them says what
-    its ids mean. Raises ValueError if an id is known to mean different things.
-    """
-    known = [meta for meta in metas if meta.vocabulary]
-    if not known:
-        return None
-    most = max(known, key=lambda meta: (meta.vocabulary.kind != "unknown", meta.vocabulary.size or 0))
-    for meta in known:
-        if problem := tokenizer.difference(most.vocabulary, meta.vocabulary):
-            between = f"the token ids of {meta.folder} are not those of {most.folder}"
-            raise ValueError(f"{between}: {problem}. Prepare both with the same --tokenizer=")
-    return most.vocabulary
-
-
 def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
     """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
-    pairs = zip(sources, weights, strict=True)
-    quotas = quotas_of([weight or len(one.train) for one, weight in pairs])
+    quotas = quotas_of([weight or len(one.train) for one, weight in zip(sources, weights, strict=True)])
+    known = [one.vocabulary for one in sources if one.vocabulary]
     sizes = [one.val_bytes for one in sources]
     texts = [one.val_text for one in sources]
     return Dataset(
@@ -212,7 +185,8 @@ def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
         val=Tokens([file for one in sources for file in one.val.files]),
         highest=max(one.highest for one in sources),
         digest=digest_of_parts([one.digest for one in sources], quotas)[:12],
-        vocabulary=None,
+        # the one with the most ids; how many tiktoken's have is not known
+        vocabulary=max(known, key=lambda one: (one.kind != "unknown", one.size), default=None),
         val_bytes=sum(sizes) if all(sizes) else 0,
         val_text=digest_of_parts(texts, quotas) if all(texts) else "",
         train=Tokens([file for one in sources for file in one.train.files]),
@@ -250,8 +224,7 @@ def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.n
     row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
     file, _ = tokens.place_of(int(starts[row] + column))
     problem = f"holds token id {windows[row, column]}, but the vocabulary size is {vocab_size}"
-    advice = f"set --vocab_size={highest + 1} or more, or write the file again"
-    raise DataError(f"{file.path} {problem}: {advice}")
+    raise DataError(f"{file.path} {problem}: set --vocab_size={highest + 1}, or write the file again")
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:

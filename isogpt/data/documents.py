@@ -6,11 +6,11 @@ data/find_documents.py writes it.
 """
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 
 from isogpt.common.files import path_of_script
-from isogpt.data.data_folder import Metadata
 from isogpt.data.windows import Windows
 
 FILE = "documents.bin"
@@ -35,10 +35,9 @@ class DocumentWindows(Windows):
         # np.unique takes a hundred times longer, since it does not use that they are sorted
         is_first = np.diff(following, prepend=-1) > 0
         self.begins = begins[following[is_first]]  # (windows,)
-        lengths = np.diff(self.begins, append=n_tokens).clip(max=block_size)
-        covered = int(lengths.sum())
-        self.left_out = n_tokens - covered  # tokens that no window reads as input
-        self.repeated = len(self) * block_size - covered  # tokens that are read twice
+        covered = np.diff(self.begins, append=n_tokens).clip(max=block_size).sum()
+        self.unread = 1 - covered / n_tokens  # the fraction of the tokens that no window reads as input
+        self.repeated = (len(self) * block_size - covered) / n_tokens  # the fraction that is read twice
         self.digest = hashlib.sha256(self.begins).hexdigest()[:12]
 
     def __len__(self) -> int:
@@ -51,18 +50,16 @@ class DocumentWindows(Windows):
 
     def about(self) -> str:
         """What a user should know."""
-        left_out = self.left_out / self.n_tokens
-        repeated = self.repeated / self.n_tokens
-        return f"{len(self):,}; {left_out:.1%} of the tokens are left out, {repeated:.1%} read twice"
+        return f"{len(self):,}; {self.unread:.1%} of the tokens are left out, {self.repeated:.1%} read twice"
 
 
-def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) -> Windows:
+def windows_of(folder: Path, meta: dict, n_tokens: int, data_order: str, block_size: int) -> Windows:
     """
     Return the windows of a data set for train.py's setting data_order, of which every order but random reads
     each once per epoch. For documents, this reads all of documents.bin.
 
     Args:
-        meta: the metadata of the data set.
+        meta: the metadata in the folder.
         n_tokens: the number of tokens in train.
 
     Raises:
@@ -70,11 +67,11 @@ def windows_of(meta: Metadata, n_tokens: int, data_order: str, block_size: int) 
     """
     if data_order != "documents":
         return Windows(n_tokens, block_size)
-    path, content = meta.folder / FILE, meta.content
+    path = folder / FILE
     documents = np.fromfile(path, np.int64) if path.exists() else ()
     # train may have become longer or shorter since the file was written
-    recorded = content.get("train_documents"), content.get("searched_tokens", n_tokens)
+    recorded = meta.get("train_documents"), meta.get("searched_tokens", n_tokens)
     if recorded != (len(documents), n_tokens):
         script = path_of_script("find_documents.py")
-        raise ValueError(f"{path} is missing or of another train.bin: type python {script} {meta.folder}")
+        raise ValueError(f"{path} is missing or of another train.bin: type python {script} {folder}")
     return DocumentWindows(documents, n_tokens, block_size)

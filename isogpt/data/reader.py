@@ -152,9 +152,7 @@ class Reader:
         if problems:
             raise problems[0]
 
-    def read(
-        self, tokens: Tokens, steps: Iterable[np.ndarray], share: Share, problems: list[DataError]
-    ) -> Batches:
+    def read(self, tokens: Tokens, steps: Iterable[np.ndarray], share: Share, problems: list) -> Batches:
         """
         Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of `steps` in
         order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step.

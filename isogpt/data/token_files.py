@@ -132,9 +132,8 @@ def open_files(paths: Sequence[Path], declared: str | None) -> Tokens:
     kinds = {(file.dtype.name, file.offset > 0): str(file.path) for file in files}
     if len(kinds) > 1:
         raise ValueError(f"files of several dtypes, or not all with a header: {[*kinds.values()]}")
-    first = files[0]
-    if not first.offset and not declared:
-        check_width(first)
+    if not files[0].offset and not declared:
+        check_width(files[0])
     return Tokens(files)
 
 
@@ -157,12 +156,10 @@ def find_file(path: Path, declared: str | None) -> TokenFile:
             ids = np.memmap(path, declared or "uint16", "r")
     except Exception as e:  # a damaged .npy header raises nearly anything
         raise ValueError(f"{path} cannot be read, or is of a different dtype: {e}") from e
-    size, modified = status.st_size, status.st_mtime_ns
-    rest = size - ids.offset - ids.nbytes
+    rest = status.st_size - ids.offset - ids.nbytes
     if ids.ndim != 1 or ids.dtype not in DTYPES or rest:
-        found = f"shape {ids.shape}, {ids.dtype}, and {rest} bytes more"
-        raise ValueError(f"{path} is not one row of ids, but: {found}")
-    return TokenFile(path, ids.dtype, ids.offset, ids.size, (size, modified))
+        raise ValueError(f"{path} is not one row of ids: shape {ids.shape}, {ids.dtype}, {rest} bytes more")
+    return TokenFile(path, ids.dtype, ids.offset, ids.size, (status.st_size, status.st_mtime_ns))
 
 
 def check_width(tokens: TokenFile) -> None:
@@ -170,5 +167,4 @@ def check_width(tokens: TokenFile) -> None:
     ids = tokens.read(0, min(2**18, tokens.count))
     first, second = ids[0::2].max(), ids[1::2].max(initial=0)
     if second < 16 <= first or second == 0 < first:  # the upper half of ids below 2**20
-        problem = f"{tokens.path} contains ids of 32 or 64 bits"
-        raise ValueError(f'{problem}: write {{"dtype": "uint32"}} or the like to meta.json')
+        raise ValueError(f'{tokens.path} holds ids of 32 or 64 bits: add {{"dtype": "uint32"}} to meta.json')

@@ -48,7 +48,11 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     if vocabulary.is_table:
         return load_table(vocabulary)
     if vocabulary.kind == "tokenizer.json":
-        return load_json(vocabulary, special_tokens)
+        tokenizer = parse_tokenizer(vocabulary.content)
+        tokenizer.encode_special_tokens = not special_tokens
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        end_of_text = tokenizer.token_to_id(vocabulary.end_of_text)
+        return Tokenizer(lambda text: tokenizer.encode(text).ids, decode, vocabulary.size, end_of_text)
     bpe = load_encoding(vocabulary)
     special = "all" if special_tokens else set()
     encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
@@ -72,19 +76,6 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     return Tokenizer(encode, decode, vocabulary.size, ids.get(vocabulary.end_of_text))
 
 
-def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
-    """`load` for a tokenizer.json."""
-    tokenizer = parse_tokenizer(vocabulary.content)
-    tokenizer.encode_special_tokens = not special_tokens
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text).ids
-
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
-    end_of_text = tokenizer.token_to_id(vocabulary.end_of_text)
-    return Tokenizer(encode, decode, vocabulary.size, end_of_text)
-
-
 def load_encoding(vocabulary: Vocabulary) -> Any:
     """The tiktoken.Encoding that a vocabulary names. Raises ValueError if it cannot be loaded."""
     name = vocabulary.content
@@ -101,6 +92,12 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
         raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
 
 
+def ids_of_encoding(encoding: Any) -> dict[bytes, int]:
+    """The ids of a tiktoken.Encoding by the bytes of each token, which are the text of a special one."""
+    special = {token.encode(): i for token, i in encoding._special_tokens.items()}
+    return encoding._mergeable_ranks | special
+
+
 def difference(before: Vocabulary, now: Vocabulary) -> str:
     """
     Describe the first id that differs in meaning between two vocabularies; '' if no id is known to differ.
@@ -114,10 +111,8 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
         if is_table or load(before).encode(SAMPLE) != load(now).encode(SAMPLE):
             return f"the tokenizer was {before.name} and is {now.name}"
     old, new = before.tokens, now.tokens
-    for i in sorted(old.keys() & new.keys()):
-        if old[i] != new[i]:
-            return f"id {i} was {old[i]!r} and is {new[i]!r}"
-    return ""
+    changed = (i for i in sorted(old.keys() & new.keys()) if old[i] != new[i])
+    return next((f"id {i} was {old[i]!r} and is {new[i]!r}" for i in changed), "")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -196,15 +191,9 @@ def of_encoding(encoding: Any) -> Any:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """Takes the ranks from the encoding instead of a file, and keeps the ids of special tokens."""
+        """Takes the ids from the encoding instead of a file, with those of special tokens."""
 
-        @staticmethod
-        def load_tiktoken_bpe(encoding: Any) -> dict[bytes, int]:
-            return encoding._mergeable_ranks
-
-        def extract_vocab_merges_from_model(self, encoding: Any) -> tuple[dict, list]:
-            ids, merges = super().extract_vocab_merges_from_model(encoding)
-            return ids | encoding._special_tokens, merges
+        load_tiktoken_bpe = staticmethod(ids_of_encoding)
 
     # {1,3}+ is possessive in tiktoken, but repeats the repetition in tokenizers, where (?s) is spelled (?m)
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}").replace("(?s)", "(?m)")

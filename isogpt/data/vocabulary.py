@@ -37,21 +37,21 @@ class Vocabulary:
     end_of_text: str = END_OF_TEXT
 
     @cached_property
+    def model(self) -> dict:
+        """The entry `model` of a tokenizer.json; {} for other kinds."""
+        return json.loads(self.content)["model"] if self.kind == "tokenizer.json" else {}
+
+    @property
     def is_table(self) -> bool:
         """Whether `of_characters` has made the vocabulary."""
-        if self.kind != "tokenizer.json":
-            return False
-        return json.loads(self.content).get("model", {}).get("unk_token") == UNTRAINED
+        return self.model.get("unk_token") == UNTRAINED
 
     @cached_property
     def ids(self) -> dict[str, int]:
         """The ids of the tokens but UNTRAINED; {} if they are not known without tiktoken."""
         if self.kind != "tokenizer.json":
             return {}
-        if self.is_table:
-            ids = json.loads(self.content)["model"]["vocab"]
-        else:
-            ids = parse_tokenizer(self.content).get_vocab()
+        ids = self.model["vocab"] if self.is_table else parse_tokenizer(self.content).get_vocab()
         return {token: i for token, i in ids.items() if token != UNTRAINED}
 
     @property
@@ -67,9 +67,9 @@ class Vocabulary:
         return {i: token for token, i in reversed(self.ids.items())}
 
     @property
-    def size(self) -> int | None:
-        """The highest id + 1; None if it is not known without tiktoken."""
-        return max(self.ids.values(), default=-1) + 1 or None
+    def size(self) -> int:
+        """The highest id + 1; 0 if it is not known without tiktoken."""
+        return max(self.ids.values(), default=-1) + 1
 
     def describe(self) -> dict:
         """The plain values that a checkpoint records, see `recorded`."""
@@ -79,18 +79,12 @@ class Vocabulary:
 def of_characters(ids: dict[str, int]) -> Vocabulary:
     """
     The vocabulary of a table {token: id}, as in nanoGPT: each character is encoded, and the texts of ids are
-    joined. If several tokens share an id, the id is decoded as the first of them.
-
-    Raises:
-        ValueError: the table does not contain text with an id each.
+    joined. If several tokens share an id, the id is decoded as the first of them. Raises TypeError if
+    something else than text has an id.
     """
-    if not (ids and all(isinstance(t, str) and isinstance(i, int) and i >= 0 for t, i in ids.items())):
-        raise ValueError("there is no text with an id each")
     split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    vocab = ids | {UNTRAINED: max(ids.values()) + 1}
+    vocab = ids | {UNTRAINED: max(ids.values(), default=-1) + 1}
     content = {
-        "version": "1.0",
-        "added_tokens": [],
         "pre_tokenizer": split,
         "decoder": {"type": "Fuse"},  # the default joins tokens with spaces
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": UNTRAINED},
@@ -123,7 +117,9 @@ def recorded(run: dict) -> Vocabulary | None:
     try:
         if values["kind"] == "table":  # recorded until November 2026
             return of_characters(values["content"])
-        return Vocabulary(**values)
+        vocabulary = Vocabulary(**values)
+        len(vocabulary.ids)  # the content can be read
+        return vocabulary
     except Exception as e:  # a checkpoint that somebody else has written may contain anything
         raise ValueError(f"the vocabulary in the checkpoint cannot be read: {e!r:.100}") from e
 
@@ -139,9 +135,9 @@ def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
     return Vocabulary("unknown", reason)
 
 
-def check_size(n_ids: int | None, vocab_size: int) -> None:
+def check_size(n_ids: int, vocab_size: int) -> None:
     """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
-    if n_ids is not None and n_ids > vocab_size:
+    if n_ids > vocab_size:
         advice = "set --dataset= to the data set that the model was trained on"
         raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
 

@@ -22,7 +22,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 
     'auto' is cuda, else mps (only for a single process, since MPS supports no collectives), else cpu. 'cuda'
     is the GPU with the number of the local rank, modulo the number of GPUs that the process sees, since a
-    scheduler may let each process see only one, number 0. NCCL refuses processes that share a GPU.
+    scheduler may let each process see only one, number 0. connect_ranks refuses ranks that share a GPU.
 
     Raises:
         ValueError: the device is not available.

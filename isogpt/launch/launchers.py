@@ -31,10 +31,7 @@ OF_A_PROCESS = re.compile(
 # it may submit a job for several machines
 OF_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 # the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
-STOP_SIGNALS = (
-    *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),  # those that torchrun passes on unless it is told otherwise
-    *("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGPWR"),
-)
+STOP_SIGNALS = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "ALRM", "XCPU", "PWR")
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ def adopt_launcher_variables() -> None:
     """
     If srun or mpirun started this process, set the environment variables that torchrun would have set; the
     rest of the code reads only those. Changes nothing if RANK is set or this process was started alone.
-
-    Raises:
-        ValueError: the processes are on several machines and rank 0's address is not known.
     """
     found = variables_of_mpirun() or variables_of_srun() if "RANK" not in os.environ else None
     if not found or found[1] == "1":  # a single process, perhaps the shell of a job
@@ -78,8 +72,8 @@ def adopt_launcher_variables() -> None:
 
 def variables_of_mpirun() -> tuple[str, ...] | None:
     """
-    From mpirun's variables: rank, world size, local rank, local world size, rank 0's address and a name of
-    the job; None without mpirun.
+    From mpirun's variables: rank, world size, local rank, local world size, rank 0's address ('' if it is not
+    known) and a name of the job; None without mpirun.
     """
     env = os.environ
     names = OPEN_MPI if OPEN_MPI[0] in env else MPICH
@@ -88,11 +82,6 @@ def variables_of_mpirun() -> tuple[str, ...] | None:
     numbers = [env[name] for name in names]
     if numbers[1] == numbers[3]:  # one machine; mpirun itself is the parent of all its processes
         return *numbers, network.LOOPBACK, str(os.getppid())
-    if "MASTER_ADDR" not in env:
-        raise ValueError(
-            "mpirun started processes on several machines, but rank 0's address is not known: start with "
-            "mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv MASTER_ADDR HOST (MPICH)"
-        )
     return *numbers, "", env.get("PMIX_NAMESPACE", "")
 
 
@@ -162,7 +151,7 @@ def stop_signals() -> list[signal.Signals]:
     Return the signals of this system on which a run saves and stops. Not SIGHUP if this process was started
     by nohup, which ignores it.
     """
-    known = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+    known = [getattr(signal, f"SIG{name}") for name in STOP_SIGNALS if hasattr(signal, f"SIG{name}")]
     return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
 
 
@@ -183,14 +172,13 @@ def rank_variables() -> tuple[int, int, int, int]:
     given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", given["WORLD_SIZE"]))
     with suppress(ValueError):  # not a number
         numbers = [int(value) for name, value in given.items() if name != "MASTER_ADDR"]
-        rank, world_size, port, local_rank, local_size = numbers
-        is_valid = 0 <= rank < world_size and 0 <= local_rank < local_size and 0 < port < 2**16
-        if is_valid and given["MASTER_ADDR"]:
+        rank, world_size, _, local_rank, local_size = numbers
+        if 0 <= rank < world_size and 0 <= local_rank < local_size and given["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_size
     listed = ", ".join(f"{name}={value}" for name, value in given.items())
     raise ValueError(
-        f"RANK is set, but the launcher's variables are incomplete or contradict each other: {listed}. Start "
-        "with torchrun, or if RANK is left over in the shell, type unset RANK"
+        f"the launcher's variables are incomplete or contradict each other: {listed}. Start with torchrun or "
+        "mpirun -x MASTER_ADDR=HOST, or if RANK is left over in the shell, type unset RANK"
     )
 
 
@@ -207,14 +195,8 @@ def own_agent() -> str:
     """
     A name for this process's torchrun agent that no other process has, now or later; '' without an agent.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    return f"{network.this_machine()} {os.getppid()} {agent_start()}"
-
-
-def has_lost_agent(launch: Launch) -> bool:
-    """Whether the torchrun agent that started this process has ended while the process goes on."""
-    return own_agent() not in (*launch.agents, "")
+    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+    return f"{network.this_machine()} {os.getppid()} {agent_start()}" if is_worker else ""
 
 
 def make_launch(agents: Sequence[str]) -> Launch:

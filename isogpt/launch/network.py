@@ -20,8 +20,6 @@ import torch.distributed as dist
 from isogpt.common import console
 
 LOOPBACK = "127.0.0.1"
-# the end of messages about variables of a launcher that has exited; configurator.fail names the rank
-LEFT_OVER = ". If no launcher started this process, RANK is left over in the shell: type unset RANK"
 
 
 class Process(NamedTuple):
@@ -31,6 +29,7 @@ class Process(NamedTuple):
     cores: int = 1  # on which the process may run: a mask with a bit for each
     agent: str = ""  # torchrun's agent, see launchers.own_agent
     address: str = ""  # of its machine, on the route to MASTER_ADDR
+    gpu: str = ""  # the GPU with which it uses NCCL
 
 
 def survey(processes: Sequence[Process]) -> dict:
@@ -41,6 +40,7 @@ def survey(processes: Sequence[Process]) -> dict:
     numbers = {}  # of the machines, in the order of their first ranks
     machines = [numbers.setdefault(process.machine, len(numbers)) for process in processes]
     sharers = Counter((process.machine, process.cores) for process in processes)
+    gpus = Counter((process.machine, process.gpu) for process in processes if process.gpu)
     # rank 0's machine often resolves MASTER_ADDR to a loopback address, but the others never do
     addresses = {process.address for process in processes if not process.address.startswith("127.")}
     return {
@@ -48,6 +48,7 @@ def survey(processes: Sequence[Process]) -> dict:
         "hosts": [machine.partition(" ")[0] for machine in numbers],
         "core_sharers": [sharers[process.machine, process.cores] for process in processes],
         "network": max(addresses, default="") if len(numbers) > 1 else LOOPBACK,
+        "gpu_sharers": [rank for rank, its in enumerate(processes) if gpus[its.machine, its.gpu] > 1],
     }
 
 
@@ -77,11 +78,12 @@ def name_of_start() -> str:
     return f"start {'.'.join(counts)}"
 
 
-def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
+def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     """
-    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`. If all ranks
-    are on this machine, as the launcher says, it listens only there. Else others may know this machine by an
-    address to which MASTER_ADDR does not resolve here, so TCPStore listens at all addresses.
+    Return the keys of this start in the store at MASTER_ADDR and MASTER_PORT, which this process serves if
+    `serves`. If all ranks are on this machine, as the launcher says, it listens only there. Else others may
+    know this machine by an address to which MASTER_ADDR does not resolve here, so TCPStore listens at all
+    addresses.
 
     Raises:
         OSError or DistError: nobody serves the store within timeout_s, or this process cannot.
@@ -96,7 +98,8 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
         wait_for_server(address, port, timeout_s)
     elif is_one_machine:
         options["master_listen_fd"] = socket.create_server((address, port)).detach()
-    return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
+    store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
+    return dist.PrefixStore(name_of_start(), store)
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
@@ -113,23 +116,13 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             time.sleep(0.05)
 
 
-def join(rank: int, world_size: int, process: Process, timeout_s: float) -> tuple[dist.Store, dict]:
-    """
-    Connect to the store of all ranks, and `meet` them (all ranks). Returns the store with the keys of this
-    start, and what rank 0 says about the others.
-    """
-    store = connect_store(timeout_s, serves=rank == 0 and not uses_agent_store())
-    store = dist.PrefixStore(name_of_start(), store)
-    return store, meet(store, rank, world_size, process, timeout_s)
-
-
 def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeout_s: float) -> dict:
     """
     Tell rank 0 about this process, and return its `survey` of all of them (all ranks); on rank 0 with the
     agents. If every rank read what all others write, bytes would grow with world_size squared.
 
     Raises:
-        ValueError: some ranks are missing after timeout_s.
+        TimeoutError: some ranks are missing after timeout_s.
     """
     store.set(f"process/{rank}", json.dumps(process))
     if rank:
@@ -138,8 +131,7 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
     while not store.check(keys):
         if time.monotonic() >= end:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            text = f"{console.ranks_text(missing)} of {world_size} did not join within {timeout_s:g} s"
-            raise ValueError(text + LEFT_OVER)
+            raise TimeoutError(f"{console.ranks_text(missing)} of {world_size} did not join")
         time.sleep(0.02)
     processes = [Process(*json.loads(told)) for told in store.multi_get(keys)]
     answer = survey(processes)
@@ -159,11 +151,6 @@ def this_machine() -> str:
     return f"{socket.gethostname()} {namespace('net')}"
 
 
-def this_process() -> tuple[str, int]:
-    """Return (the container that numbers this process, on its machine, or '' if it is not known; number)."""
-    return namespace("pid"), os.getpid()
-
-
 def namespace(kind: str) -> str:
     """What distinguishes this process's Linux namespace from all others; '' on other systems."""
     boot, link = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/self/ns/{kind}")
@@ -178,11 +165,26 @@ def facts_of_process(number: int) -> list[str]:
 
 
 def has_exited(process: tuple[str, int]) -> bool:
-    """Whether the `this_process` of a different rank has exited; False if this cannot be seen from here."""
+    """
+    Whether a process, with the namespace("pid") that numbers it and its number, has exited; False if this
+    cannot be seen from here.
+    """
     numbered_by, number = process
     is_visible = numbered_by != "" and numbered_by == namespace("pid")
-    state = facts_of_process(number)[:1]
-    return is_visible and state in ([], ["Z"], ["X"])
+    return is_visible and facts_of_process(number)[:1] in ([], ["Z"], ["X"])
+
+
+def allow_connections() -> None:
+    """
+    Let this process, and torchrun's agent, which may serve the store of all ranks, open as many files as they
+    may without root (Linux). Each connection to another process is one, and most shells allow 1,024.
+    """
+    with suppress(ImportError, AttributeError, OSError, ValueError):
+        import resource
+
+        for process in (0, os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else (0,):
+            _, most = resource.prlimit(process, resource.RLIMIT_NOFILE)
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
 
 
 def own_cores() -> list[int]:
@@ -214,8 +216,7 @@ def choose_interface(other: str = LOOPBACK) -> str:
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
     address = address_towards(other) if other else ""
-    name = interfaces().get(address)
-    if not name:
+    if not (name := interfaces().get(address)):
         return "an interface of its choice"
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if other == LOOPBACK:

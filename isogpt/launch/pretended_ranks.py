@@ -4,7 +4,6 @@ be a copy of it. A collective completes at once with what such copies would send
 """
 
 import os
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,15 +55,13 @@ def pretend(rank: int, ranks: int, run: Any) -> None:
     From here on, let process groups of BACKEND be those of `rank` among `ranks` ranks. They append each
     collective to the list `run.collectives`.
     """
+
+    def create(options: Any, _: object) -> ProcessGroup:
+        members = options.global_ranks_in_group or range(options.group_size)
+        return PretendedGroup(options.group_rank, tuple(members), options.group_id, run)
+
     os.environ[VARIABLE] = f"{rank} of {ranks}"
-    create = partial(create_group, run)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
-
-
-def create_group(run: Any, options: object, _: object) -> ProcessGroup:
-    """Create a process group, as torch.distributed asks a backend to."""
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    return PretendedGroup(options.group_rank, tuple(ranks), options.group_id, run)
 
 
 def completed(tensors: list[Tensor]) -> Work:

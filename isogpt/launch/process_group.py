@@ -12,8 +12,9 @@ from math import gcd
 import torch
 import torch.distributed as dist
 
+from isogpt.common import console
 from isogpt.common.patience import within
-from isogpt.launch import network, open_files, pretended_ranks
+from isogpt.launch import network, pretended_ranks
 from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
 from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
 
@@ -74,10 +75,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
-        ValueError: the device or the backend is not available here, or ranks are missing after timeout_s.
+        ValueError: the device or the backend is not available here, ranks are missing after timeout_s, or
+            NCCL would fail because ranks share a GPU.
     """
     if pretended := pretended_ranks.pretended_rank():
-        return pretend_ranks(*pretended)
+        rank, world_size = pretended
+        machines = [other // gcd(world_size, 8) for other in range(world_size)]  # eight ranks on each
+        hosts = [f"machine {number}" for number in machines]
+        cpu, backend = torch.device("cpu"), pretended_ranks.BACKEND
+        return Ranks(rank, world_size, cpu, backend, None, hosts, machines, "a dry run")
     rank, world_size, local_rank, _ = rank_variables()
     stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
@@ -90,8 +96,14 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
-    open_files.allow_connections()
-    store, others = meet_ranks(rank, world_size, timeout_s)
+    network.allow_connections()
+    gpu = str(torch.cuda.get_device_properties(picked).uuid) if "nccl" in group_backend else ""
+    store, others = meet_ranks(rank, world_size, gpu, timeout_s)
+    if others["gpu_sharers"]:
+        raise ValueError(
+            f"{console.ranks_text(others['gpu_sharers'])} share GPUs: start fewer processes, let them see "
+            "different GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu"
+        )
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
@@ -116,28 +128,25 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     )
 
 
-def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dict]:
+def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[dist.Store, dict]:
     """
-    Wait for the other ranks (all ranks): network.join in a thread, since a request never returns if the
-    store's machine was cut off or suspended.
+    Connect to the store of all ranks, and wait for them (all ranks): in a thread, since a request never
+    returns if the store's machine was cut off or suspended. Returns the store, and what rank 0 says about the
+    ranks.
     """
     cores = sum(1 << core for core in network.own_cores())
     address = network.address_towards(os.environ["MASTER_ADDR"])
-    process = network.Process(network.this_machine(), cores, own_agent(), address)
+    process = network.Process(network.this_machine(), cores, own_agent(), address, gpu)
     try:
-        return within(timeout_s + ANSWER_S, network.join, rank, world_size, process, timeout_s)
+        serves = rank == 0 and not network.uses_agent_store()
+        store = within(timeout_s + ANSWER_S, network.connect_store, timeout_s, serves)
+        return store, within(timeout_s + ANSWER_S, network.meet, store, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        problem = open_files.explained(str(e).partition("\n")[0])
-        text = f"cannot reach the other ranks at {network.store_address()} within {timeout_s:g} s: {problem}"
-        raise ValueError(text + network.LEFT_OVER) from e
-
-
-def pretend_ranks(rank: int, world_size: int) -> Ranks:
-    """The ranks of a dry run, eight on each machine."""
-    machines = [other // gcd(world_size, 8) for other in range(world_size)]
-    hosts = [f"machine {number}" for number in machines]
-    device, backend = torch.device("cpu"), pretended_ranks.BACKEND
-    return Ranks(rank, world_size, device, backend, None, hosts, machines, "a dry run")
+        address, problem = network.store_address(), str(e).partition("\n")[0]
+        raise ValueError(
+            f"cannot reach the other ranks at {address} within {timeout_s:g} s: {problem}. If no launcher "
+            "started this process, RANK is left over in the shell: type unset RANK"
+        ) from e
 
 
 def stop_with_launcher() -> None:

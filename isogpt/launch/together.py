@@ -6,8 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,14 +18,12 @@ from torch import Tensor
 
 from isogpt.common import console
 from isogpt.common.torch_versions import all_gather_single
-from isogpt.launch import open_files
 from isogpt.launch.pretended_ranks import is_pretended
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
 NOTE_S = 60.0  # seconds until rank 0 says what it waits for
 FILES = "has read or written files: if this does not end, check the disk or the file system of the rank"
-LEAVE_TIMEOUT = timedelta(seconds=10)  # time for the other ranks to report their errors
 # parts of the error messages of gloo and NCCL after a different rank has exited
 CONNECTION_LOST = re.compile(
     "(closed|reset) by peer|remote peer|remote process exit|timed out (waiting|connecting)|connect timeout|"
@@ -80,9 +77,7 @@ def wait_together(future: Future | None, has_done: str = FILES) -> None:
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, True
     while waiting:
-        if future:
-            futures.wait([future], timeout=1.0)
-        is_waiting = future is not None and not future.done()
+        is_waiting = future is not None and future in wait([future], timeout=1.0).not_done
         waited_s = time.monotonic() - began
         waiting, is_late = add_together(is_waiting, is_main() and waited_s >= note_s)
         if waiting and is_late:
@@ -201,14 +196,11 @@ def gather_failures(error: BaseException | None) -> dict[tuple[str, bool], list[
     Returns:
         the ranks of each failure: its message, and whether it is a user's mistake or the disk's.
     """
-    failure = None
-    if isinstance(error, ValueError | OSError):
-        failure = open_files.explained(str(error)), True
-    elif error:
-        failure = f"{type(error).__name__}: {error}".partition("\n")[0], False
+    is_expected = isinstance(error, ValueError | OSError)
+    message = str(error) if is_expected else f"{type(error).__name__}: {error}".partition("\n")[0]
     try:
-        (failed,) = add_together(failure is not None)
-        failures = gather_objects(failure) if failed else []
+        (failed,) = add_together(error is not None)
+        failures = gather_objects((message, is_expected) if error else None) if failed else []
     except RuntimeError as lost:  # after Ctrl-C, the other ranks may have left already
         raise error or lost from None
     ranks = {}
@@ -240,7 +232,7 @@ def leave_with_others() -> NoReturn:
     with suppress(RuntimeError):  # other ranks may have left already
         # a rank that leaves early makes the launcher kill ranks that have not printed yet. The number is on
         # the CPU, since a barrier would use the GPU, which may have failed
-        dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(timedelta(seconds=10))
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     console.flush()
     os._exit(1)

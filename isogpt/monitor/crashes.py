@@ -5,11 +5,9 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.launch import network, open_files
+from isogpt.launch import network
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
@@ -28,7 +26,7 @@ def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logg
     explain_crashes(watchdog)  # including a store that does not respond
     if ranks.world_size > 1 and ranks.store:
         # a separate connection, since a request blocks all others on the same connection
-        store = dist.PrefixStore(network.name_of_start(), network.connect_store(timeout_s))
+        store = network.connect_store(timeout_s)
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         watchdog.start(store)
     return watchdog
@@ -63,11 +61,6 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
             explain_out_of_memory(watchdog, error)
         else:  # rank 0 records and alerts, whichever rank explains
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
-        watchdog.let_others_finish()  # they may be about to ask whether they are the first
-    elif (text := open_files.explained(str(error))) != str(error):
-        if watchdog.turn("open files") == 1:
-            console.print_error(text.splitlines()[0])
-            watchdog.logger.failed(text)
         watchdog.let_others_finish()  # they may be about to ask whether they are the first
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]

@@ -19,7 +19,7 @@ from isogpt.common import console
 from isogpt.common.console import RANKS_SHOWN, shortened
 from isogpt.common.patience import within
 from isogpt.launch import network
-from isogpt.launch.launchers import has_lost_agent
+from isogpt.launch.launchers import own_agent
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
@@ -40,7 +40,7 @@ class Beat(NamedTuple):
 
     number: int
     position: str  # where the main thread is
-    process: tuple[str, int]  # see network.this_process
+    process: tuple[str, int]  # see network.has_exited
     fate: str | None = None  # None: the rank goes on; "": it has left, or looks for the cause; else its error
 
 
@@ -181,9 +181,10 @@ class Watchdog:
                     self.store.set("failed", "yes")
                 self.has_failed = bool(failed) or any(lost)
                 reached = time.monotonic()
-            # only if requests fail, since a store that is suspended answers them later
+            # only if requests fail, since a store that is suspended answers them later, and torchrun's agent
+            # is there or there was none
             patience_s = max(SILENT_S, 2 * self.interval_s)
-            if time.monotonic() - reached > patience_s and not has_lost_agent(self.ranks.launch):
+            if time.monotonic() - reached > patience_s and own_agent() in (*self.ranks.launch.agents, ""):
                 self.has_failed = True
             if self.over.wait(self.interval_s):
                 return
@@ -198,7 +199,7 @@ class Watchdog:
                 return
             self.fate = fate
             self.beats += 1
-            beat = Beat(self.beats, self.position()[1], network.this_process(), fate)
+            beat = Beat(self.beats, self.position()[1], (network.namespace("pid"), os.getpid()), fate)
             values = {f"beat/{self.ranks.rank}": json.dumps(beat)} | ({"failed": "yes"} if has_failed else {})
             self.store.multi_set(list(values), list(values.values()))
 

@@ -93,8 +93,9 @@ def rules_of_start(c: Settings) -> Iterator[str]:
         yield "mirror copies what save_checkpoint writes: set --save_checkpoint=True, or --mirror="
     if c.mirror and not is_url(c.mirror):
         yield f"mirror is {c.mirror!r}, not a URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
-    if c.mirror and os.path.realpath(c.mirror.removeprefix("file://")) == os.path.realpath(c.out_dir):
-        yield f"mirror is the URL of out_dir {c.out_dir}: set that of a different folder"
+    path = Path(c.mirror.removeprefix("file://")).resolve()
+    if c.mirror.startswith("file://") and path.is_relative_to(Path(c.out_dir).resolve()):
+        yield f"mirror is in out_dir {c.out_dir} and would be lost with it: set a URL of a different folder"
     if c.grad_sync == "never" and c.save_checkpoint:
         yield (
             "grad_sync 'never' is for measuring communication, and lets the ranks' weights drift apart: set "
