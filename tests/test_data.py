@@ -38,7 +38,6 @@ needs_gpt2 = pytest.mark.skipif(
 sys.path.insert(0, str(REPO / "data"))
 import bins
 import read_files
-import split
 import write_files
 
 
@@ -332,49 +331,20 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
     assert config["n_layer"] * config["n_embd"] ** 2 * 12 < 10**7 and config["block_size"] <= 256
 
 
-# ----- a val.bin for files that others prepared
-
-
-def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch):
-    ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "meta.json").write_text('{"dtype": "uint32"}')
-
-    def divide(*args):
-        return error_of(split.main, monkeypatch, str(folder), *args)
-
-    assert divide() == f"error: {folder} contains 0 files of training tokens, not one: see --help"
-    ids.tofile(folder / "train.bin")
-    (folder / "val.bin").touch()
-    assert "val.bin exists already: delete it" in divide()
-    (folder / "val.bin").unlink()
-    assert "leaves train.bin or val.bin empty: set 0.1" in divide("--val_fraction=0.99999")
-    for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
-        assert divide(*args) == ""
-        train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
-        assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
-        assert not list(folder.glob("*.tmp"))
-    assert set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
-
-
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
-    "--data_files=two.jsonl,no*.txt": "--data_files: 'no\\*.txt' is no file that ends in .txt, ",
     "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
-    "--data_files=fake.parquet": "fake.parquet, document 1: .*[Pp]arquet",
     "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint",
 }
 ONE_TEXT = {"": ".*No such file"}
 DOCUMENTS = {
     "--data_files=torn.jsonl.gz --tokenizer=char": "--tokenizer=char is for one text: ",  # before it is read
-    "--data_files=two.jsonl --num_proc=0": ".* --num_proc 1 or more",
     "--data_files=two.jsonl --tokenizer=characters": "the tokenizer lacks .* set --tokenizer=gpt2",
 }
 KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
@@ -398,7 +368,6 @@ def inputs(tmp_path, monkeypatch):
         "alpaca.jsonl": '{"instruction": "add", "output": "3", "id": 1}\n',
         "chat.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
         "torn.jsonl.gz": "\x1f\x8b\x08",
-        "fake.parquet": "not parquet",
         "table.csv": "text",
         "characters/tokenizer.json": of_characters({"a": 0}).content,
     }.items():
@@ -440,10 +409,3 @@ def test_chats_and_instructions(data, inputs):
     exec(chats.split("```")[1].removeprefix("python"), {})
     load_prepare(data, "shakespeare_char")(["--data_files=chats.jsonl", "--val_fraction=0.5"])
     assert decode_characters(data / "shakespeare_char")[1] == "user: hi\nadd\n3"
-
-
-def test_options_that_do_not_exist_or_are_out_of_range(data, capsys):
-    for option in ("--data_file=two.jsonl", "--seed=1", "--val_fraction=much", "one.txt"):
-        with pytest.raises(SystemExit) as stop:
-            load_prepare(data, "shakespeare")([option])
-        assert stop.value.code == 2 and option.partition("=")[0] in capsys.readouterr().err

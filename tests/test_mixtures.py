@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +15,10 @@ from test_validation import evaluated, write
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.data.dataset import open_dataset
-from isogpt.data.mixture import PER, quotas_of
+from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
-from isogpt.lab.combinations import typed_values
-from isogpt.launch.start_checks import check_alike
 from isogpt.monitor.banner import about_model
 from isogpt.parallel.mesh import Mesh
-from isogpt.speed.dry_run import is_prepared
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -126,16 +122,10 @@ def test_ids_are_those_of_the_sources(three):
 # names and weights
 
 
-def test_quotas_by_the_largest_remainder():
-    assert quotas_of([1, 1, 1]) == [334, 333, 333]
-    assert quotas_of([Fraction("0.7"), Fraction("0.3")]) == [700, 300]
-    assert quotas_of([10**15, 3 * 10**15 + 1]) == [250, 750]
-    assert quotas_of([Fraction("5e-4"), Fraction("9.995e-1")]) == [1, 999]
-
-
 def test_names_of_mixtures(three):
     by_size = open_dataset("c,b", BLOCK)
     assert by_size.quotas == (118, 882)  # 3,201 and 24,007 tokens
+    assert open_dataset("a:1,b:1,c:1", BLOCK).quotas == (334, 333, 333)
     same = [open_dataset(name, BLOCK) for name in ("a:2,b:1", "b:5e-1,data/a:1", f"{three}/data/a:4, b:2,")]
     assert len({data.digest for data in same}) == 1 and same[0].quotas == (667, 333)
     assert len({open_dataset(name, BLOCK).digest for name in ("a,b", "a:2,b:1", "a:2,c:1")}) == 3
@@ -149,7 +139,6 @@ def test_mixtures_that_are_refused(three, at, capsys):
     for name, message in {
         "a:1,b": "dataset=a:1,b: type a weight after each name, or after none",
         "a:0,b:1": "no train.bin in data/a:0 ",
-        "a:nan,b:1": "no train.bin in data/a:nan ",
         "a:1e999999999,b:1": "no train.bin in data/a:1e999999999 ",
         "a:1,b:1e9": r"of each 1,000 sequences, the data sets would get \[0, 1000\]: set a larger weight",
         "a:1,data/a:2": "data/a, data/a have the same name, by which losses are reported: rename a folder",
@@ -182,15 +171,6 @@ def test_sources_whose_ids_mean_different_things(three):
         with pytest.raises(ValueError, match=message) as e:
             vocabulary_for_run(data, None, "scratch", data.vocab_size, is_resume=False)
         assert "\n" not in str(e.value)
-
-
-def test_other_users_of_the_setting(three):
-    assert is_prepared({"dataset": "a:1,b:1", "vocab_size": 9})
-    assert not is_prepared({"dataset": "a,x", "vocab_size": 9})
-    assert typed_values("dataset", "a:1,b:1;c") == ["a:1,b:1", "c"]  # a mixture for sweep.py too
-    facts = [open_dataset(name, BLOCK).facts() for name in ("a:1,b:1", "a,b")]
-    with pytest.raises(ValueError, match="the data's sources is {'a': .*'of_1000': 500}.* on rank 0, {'a'"):
-        check_alike(facts, ["rank 0", "rank 1"])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from runs import REPO, TINY, column, default_plan, records, same, start_faulty, wait_for
-from test_launchers import FORKED
+from runs import TINY, column, default_plan, records, same, start_faulty, wait_for
 from test_layouts import ONE, WAYS, args_of
 
 from isogpt.checkpoint.search import find_checkpoint
@@ -162,23 +159,6 @@ def test_a_schedule_that_torch_2_11_cannot_run_on_cpus(monkeypatch):
     with pytest.raises(ValueError, match="cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"):
         check_degrees(plan)
     check_degrees(replace(plan, pp_schedule="zero_bubble"))
-
-
-@pytest.mark.slow
-def test_all_mistakes_are_said_once_by_four_processes(work):
-    mistakes = ["--tp=4", "--pp=3", "--block_size=30"]
-    command = [sys.executable, str(REPO / FORKED), "--nproc=4", *TINY, *mistakes]
-    run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1
-    for said in (
-        "4 processes cannot be divided into pp 3 x tp 4 = 12",
-        "tp is 4: it must divide n_head, 2",
-        "'1f1b' makes 3 stages with pp 3",
-        "block_size is 30: it must be a multiple of tp, 4",
-    ):
-        assert run.stderr.count(said) == 1, run.stderr
-    assert run.stderr.splitlines()[-1].startswith("error: "), "torchrun's report does not follow"
-    assert not (work / "out").exists()
 
 
 def test_a_checkpoint_that_cannot_be_divided(zygote, work):
