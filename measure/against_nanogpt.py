@@ -199,7 +199,7 @@ def main() -> None:
         nanogpt = Path(work) / "nanoGPT"
         shutil.copytree(options.nanogpt, nanogpt)
         random = nanogpt / "data/random"
-        random.mkdir()
+        random.mkdir(exist_ok=True)
         tokens = np.random.default_rng(1337).integers(0, 50257, 10**6, dtype=np.uint16)
         for split in ("train", "val"):
             tokens.tofile(random / f"{split}.bin")
