@@ -39,11 +39,12 @@ DEVICE, PROCESSES = ("cuda", min(8, torch.cuda.device_count())) if ON_GPU else (
 NAME = torch.cuda.get_device_name() if ON_GPU else "CPU"
 IS_KNOWN = re.search("H[12]00", NAME) is not None  # on which limits of speed were measured
 NANOGPT = REPO / ".ng"
+BEGAN, SECONDS = time.monotonic(), 530 if PROCESSES == 1 else 3600
 pytestmark = pytest.mark.gpu
 
 
 def limited(seconds, slow=True):
-    """A limit on a GPU, 520 seconds for all tests of one GPU; elsewhere, whether this is a slow test."""
+    """The limit of a test on a GPU; elsewhere, whether it is a slow test."""
     if ON_GPU:
         return pytest.mark.timeout(seconds)
     return pytest.mark.slow if slow else pytest.mark.gpu
@@ -79,6 +80,10 @@ def place(zygote, folder, request, record_property):
     """Starts scripts, of which those that still run when the test ends are killed, and notes results."""
     if (request.config.option.markexpr == "gpu") != ON_GPU:
         pytest.skip("pytest -m gpu needs a GPU to itself" if ON_GPU else "torch finds no GPU")
+    if ON_GPU:
+        limit = request.node.get_closest_marker("timeout").args[0]
+        if time.monotonic() - BEGAN + limit > SECONDS:
+            pytest.skip(f"of {SECONDS} s, less than {limit} are left")
     record_property("device", f"{NAME}, torch {torch.__version__}")
     runs = []
 
@@ -120,7 +125,7 @@ CURVES = {
     "half": (0.03, ["--dtype=bfloat16", "--dtype=float16", "--dtype=float16 --zero=2 --cpu_offload=True"]),
 }
 if ON_GPU:
-    CURVES["half"][1] += ["--dtype=tf32"]
+    CURVES["half"][1].append("--dtype=tf32")
     options = ["", "--activation_checkpointing=selective", "--cuda_graphs=True"]
     CURVES["compiled"] = 1e-4, [f"--compile=True {flags}" for flags in options]
 
@@ -160,7 +165,7 @@ def differences_from_cpu(place, rows, nproc=1):
     return {row: difference(losses[f"cpu {models[row]}"], losses[f"row {row}"]) for row in rows}
 
 
-@pytest.mark.parametrize("group", [case(group, 22, slow=group != "float32") for group in CURVES])
+@pytest.mark.parametrize("group", [case(group, 60, slow=group != "float32") for group in CURVES])
 def test_curves_are_those_of_a_cpu(place, group):
     most, rows = CURVES[group]
     found = differences_from_cpu(place, rows)
@@ -168,7 +173,7 @@ def test_curves_are_those_of_a_cpu(place, group):
     assert all(far <= most for far in found.values()), found
 
 
-@limited(50, slow=False)
+@limited(80, slow=False)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(place):
     ways = ["--dtype=float32", "--dtype=bfloat16", "--dtype=float32 --zero=3"]
     saved = "--deterministic=True --dropout=0.1 --save_checkpoint=True --save_interval=10"
@@ -181,7 +186,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(place):
     assert not any(found.values()), found
 
 
-@limited(40)
+@limited(60)
 def test_exact_has_the_same_bits_with_zero_3(place):
     rows = [f"{EXACT} --dtype={dtype}" for dtype in ("float32", "bfloat16")]
     losses = train(place, {f"{row} --zero={zero}": f"{row} --zero={zero}" for row in rows for zero in (0, 3)})
@@ -190,7 +195,7 @@ def test_exact_has_the_same_bits_with_zero_3(place):
     assert not any(found.values()), found
 
 
-@limited(50)
+@limited(80)
 def test_compiled_gradients_are_those_of_eager_mode(place):
     text = place.start("tests/test_gpu.py", []).wait(math.inf).text()
     found = json.loads(text.splitlines()[-1])
@@ -231,7 +236,7 @@ SETTINGS = {
 def gpt2(place, flags="", script="train.py", cwd=None):
     """
     Train GPT-2 124M on random tokens, or a model for a CPU, with settings that nanoGPT has too; returns the
-    median of the later steps in ms, and the seconds from the start to the first step.
+    output, and in a dict the median of the later steps in ms and the seconds from the start to the first step.
     """
     shape = "--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --dtype=float32 --max_iters=12"
     if ON_GPU:
@@ -242,31 +247,33 @@ def gpt2(place, flags="", script="train.py", cwd=None):
     run = place.start(script, [*shape.split(), *rest.split(), data, *flags.split()], cwd=cwd)
     run.until(lambda text: "iter 0: loss" in text, math.inf)
     first_s = time.monotonic() - began
-    times = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", run.wait(math.inf).text())]
-    return {"step_ms": statistics.median(times[len(times) // 3 :]), "first_s": first_s}
+    text = run.wait(math.inf).text()
+    times = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", text)]
+    return text, {"step_ms": statistics.median(times[len(times) // 3 :]), "first_s": first_s}
 
 
 def ours(place, flags=""):
     """Train GPT-2 with isoGPT; also returns the peak of the memory."""
-    found = gpt2(place, f"--save_checkpoint=False --check_layout=False {flags}")
+    text, found = gpt2(place, f"--save_checkpoint=False --check_layout=False {flags}")
+    assert not ON_GPU or ", 0 graph breaks" in text
     return found | {"memory_gb": max(column(place.folder / "gpt2", "memory_gb_max").values())}
 
 
-@pytest.mark.parametrize("cache", [case("cold", 110, slow=False), case("warm", 30)])
+@pytest.mark.parametrize("cache", [case("cold", 130, slow=False), case("warm", 60)])
 def test_a_step_takes_as_long_as_nanogpts(place, plain, cache):
     plain |= ours(place)
     place.note("isoGPT", dict(plain))
     if NANOGPT.exists():
         clone = place.folder / "nanoGPT"
         shutil.copytree(NANOGPT, clone, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
-        theirs = gpt2(place, "--wandb_log=False", clone / "train.py", clone)
+        _, theirs = gpt2(place, "--wandb_log=False", clone / "train.py", clone)
         place.note("nanoGPT", theirs)
         assert not ON_GPU or theirs["step_ms"] >= 0.95 * plain["step_ms"]
         assert not ON_GPU or cache == "warm" or theirs["first_s"] >= 0.8 * plain["first_s"]
     assert not IS_KNOWN or plain["step_ms"] <= 37
 
 
-@limited(48)
+@limited(70)
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_how_much_longer_a_step_takes_with_a_setting(place, plain, flags):
     plain |= plain or ours(place)
