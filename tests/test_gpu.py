@@ -235,8 +235,8 @@ SETTINGS = {
 
 def gpt2(place, flags="", script="train.py", cwd=None):
     """
-    Train GPT-2 124M on random tokens, or a model for a CPU, with settings that nanoGPT has too; returns the
-    output, and in a dict the median of the later steps in ms and the seconds from the start to the first step.
+    Train GPT-2 124M on random tokens, or a model for a CPU, with settings that nanoGPT has too. Returns the
+    output, and the median of the later steps in ms with the seconds from the start to the first step.
     """
     shape = "--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --dtype=float32 --max_iters=12"
     if ON_GPU:
