@@ -133,8 +133,14 @@ def memory(place: SimpleNamespace, count: int) -> None:
 def loss(place: SimpleNamespace, count: int) -> None:
     """Print the validation losses after 500 steps: of nanoGPT, and of isoGPT with `count` seeds."""
     for name in ("--batch_size=8 --dropout=0.0", "the Shakespeare model for a CPU"):
-        args = [*SPEED[name][0], EAGER, "--gradient_accumulation_steps=1", "--max_iters=500"]
-        args += ["--eval_interval=500", "--eval_iters=20"]
+        args = [
+            *SPEED[name][0],
+            EAGER,
+            "--gradient_accumulation_steps=1",
+            "--max_iters=500",
+            "--eval_interval=500",
+            "--eval_iters=20",
+        ]
         seeds = [f"--seed={seed}" for seed in (1337, *range(1, count))]
         ours = [train(ROOT, *args, *place.ours, seed).val_losses[1] for seed in seeds]
         theirs = train(place.nanogpt, *args).val_losses[1]
@@ -150,8 +156,15 @@ def sampling(place: SimpleNamespace, count: int) -> None:
 
 def time_to_loss(place: SimpleNamespace, count: int) -> None:
     """nanoGPT's recipe for Shakespeare on a CPU, by nanoGPT itself, and our fast one."""
-    whole_split = ["--eval_only=True", "--eval_iters=145", "--batch_size=12", "--block_size=64"]
-    whole_split += ["--dataset=shakespeare_char", "--dtype=float32", f"--init_from={place.nanogpt / 'out'}"]
+    whole_split = [
+        "--eval_only=True",
+        "--eval_iters=145",
+        "--batch_size=12",
+        "--block_size=64",
+        "--dataset=shakespeare_char",
+        "--dtype=float32",
+        f"--init_from={place.nanogpt / 'out'}",
+    ]
     recipe = [CHARACTERS, *CPU_RECIPE, "--eval_interval=2000", "--out_dir=out"]
     ratios = []
     for seed in range(1337, 1337 + count):

@@ -35,12 +35,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # losses and a checkpoint every 25 steps, and nothing else
-BASE = ["--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--save_interval=25"]
-BASE += ["--init_from=auto"]
+BASE = [
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_interval=25",
+    "--init_from=auto",
+]
 # 25 sequences per step: no number of processes but 1 divides it, so some ranks have more than others
-ADAMW = [*BASE, "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=64"]
-ADAMW += ["--block_size=64", "--batch_size=5", "--gradient_accumulation_steps=5", "--dropout=0.0"]
-ADAMW += ["--learning_rate=2e-3", "--min_lr=2e-4", "--warmup_iters=20"]
+ADAMW = [
+    *BASE,
+    "--device=cpu",
+    "--dtype=float32",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=64",
+    "--block_size=64",
+    "--batch_size=5",
+    "--gradient_accumulation_steps=5",
+    "--dropout=0.0",
+    "--learning_rate=2e-3",
+    "--min_lr=2e-4",
+    "--warmup_iters=20",
+]
 # the model and the rates of README.md's first command, with a step of 4 micro-batches
 RECIPE = [str(ROOT / "config/train_stdlib_char_exact.py"), *BASE]
 

@@ -35,10 +35,25 @@ TOLERANCE = 1e-6  # of a loss
 STEPS, SAVE_EVERY = 40, 4
 SEQUENCES = 24  # of a step
 VOCABULARY = 65
-ARGS = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--optimizer=adamw", "--dropout=0.0"]
-ARGS += ["--n_layer=4", "--n_head=4", "--n_embd=32", "--block_size=32", "--learning_rate=1e-3"]
-ARGS += ["--warmup_iters=10", f"--max_iters={STEPS - 1}", "--lr_decay_iters=100", "--eval_interval=1000"]
-ARGS += ["--eval_iters=2", f"--save_interval={SAVE_EVERY}", "--dist_timeout_s=60"]
+ARGS = [
+    "--dataset=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--optimizer=adamw",
+    "--dropout=0.0",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=32",
+    "--block_size=32",
+    "--learning_rate=1e-3",
+    "--warmup_iters=10",
+    f"--max_iters={STEPS - 1}",
+    "--lr_decay_iters=100",
+    "--eval_interval=1000",
+    "--eval_iters=2",
+    f"--save_interval={SAVE_EVERY}",
+    "--dist_timeout_s=60",
+]
 MODELS = {
     "gpt2": ["--bias=True"],
     "nanochat": ["--arch=nanochat"],

@@ -33,10 +33,25 @@ from runs import column, tiny_data
 
 # 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any
 # time
-JOB = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=64", "--batch_size=12", "--dropout=0"]
-JOB += ["--gradient_accumulation_steps=1", "--learning_rate=1e-3", "--min_lr=1e-3", "--warmup_iters=50"]
-JOB += ["--lr_decay_iters=50", "--device=cpu", "--dtype=float32", "--eval_interval=1000000"]
-JOB += ["--eval_iters=1", "--log_interval=1", "--save_checkpoint=False"]
+JOB = [
+    "--n_layer=6",
+    "--n_head=6",
+    "--n_embd=384",
+    "--block_size=64",
+    "--batch_size=12",
+    "--dropout=0",
+    "--gradient_accumulation_steps=1",
+    "--learning_rate=1e-3",
+    "--min_lr=1e-3",
+    "--warmup_iters=50",
+    "--lr_decay_iters=50",
+    "--device=cpu",
+    "--dtype=float32",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_checkpoint=False",
+]
 # name: train.py's flags; N is the number of hosts. The first one determines the loss that the others have to
 # reach.
 MODES = {

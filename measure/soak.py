@@ -50,9 +50,20 @@ def kill_around_saves(zygote, work, rng, kills, nproc=1, flags=()):
     resume from it. Returns how often this was not so.
     """
     out, completed, older, mid_save = work / "soak", 0, 0, 0
-    args = [*TINY, f"--out_dir={out}", "--init_from=auto", "--save_interval=1", "--max_iters=1000000"]
-    args += ["--n_embd=128", "--n_layer=4"]  # a checkpoint takes some milliseconds, so kills hit it
-    args += ["--block_size=8", "--batch_size=1", "--gradient_accumulation_steps=2", *flags]
+    args = [
+        *TINY,
+        f"--out_dir={out}",
+        "--init_from=auto",
+        "--save_interval=1",
+        "--max_iters=1000000",
+        # a checkpoint takes some milliseconds, so kills hit it
+        "--n_embd=128",
+        "--n_layer=4",
+        "--block_size=8",
+        "--batch_size=1",
+        "--gradient_accumulation_steps=2",
+        *flags,
+    ]
     for kill in range(kills):
         run, wanted = zygote.start(args, work, nproc), rng.randint(1, 4)
         assert run.until(lambda text, n=wanted: text.count("saved ") >= n), run.text()[-2000:]
@@ -145,12 +156,25 @@ def differs(one, other):
 def kill_workers(work, rng, kills, nproc=4):
     """SIGKILL a random worker at a random moment, `kills` times."""
     out, straight, took = work / "killed", work / "straight", []
-    args = [*TINY, "--gradient_accumulation_steps=4", "--save_interval=10", "--eval_interval=100000"]
-    args += ["--max_iters=2000", "--lr_decay_iters=2000", "--init_from=auto"]
+    args = [
+        *TINY,
+        "--gradient_accumulation_steps=4",
+        "--save_interval=10",
+        "--eval_interval=100000",
+        "--max_iters=2000",
+        "--lr_decay_iters=2000",
+        "--init_from=auto",
+    ]
     workers = f"--nproc_per_node={nproc}"
     assert torchrun(work, [*args, f"--out_dir={straight}"], "--standalone", workers).wait(600) == 0
-    elastic = ["--nnodes=1:1", workers, f"--max-restarts={kills}", "--rdzv-backend=c10d"]
-    elastic += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
+    elastic = [
+        "--nnodes=1:1",
+        workers,
+        f"--max-restarts={kills}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-conf=last_call_timeout=1",
+    ]
     agent = torchrun(work, [*args, f"--out_dir={out}"], *elastic)
     for _ in range(kills):
         wanted = steps_in(out) + rng.randrange(1, 30)
@@ -170,12 +194,26 @@ def shrink(zygote, work):
     run ends.
     """
     out, straight, port = work / "shrunk", work / "straight", free_port()
-    args = [*TINY, "--gradient_accumulation_steps=12", "--save_interval=10", "--max_iters=2500"]
-    args += ["--lr_decay_iters=2500", "--eval_interval=100000", "--dist_timeout_s=60", "--init_from=auto"]
+    args = [
+        *TINY,
+        "--gradient_accumulation_steps=12",
+        "--save_interval=10",
+        "--max_iters=2500",
+        "--lr_decay_iters=2500",
+        "--eval_interval=100000",
+        "--dist_timeout_s=60",
+        "--init_from=auto",
+    ]
     zygote.start([*args, f"--out_dir={straight}"], work).wait(timeout=600)
-    elastic = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d"]
-    elastic += ["--rdzv-id=shrink", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    elastic += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    elastic = [
+        "--nnodes=2:4",
+        "--nproc_per_node=1",
+        "--max-restarts=10",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=shrink",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]
     agents = [torchrun(work, [*args, f"--out_dir={out}"], *elastic)]
     wait_for(lambda: is_served(port))  # by the first agent, which is not killed
     agents += [torchrun(work, [*args, f"--out_dir={out}"], *elastic) for _ in range(3)]
