@@ -12,18 +12,19 @@ status is 1 if a difference is larger, or if a run fails.
 """
 
 import argparse
+import math
 import random
 import re
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs import Run, Zygote, accepted, column, tiny_data
+from runs import Zygote, accepted, column, tiny_data
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.plan import plan_of
@@ -34,10 +35,25 @@ TOLERANCE = 1e-6  # of a loss
 STEPS, SAVE_EVERY = 40, 4
 SEQUENCES = 24  # of a step
 VOCABULARY = 65
-ARGS = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--optimizer=adamw", "--dropout=0.0"]
-ARGS += ["--n_layer=4", "--n_head=4", "--n_embd=32", "--block_size=32", "--learning_rate=1e-3"]
-ARGS += ["--warmup_iters=10", f"--max_iters={STEPS - 1}", "--lr_decay_iters=100", "--eval_interval=1000"]
-ARGS += ["--eval_iters=2", f"--save_interval={SAVE_EVERY}", "--dist_timeout_s=60"]
+ARGS = [
+    "--dataset=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--optimizer=adamw",
+    "--dropout=0.0",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=32",
+    "--block_size=32",
+    "--learning_rate=1e-3",
+    "--warmup_iters=10",
+    f"--max_iters={STEPS - 1}",
+    "--lr_decay_iters=100",
+    "--eval_interval=1000",
+    "--eval_iters=2",
+    f"--save_interval={SAVE_EVERY}",
+    "--dist_timeout_s=60",
+]
 MODELS = {
     "gpt2": ["--bias=True"],
     "nanochat": ["--arch=nanochat"],
@@ -57,6 +73,8 @@ CHOICES = {
     "activation_checkpointing": ("none", "full", "selective", "every:2"),
     "batch_size": tuple(n for n in range(1, SEQUENCES + 1) if SEQUENCES % n == 0),
 }
+DEFAULTS = ("--zero=0", "--dp_replicate=1", "--tp=1", "--pp=1", "--cp=1", "--ep=1")
+DEFAULTS += ("--activation_checkpointing=none",)
 ENDS = ("kill all", "kill one", "stop")
 
 
@@ -64,18 +82,11 @@ ENDS = ("kill all", "kill one", "stop")
 class Layout:
     """A number of processes and the settings that divide the work."""
 
-    world_size: int = 1
-    settings: dict = field(default_factory=dict)
-
-    def options(self) -> list[str]:
-        """The options for train.py."""
-        return [f"--{name}={value}" for name, value in self.settings.items()]
+    processes: int
+    options: tuple[str, ...]
 
     def __str__(self) -> str:
-        defaults = {"dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "activation_checkpointing": "none"}
-        hidden = ("gradient_accumulation_steps", "pp_schedule" if self.settings["pp"] == 1 else "")
-        shown = {k: v for k, v in self.settings.items() if k not in hidden and v != defaults.get(k)}
-        return ", ".join([f"{self.world_size} proc.", *(f"{name} {value}" for name, value in shown.items())])
+        return " ".join([f"{self.processes} proc.", *(o for o in self.options if o not in DEFAULTS)])
 
 
 def draw_layout(rng: random.Random, model: str) -> Layout:
@@ -83,7 +94,8 @@ def draw_layout(rng: random.Random, model: str) -> Layout:
     while True:
         drawn = {name: rng.choice(values) for name, values in CHOICES.items()}
         drawn["gradient_accumulation_steps"] = SEQUENCES // drawn["batch_size"]
-        layout = Layout(rng.choice(WORLD_SIZES), drawn)
+        options = tuple(f"--{name}={value}" for name, value in drawn.items())
+        layout = Layout(rng.choice(WORLD_SIZES), options)
         if is_possible(layout, model):
             return layout
 
@@ -91,83 +103,65 @@ def draw_layout(rng: random.Random, model: str) -> Layout:
 def is_possible(layout: Layout, model: str) -> bool:
     """Whether the layout passes the checks of settings that train.py does before it builds the model."""
     try:
-        config = accepted("train.py", *ARGS, *MODELS[model], *layout.options())
+        config = accepted("train.py", *ARGS, *MODELS[model], *layout.options)
         args = asdict(GPTConfig(**model_args_of(config, VOCABULARY)))
-        check_degrees(plan_of(config, islands=1, world_size=layout.world_size, model_args=args))
+        check_degrees(plan_of(config, islands=1, world_size=layout.processes, model_args=args))
     except ValueError:
         return False
     return True
 
 
-def end_early(run: Run, end: str, step: int, rank: int) -> None:
-    """Wait until the run has printed a step, then kill or stop the run. The run may have ended before."""
-    run.until(lambda text: f"iter {step}:" in text, timeout=180)
-    if end == "stop":
-        run.kill([rank], signal.SIGTERM)
-    else:
-        run.kill([rank] if end == "kill one" else None)
-    run.wait(timeout=180, ok=False)
-
-
-def losses_of_one_process(zygote: Zygote, work: Path, model: str) -> dict[int, float]:
-    """The losses of a process that is not interrupted."""
-    options = [f"--batch_size={SEQUENCES // 4}", "--gradient_accumulation_steps=4"]
-    zygote.start([*ARGS, *MODELS[model], *options, f"--out_dir={model}"], work).wait(timeout=600)
-    return column(work / model, "loss")
-
-
-def run_twice(
-    zygote: Zygote, work: Path, out_dir: str, model: str, layouts: tuple[Layout, Layout], end: tuple
-) -> str:
+def run_twice(zygote: Zygote, out: Path, model: str, layouts: list[Layout], rng: random.Random) -> list:
     """
-    Train on the first layout until the end (how, step, rank), and resume on the second layout.
-
-    Returns:
-        The step from which the second run resumed; "0": there was no checkpoint.
+    Train on the first layout, kill or stop the run, and resume on the second layout; returns how and at which
+    step the first run ended, and from which step the second one resumed ("0": there was no checkpoint).
 
     Raises:
-        AssertionError: the second run failed.
+        AssertionError: a run failed.
     """
-    first, second = layouts
-    args = [*ARGS, *MODELS[model], f"--out_dir={out_dir}"]
-    run = zygote.start([*args, *first.options()], work, first.world_size)
-    end_early(run, *end)
-    assert "iter " in run.text(), run.text()[-3000:]
-    run = zygote.start([*args, *second.options(), "--init_from=auto"], work, second.world_size)
-    resumed = re.search(r"step_0*(\d+)(?:/ckpt.pt)?, step", run.wait(timeout=300).text())
-    return resumed[1] if resumed else "0"
+    args = [*ARGS, *MODELS[model], f"--out_dir={out}"]
+    end, step = rng.choice(ENDS), rng.randrange(2 * SAVE_EVERY, STEPS // 2)  # after the first checkpoint
+    rank = rng.randrange(layouts[0].processes)
+    run = zygote.start([*args, *layouts[0].options], out.parent, layouts[0].processes)
+    assert run.until(lambda text: f"iter {step}:" in text, timeout=180), run.text()[-3000:]
+    run.kill(None if end == "kill all" else [rank], signal.SIGTERM if end == "stop" else signal.SIGKILL)
+    run.wait(timeout=180, ok=False)
+    args += [*layouts[1].options, "--init_from=auto"]
+    run = zygote.start(args, out.parent, layouts[1].processes).wait(timeout=300)
+    resumed = re.search(r"step_0*(\d+)(?:/ckpt.pt)?, step", run.text())
+    return [end, step, resumed[1] if resumed else "0"]
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
     """The largest difference of two runs' losses; infinite if a step is missing."""
     if one.keys() != other.keys() or len(one) != STEPS:
-        return float("inf")
+        return math.inf
     return max(abs(one[step] - other[step]) for step in one)
 
 
 def measure(zygote: Zygote, work: Path, runs: int, seed: int) -> int:
     """Print a row for each run; returns how many runs failed or were over the tolerance."""
     rng, straight, bad = random.Random(seed), {}, 0
-    print("| | model | layout | end | layout of the resume | resumed at | largest difference |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    names = list(MODELS)
+    print("| | model | layout | end | at step | layout of the resume | resumed at | largest difference |")
+    print("|---|---|---|---|---|---|---|---|")
     for number in range(runs):
-        model = names[number % len(names)]
-        layouts = draw_layout(rng, model), draw_layout(rng, model)
-        step = rng.randrange(2 * SAVE_EVERY, STEPS // 2)  # after the first checkpoint
-        end = rng.choice(ENDS), step, rng.randrange(layouts[0].world_size)
+        model, out = [*MODELS][number % len(MODELS)], work / f"out{number}"
+        layouts = [draw_layout(rng, model) for _ in range(2)]
         if model not in straight:
-            straight[model] = losses_of_one_process(zygote, work, model)
+            options = [f"--batch_size={SEQUENCES // 4}", "--gradient_accumulation_steps=4"]
+            args = [*ARGS, *MODELS[model], *options, f"--out_dir={work / model}"]
+            zygote.start(args, work).wait(timeout=600)
+            straight[model] = column(work / model, "loss")
         try:
-            resumed_at = run_twice(zygote, work, f"out{number}", model, layouts, end)
-            difference = largest_difference(straight[model], column(work / f"out{number}", "loss"))
+            end, step, resumed_at = run_twice(zygote, out, model, layouts, rng)
+            difference = largest_difference(straight[model], column(out, "loss"))
         except AssertionError as e:
-            resumed_at, difference = "-", float("inf")
+            end = step = resumed_at = "-"
+            difference = math.inf
             print(e, file=sys.stderr)
-        bad += int(difference > TOLERANCE)
+        bad += difference > TOLERANCE
         text = f"{difference:.1e}" + (" **over**" if difference > TOLERANCE else "")
-        ended = f"{end[0]}, step {end[1]}"
-        row = [number, model, layouts[0], ended, layouts[1], resumed_at, text]
+        row = [number, model, layouts[0], end, step, layouts[1], resumed_at, text]
         print("|", " | ".join(map(str, row)), "|", flush=True)
     return bad
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
@@ -39,8 +39,8 @@ JOB = [
     "--n_embd=384",
     "--block_size=64",
     "--batch_size=12",
-    "--gradient_accumulation_steps=1",
     "--dropout=0",
+    "--gradient_accumulation_steps=1",
     "--learning_rate=1e-3",
     "--min_lr=1e-3",
     "--warmup_iters=50",
@@ -52,7 +52,7 @@ JOB = [
     "--log_interval=1",
     "--save_checkpoint=False",
 ]
-# name: train.py's flags; {hosts} is their number. The first one determines the loss that the others have to
+# name: train.py's flags; N is the number of hosts. The first one determines the loss that the others have to
 # reach.
 MODES = {
     "DDP": [],
@@ -62,8 +62,8 @@ MODES = {
     "bf16": ["--grad_compression=bf16"],
     "int8": ["--grad_compression=int8"],
     "PowerSGD, rank 4": ["--grad_compression=powersgd:4"],
-    "local SGD, 8 steps": ["--islands={hosts}", "--local_steps=8", "--outer_lr=1", "--outer_momentum=0"],
-    "DiLoCo, 32 steps": ["--islands={hosts}", "--local_steps=32", "--outer_lr=0.7", "--outer_momentum=0.9"],
+    "local SGD, 8 steps": ["--islands=N", "--local_steps=8", "--outer_lr=1", "--outer_momentum=0"],
+    "DiLoCo, 32 steps": ["--islands=N", "--local_steps=32", "--outer_lr=0.7", "--outer_momentum=0.9"],
 }
 WINDOW = 50  # steps over which losses are smoothed
 LONGEST = 3  # a mode is given up after this many times --steps
@@ -73,11 +73,11 @@ numbers = itertools.count(1)
 
 @dataclass
 class Curve:
-    """What a run has logged for each step."""
+    """What a run has logged for each step, and the bytes that each host has sent, with headers."""
 
     losses: list[float]
     step_ms: list[float]
-    sent: float = 0  # bytes that each host has sent, with headers
+    sent: float = 0
 
     def smoothed(self) -> np.ndarray:
         """The mean of WINDOW losses, from step WINDOW - 1 on."""
@@ -91,64 +91,37 @@ class Curve:
         return int(reached[0]) + min(WINDOW, len(self.losses)) if len(reached) else None
 
 
-def read_curve(out_dir: Path) -> Curve:
-    """A run's Curve, also while it is running."""
-    if not (out_dir / "metrics.jsonl").exists():
-        return Curve([], [])
-    return Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms")))
-
-
 def train(hosts: Hosts, args: list[str], target: float = -math.inf) -> Curve:
-    """
-    Train on all hosts until the smoothed loss is `target` or the run ends.
-
-    Raises:
-        ValueError: train.py failed on a host.
-    """
+    """Train on all hosts until the smoothed loss is `target` or the run ends. ValueError: train.py failed."""
     out_dir = hosts.work / f"out{next(numbers)}"
     for log in hosts.logs.values():
         log.unlink(missing_ok=True)
-    sent = sum(map(hosts.sent, hosts.spaces))
+    sent, curve = sum(map(hosts.sent, hosts.spaces)), Curve([], [])
     processes = hosts.train([*args, f"--out_dir={out_dir}"])
     codes = {host: None for host in processes}
     while None in codes.values():
         time.sleep(1.0)  # reading the log takes time from the hosts' cores
         codes = {host: process.poll() for host, process in processes.items()}
         failed = [host for host, code in codes.items() if code]
-        if failed or (target > -math.inf and read_curve(out_dir).steps_to(target)):
+        if (out_dir / "metrics.jsonl").exists():
+            curve = Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms")))
+        if failed or curve.steps_to(target):
             break
     hosts.end()
     for process in processes.values():
         process.wait()
     if failed:
-        raise ValueError(f"{failed[0]}: {reason_for(hosts.text(failed[0]))}")
-    sent = sum(map(hosts.sent, hosts.spaces)) - sent
-    return replace(read_curve(out_dir), sent=sent / len(hosts.spaces))
+        text = hosts.text(failed[0])
+        message = re.search(r"^error: (.+)$", text, re.M)
+        raise ValueError(f"{failed[0]}: {message[1] if message else text[-500:]}")
+    curve.sent = (sum(map(hosts.sent, hosts.spaces)) - sent) / len(hosts.spaces)
+    return curve
 
 
 def sent_per_step(hosts: Hosts, args: list[str], curve: Curve) -> float:
-    """Bytes that each host sends per step of a run, less those of the start, as a run of one step shows."""
+    """MB that each host sends per step of a run, less those of the start, as a run of one step shows."""
     start = train(hosts, [*args, "--max_iters=0"])
-    return (curve.sent - start.sent) / (len(curve.losses) - 1)
-
-
-def reason_for(text: str) -> str:
-    """The error message in a run's output, or else its last line."""
-    lines = [line for line in text.splitlines() if line.strip()] or ["no output"]
-    message = next((line for line in lines if line.startswith("error: ")), lines[-1])
-    return message.removeprefix("error: ")
-
-
-def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
-    """One run at a rate: its steps, time, traffic and losses."""
-    hosts.limit(rate)
-    curve = train(hosts, args)
-    megabytes = sent_per_step(hosts, args, curve) / 1e6
-    print(
-        f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: "
-        f"median {median(curve.step_ms):.1f} ms, {megabytes:.3f} MB sent per step and rank"
-    )
-    print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
+    return (curve.sent - start.sent) / (len(curve.losses) - 1) / 1e6
 
 
 def step_time(hosts: Hosts, args: list[str]) -> float:
@@ -160,36 +133,39 @@ def step_time(hosts: Hosts, args: list[str]) -> float:
     return mean(curve.step_ms[-steps:]) / 1e3
 
 
-def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> None:
-    """Print a row for each mode, in Markdown. A mode that fails gets a row that says why."""
-    rates, target, first = options.rates.split(","), -math.inf, {}
+def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
+    """One run at a rate: its steps, time, traffic and losses."""
+    hosts.limit(rate)
+    curve = train(hosts, args)
+    took, sent = f"median {median(curve.step_ms):.1f} ms", sent_per_step(hosts, args, curve)
+    where = f"{len(hosts.spaces)} hosts at {rate}"
+    print(f"{len(curve.losses)} steps on {where}: {took}, {sent:.3f} MB sent per step and rank")
+    print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
+
+
+def run_table(hosts: Hosts, args: list[str], rates: list[str], steps: int) -> None:
+    """Print a row for each mode. A mode that fails gets a row that says why."""
+    target, first = -math.inf, {}
     for name, flags in MODES.items():
-        mode = [*args, *(flag.format(hosts=len(hosts.spaces)) for flag in flags)]
-        limit = options.steps if name == "DDP" else LONGEST * options.steps
+        mode = [*args, *(flag.replace("=N", f"={len(hosts.spaces)}") for flag in flags)]
+        limit = steps if name == "DDP" else LONGEST * steps
         try:
             hosts.limit(None)  # what a slow link drops is sent again
             curve = train(hosts, [*mode, f"--max_iters={limit - 1}"], target)
             if name == "DDP":
                 target = curve.smoothed()[-1]
-                print(
-                    f"| mode | MB per step and rank | steps to a loss of {target:.3f} | "
-                    + " | ".join(f"{rate}: ms per step | time | speed-up" for rate in rates)
-                    + " |\n|---|"
-                    + "---|" * (2 + 3 * len(rates))
-                )
-            sent = sent_per_step(hosts, mode, curve)
-            steps, cells = curve.steps_to(target), []
+                print(f"steps to a loss of {target:.3f}; at each rate ms per step, time and speed-up")
+            reached = curve.steps_to(target)
+            cells = [f"{sent_per_step(hosts, mode, curve):.3f} MB", f"{reached or f'not in {limit}'} steps"]
             for rate in rates:
                 hosts.limit(rate)
                 seconds = step_time(hosts, mode)
-                total = steps * seconds if steps else math.nan
+                total = reached * seconds if reached else math.nan
                 first.setdefault(rate, total)
-                speed_up = f"{first[rate] / total:.2f}x" if steps else ""
-                cells += [f"{seconds * 1e3:.0f}", f"{total:.1f} s" if steps else "", speed_up]
-            cells = [name, f"{sent / 1e6:.3f}", str(steps or f"not in {limit}"), *cells]
+                cells += [rate, f"{seconds * 1e3:.0f}", f"{total:.1f} s", f"{first[rate] / total:.2f}x"]
         except ValueError as e:
-            cells = [name, f"failed: {e}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+            cells = [f"failed: {e}"]
+        print(f"| {' | '.join([name, *cells])} |", flush=True)
 
 
 def main() -> None:
@@ -207,14 +183,11 @@ def main() -> None:
         sys.exit("network namespaces need Linux, root and iproute2")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # close the hosts
     with tempfile.TemporaryDirectory(prefix="slow_network_") as work:
-        args = [*JOB, *options.args]
-        if not any(arg.startswith("--dataset=") for arg in args):
-            tiny_data(work, tokens=1_000_000)
-            args.append("--dataset=tiny")
-        hosts = Hosts(Path(work), options.hosts)
+        tiny_data(work, tokens=1_000_000)
+        args, hosts = [*JOB, "--dataset=tiny", *options.args], Hosts(Path(work), options.hosts)
         try:
             if options.table:
-                run_table(hosts, args, options)
+                run_table(hosts, args, options.rates.split(","), options.steps)
             else:
                 run_once(hosts, args, options.rate)
         except ValueError as e:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "measure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import Zygote, tiny_data, write_mixture
 
@@ -98,6 +98,8 @@ def pytest_addoption(parser, pluginmanager):
         if not pluginmanager.hasplugin(name):
             raise pytest.UsageError(f"pytest-{name} is missing: pip install -r requirements-dev.txt")
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
+    help = "append the result of each test to this file, with what it has measured, as a line of JSON"
+    parser.addoption("--results", metavar="FILE", type=Path, help=help)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,6 +111,12 @@ def pytest_xdist_auto_num_workers(config):
     is_part = any("::" in arg or arg.endswith(".py") for arg in config.args)
     one_process = is_part or config.option.markexpr == "gpu" or config.option.capture == "no"
     return 0 if one_process else 2
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` imports no other tests, whose packages a GPU machine may lack."""
+    others = collection_path.suffix == ".py" and collection_path.name != "test_gpu.py"
+    return True if others and config.option.markexpr == "gpu" else None
 
 
 def duration_key(path, is_slow):
@@ -138,11 +146,11 @@ def pytest_configure(config):
 
 
 class Progress:
-    """How long the files take, and after SIGTERM, which tests have not run."""
+    """How long the files take, the file of --results, and after SIGTERM, which tests have not run."""
 
     def __init__(self, config):
         self.left, self.durations, self.is_stopped = {}, Counter(), False
-        self.records = config.option.record_durations
+        self.records, self.results = config.option.record_durations, config.option.results
         if config.option.dist != "no":  # tests do not run in this process
             signal.signal(signal.SIGTERM, self.stop)
 
@@ -163,6 +171,11 @@ class Progress:
         self.durations[duration_key(report.location[0], "slow" in report.keywords)] += report.duration
         if report.when == "teardown":
             self.left.pop(report.nodeid, None)
+        if self.results and (report.when == "call" or report.outcome != "passed"):
+            found = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
+            found |= dict(report.user_properties) | {"problem": report.longreprtext[-400:]}
+            with self.results.open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.is_stopped:

@@ -6,14 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from documents import documents_of, loss_of
 from runs import REPO, TINY
 
 from isogpt.data.dataset import open_dataset
 from isogpt.data.documents import DocumentWindows
 from isogpt.data.windows import shuffled_windows
-from model import GPT, GPTConfig
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -178,18 +175,3 @@ def test_a_run_reads_documents(zygote, tmp_path):
     assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()
     assert re.search(r"this run continues with documents of tiny \w{8} \(was \w{8}\): the loss", text)
-
-
-def test_documents_of_the_validation_set(tmp_path):
-    """measure/documents.py evaluates each of them alone."""
-    texts = [[1, 2, 3], [4], [*range(1, 9), *range(1, 9)], [5, 6]]
-    folder = write(tmp_path / "data", [END, *(token for text in texts for token in (*text, END))])
-    find_documents.main([str(folder), f"--id={END}"])
-    of_val = documents_of(open_dataset(str(folder), BLOCK, data_order="documents"))
-    assert [document.tolist() for document in of_val] == [[END, *text, END] for text in texts]
-    model, total, count = GPT(GPTConfig(BLOCK, END + 1, 1, 1, 8), seed=1).eval(), 0.0, 0
-    for text in texts:
-        tokens = torch.tensor([END, *text, END])[None, : BLOCK + 1]  # the third one is longer than a window
-        _, mean = model(tokens[:, :-1], tokens[:, 1:])
-        total, count = total + mean.item() * (tokens.size(1) - 1), count + tokens.size(1) - 1
-    assert loss_of(model, of_val) == pytest.approx(total / count, rel=1e-6)

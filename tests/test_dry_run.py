@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import wire
 from runs import REPO, accepted, start_changed, train_defaults
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from isogpt.launch.pretended_ranks import Collective, PretendedGroup
+from isogpt.parallel.compression import INT8_BLOCK
 from isogpt.speed import dry_run
 
 # a model whose activations and parameters take alike
@@ -131,8 +131,107 @@ def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
 # what is counted
 
 
-def sent_by_real_ranks(report, name):
-    """The bytes of a report that the formulas of measure/wire.py contain, as gloo sends them."""
+# What each rank sends per step, by formula. Everything is divisible by 4, so no part is padded. What is sent
+# in each of two micro-steps counts twice.
+L, C, T, V, ROWS, MICRO_STEPS = 4, 128, 256, 256, 4, 2
+MODEL = [f"--n_layer={L}", f"--n_embd={C}", f"--block_size={T}", f"--vocab_size={V}", f"--batch_size={ROWS}"]
+# bytes of a block's parameters, of the others (wte, wpe and the last norm), and of a micro-batch's stream
+BLOCK = 4 * (12 * C**2 + 2 * C)
+OTHERS = 4 * (V * C + T * C + C)
+STREAM = 4 * ROWS * T * C
+E, ACTIVE = 4, 2  # experts, with ep, and how many of them each token uses
+
+
+def all_reduce(n, size):
+    """Bytes that each of n ranks sends for the sum of tensors of `size` bytes: around a ring, twice."""
+    return 2 * (n - 1) / n * size
+
+
+def all_gather(n, size):
+    """Bytes that each of n ranks sends so that all have the whole; also in an all-to-all of `size` bytes."""
+    return (n - 1) / n * size
+
+
+# NCCL sends (n - 1) / n; gloo runs an all-reduce
+reduce_scatter = all_reduce
+
+
+def ddp(n):
+    """One all-reduce of the gradients per step."""
+    return all_reduce(n, L * BLOCK + OTHERS)
+
+
+def fsdp(n, of_gradients=1):
+    """
+    In each micro-step the parameters are gathered, those of the blocks again in the backward, and the
+    gradients are reduced.
+    """
+    gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
+    return MICRO_STEPS * (gathered + of_gradients * reduce_scatter(n, L * BLOCK + OTHERS))
+
+
+def tp(n):
+    """
+    In each micro-step, attention, MLP and the loss gather the stream, attention, MLP and the embedding add up
+    their outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once
+    per step, the gradients of norms and position embeddings are summed.
+    """
+    stream = (4 * L + 2) * (all_gather(n, STREAM) + reduce_scatter(n, STREAM))
+    per_token = 3 * 4 * ROWS * T
+    whole = 4 * (L * 2 * C + T * C + C)  # parameters that are on every rank
+    return MICRO_STEPS * (stream + all_reduce(n, per_token)) + all_reduce(n, whole)
+
+
+def pp(n):
+    """
+    The stream of each micro-batch crosses each of n - 1 boundaries, and its gradient crosses them back. The
+    first and the last rank exchange the gradient of the tied embedding. Mean over the ranks.
+    """
+    micro_steps = -(-MICRO_STEPS // n) * n
+    stream = STREAM * MICRO_STEPS / micro_steps  # of more and smaller micro-batches
+    return (2 * (n - 1) * micro_steps * stream + 2 * 4 * V * C) / n
+
+
+def cp(n):
+    """
+    In each micro-step, each block gathers keys and values, gathers them again in the backward and reduces
+    their gradients. Once per step, the gradients are reduced as with DDP.
+    """
+    keys_values = 2 * STREAM
+    per_block = 2 * all_gather(n, keys_values) + reduce_scatter(n, keys_values)
+    return MICRO_STEPS * L * per_block + ddp(n)
+
+
+def ep(n, degree):
+    """
+    In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the
+    backward does the same with gradients; first, the ranks exchange how many tokens each expert gets. Once
+    per step, the gradients are reduced: those of experts over the ranks that hold the same ones, the others
+    over all. Mean over the ranks: it does not depend on how even the routing is, as long as it is alike on
+    all ranks, since what popular experts receive from n - 1 ranks the others do not.
+    """
+    routed, counts = ACTIVE * STREAM, 8 * E
+    mlp = 4 * 8 * C**2
+    others = L * (BLOCK - mlp + 4 * E * C) + OTHERS  # with the routers
+    exchanged = MICRO_STEPS * L * (4 * all_gather(degree, routed) + all_gather(degree, counts))
+    return exchanged + all_reduce(n, others) + all_reduce(n // degree, L * E * mlp / degree)
+
+
+OF_EXPERTS = f"--n_expert={E} --n_expert_active={ACTIVE} --ep="
+FORMULAS = {"--grad_compression=none": ddp, "--zero=3": fsdp, "--tp=N": tp, "--pp=N": pp, "--cp=N": cp}
+FORMULAS |= {
+    f"{OF_EXPERTS}N": lambda n: ep(n, n),
+    f"{OF_EXPERTS}2": lambda n: ep(n, 2),  # pairs of ranks divide the experts, and DDP joins the pairs
+    "--exact=True": lambda n: 2 * ddp(n),  # 64-bit integers
+    "--exact=True --zero=3": lambda n: fsdp(n, of_gradients=2),
+    "--grad_compression=fp16": lambda n: ddp(n) / 2,
+    "--grad_compression=int8": lambda n: ddp(n) * (8 + 32 / INT8_BLOCK) / 32,  # with the scale of each block
+}
+FAST = ("--zero=3", 4), ("--pp=N", 2)
+
+
+def sent_by_real_ranks(report):
+    """The bytes of a report that the formulas contain, as gloo sends them."""
     total = 0.0
     for c in report.collectives:
         if c.count == 1 and c.bytes < 1000 * c.ranks:  # the step's numbers, and with experts the routers'
@@ -142,19 +241,21 @@ def sent_by_real_ranks(report, name):
     return total
 
 
-FAST = ("fsdp 4", "pp 2")
-
-
 @pytest.mark.parametrize(
-    "layout", [pytest.param(key, marks=[] if key in FAST else pytest.mark.slow) for key in wire.LAYOUTS]
+    ("flags", "n"),
+    [
+        pytest.param(flags, n, marks=[] if (flags, n) in FAST else pytest.mark.slow)
+        for flags in FORMULAS
+        for n in (2, 4)
+    ],
 )
-def test_collectives_are_those_of_the_formulas(zygote, work, layout):
-    name, n = wire.LAYOUTS[layout]
-    args = [word for word in wire.arguments(name, n) if not word.startswith("--dataset=")]
-    # their formulas are a mean over the ranks
-    ranks = range(n) if name in ("pp", "ep", "ep2") else [0]
-    sent = [sent_by_real_ranks(run_dry(zygote, work, n, args, rank), name) for rank in ranks]
-    assert sum(sent) / len(sent) == pytest.approx(getattr(wire, name)(n), rel=2e-3)
+def test_collectives_are_those_of_the_formulas(zygote, work, flags, n):
+    accumulation = MICRO_STEPS * (1 if flags in ("--tp=N", "--pp=N", "--cp=N") else n)
+    args = [*MODEL, *flags.replace("=N", f"={n}").split(), f"--gradient_accumulation_steps={accumulation}"]
+    # some formulas are a mean over the ranks
+    ranks = range(n) if "pp" in flags or "ep=" in flags else [0]
+    sent = [sent_by_real_ranks(run_dry(zygote, work, n, args, rank)) for rank in ranks]
+    assert sum(sent) / len(sent) == pytest.approx(FORMULAS[flags](n), rel=2e-3)
 
 
 # each rank prints what it has counted: the same code as in a dry run, on ranks that are there

@@ -5,6 +5,7 @@ Rules for the whole repository: imports, style, settings and the commands in the
 import ast
 import functools
 import graphlib
+import json
 import re
 import shlex
 import subprocess
@@ -307,7 +308,7 @@ def test_a_test_that_hangs_fails_and_sigterm_shows_what_has_not_run(tmp_path):
     """As .ci/run sends it at a time limit."""
     (tmp_path / "conftest.py").symlink_to(REPO / "tests/conftest.py")
     (tmp_path / "test_it.py").write_text(HANGING)
-    options = ["-vv", "-n1", "-c", REPO / "pyproject.toml", "--rootdir=."]
+    options = ["-vv", "-n1", "-c", REPO / "pyproject.toml", "--rootdir=.", "--results=results"]
     command, log = [sys.executable, "-m", "pytest", *options, "test_it.py"], tmp_path / "log"
     process = subprocess.Popen(command, cwd=tmp_path, stdout=log.open("w"))
     wait_for(lambda: "test_that_runs" in log.read_text())
@@ -317,6 +318,8 @@ def test_a_test_that_hangs_fails_and_sigterm_shows_what_has_not_run(tmp_path):
     assert "Failed: Timeout (>0.5s) from pytest-timeout" in log.read_text()
     left = "still running: test_it.py::test_that_runs\nnot run: test_it.py::test_that_waits\n"
     assert left in log.read_text()
+    first, *_ = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert first["test"] == "test_it.py::test_that_hangs" and first["outcome"] == "failed"
 
 
 def test_comparisons_say_what_differs():

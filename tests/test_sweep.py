@@ -1,18 +1,24 @@
 """sweep.py: combinations, what is refused before anything starts, the queue, kills, signals, two at once."""
 
 import json
+import os
+import random
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 from runs import (
     REPO,
     TINY,
+    assert_same_run,
+    children,
     column,
     records,
     script,
     script_that_fails,
     settings_of_train,
+    steps_in,
     tiny_data,
     wait_for,
 )
@@ -291,12 +297,25 @@ def test_the_tasks_of_an_array_job_train_their_parts(zygote, work):
 
 @pytest.mark.slow
 def test_a_killed_and_repeated_sweep_has_the_bits_of_an_undisturbed_one(zygote, work):
-    """The short form of measure/sweep_kills.py."""
-    sys.path.append(str(REPO / "measure"))
-    from sweep_kills import kill_sweep
-
-    found, alone = kill_sweep(zygote, work, kills=3, seed=1, script=FORKED, steps=40)
-    assert not found and alone in (1, 2)
+    """Killed three times, the second time with its runs."""
+    args = [*TINY, "--dropout=0.1", "--eval_interval=20", "--save_interval=5", "--max_iters=39"]
+    args += [*LISTS, "--jobs=2"]
+    rng, straight, killed = random.Random(1), work / "straight", work / "killed"
+    zygote.start([*args, f"--out_dir={straight}"], work, script=FORKED).wait(300)
+    for kill, moment in enumerate(sorted(rng.randrange(4 * 40) for _ in range(3))):
+        sweep = zygote.start([*args, f"--out_dir={killed}"], work, script=FORKED)
+        # until its runs have logged so many steps
+        sweep.until(lambda _, n=moment: sum(steps_in(run) + 1 for run in killed.glob("*")) >= n, 300)
+        runs = children(sweep.pids[0]) if kill == 1 and not sweep.poll() else []
+        sweep.kill()
+        for run in runs:
+            with suppress(ProcessLookupError):
+                os.kill(run, signal.SIGKILL)
+        sweep.wait(ok=False)
+    zygote.start([*args, f"--out_dir={killed}"], work, script=FORKED).wait(300)
+    assert len([*straight.glob("*/")]) == 4
+    for run in straight.glob("*/"):
+        assert_same_run(killed / run.name, run)
 
 
 @pytest.mark.slow

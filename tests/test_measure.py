@@ -1,5 +1,6 @@
-"""A run over slow links (measure/slow_network.py); test_dry_run.py has the formulas of measure/wire.py."""
+"""Short forms of scripts in measure/: runs that are killed, and a run over slow links."""
 
+import random
 import re
 import subprocess
 import sys
@@ -7,6 +8,15 @@ import sys
 import pytest
 from hosts import HAS_NAMESPACES, ip
 from runs import REPO, TINY
+
+sys.path.append(str(REPO / "measure"))
+from soak import kill_around_saves
+
+
+@pytest.mark.slow
+def test_kills_do_not_damage_checkpoints(zygote, work):
+    """The newest checkpoint is never older than the last complete one."""
+    assert kill_around_saves(zygote, work, random.Random(3), kills=12) == 0
 
 
 @pytest.mark.slow
