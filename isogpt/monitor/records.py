@@ -67,6 +67,7 @@ def step_record(
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": fraction_of_peak(flops_per_step / step_s, peak_flops),
         "tokens": progress.tokens + progress.tokens_per_step,
+        "seconds": progress.seconds,
     }
 
 
@@ -110,6 +111,8 @@ def chart_values(record: dict) -> dict:
         kinds = record["statistics"].items()
         values = {f"{kind}/{name}": value for kind, named in kinds for name, value in named.items()}
         return values | {"iter": record["iter"]}
+    if "val_loss" in record:  # the step's record, with the same iter, contains these, too
+        record = {name: value for name, value in record.items() if name not in ("tokens", "seconds")}
     values = {chart_name(name): value for name, value in record.items()}
     if values.get("mfu"):
         values["mfu"] *= 100
