@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 from isogpt.common.random_numbers import EVAL_TRAIN, TRAIN
 from isogpt.data.windows import random_windows
+from isogpt.lab.runs import read_run
 from isogpt.monitor import statistics
-from isogpt.monitor.curves import read_curves
 from isogpt.monitor.records import chart_values
 from isogpt.monitor.statistics import LayerStatistics, Observed, Sums, largest_logit, observing, short_name
 from isogpt.parallel.compilation import compile_parts
@@ -211,7 +211,7 @@ def test_a_skipped_step_and_a_resume(zygote, work):
     assert [*again] == [0, 2, 4, 6] and again[0] == found[0] and again[2] == found[2]
     assert min(v for k, v in again[4].items() if k.startswith("update_norm")) > 0
     again = column(work / "out", "loss")
-    assert [step for step, _ in read_curves(work / "out/metrics.jsonl").loss.shown()] == [*again]
+    assert [step["iter"] for step in read_run(work / "out").steps] == [*again]
     assert {s: again[s] for s in (0, 1, 2, 3)} == {s: steps[s] for s in (0, 1, 2, 3)}
 
 

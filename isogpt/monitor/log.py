@@ -127,7 +127,7 @@ def open_sinks(config: dict, progress: Progress, owner: str, data: Dataset) -> l
     out_dir, step = config["out_dir"], progress.step
     files = [MetricsFile(config, step, owner)] if owner else []
     result = Result(out_dir, progress, data, owner)
-    pictures = [Plot(out_dir, step)] if owner else []
+    pictures = [Plot(out_dir)] if owner else []
     if owner and config["tensorboard_log"]:
         pictures.append(TensorBoard(out_dir, step))
     # the result is written before the plot, for which a stopped run may lack the time, and printed after it
