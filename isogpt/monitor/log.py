@@ -31,9 +31,8 @@ class Logger:
     - an evaluation, which alone contains val_loss;
     - the statistics of a step's layers: iter and statistics, {kind: {name: number}}. This record is written
       after the step's record or before it, and before those of later steps;
-    - an event: event (its name), iter and facts, with a sentence for the user, or "". After a rollback, a
-      sink removes what it contains of the step `to` and later ones, which will be repeated. A sink whose
-      files outlive a run does the same when it is constructed;
+    - an event: event (its name), iter and facts, with a sentence for the user, or "". A sink whose files
+      outlive a run removes what they contain of later steps, which will be repeated, when it is constructed;
     - a line for the user: the record is empty.
 
     A sink that raises an exception loses the record, and gets the next one, so that a full disk or a service

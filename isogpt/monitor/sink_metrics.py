@@ -56,9 +56,6 @@ class MetricsFile:
         except OSError:  # for instance, a stale handle (NFS) or a file that was removed
             self.open_again()
             self.append(line)
-        if record.get("event") == "rollback":
-            self.file.close()
-            self.open(record["to"])
 
     def append(self, line: bytes) -> None:
         """Append a whole line or nothing, since the next line must not follow a torn one."""

@@ -49,7 +49,7 @@ class TensorBoard:
     def write(self, record: dict, text: str) -> None:
         """Write the values of a record that are numbers."""
         if not self.writer:
-            if "val_loss" not in record and record.get("event") != "rollback":
+            if "val_loss" not in record:
                 return
             self.writer = self.begin_file()
         try:
@@ -63,8 +63,5 @@ class TensorBoard:
         for name, value in chart_values(record).items():
             if name != "iter" and isinstance(value, int | float):
                 self.writer.add_scalar(name, value, record["iter"])
-        event = record.get("event")
-        if event == "rollback" or event in CLOSING:
+        if record.get("event") in CLOSING:
             self.writer.close()
-        if event == "rollback":
-            self.open(record["to"])

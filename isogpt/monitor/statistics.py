@@ -272,13 +272,8 @@ class LayerStatistics:
         return torch.cat((sums, largest))
 
     def records(self, step: int) -> list[dict]:
-        """
-        Return the records of earlier steps, and on a CPU of this one; steps that a rollback to `step` will
-        repeat are forgotten.
-        """
-        ready = [
-            sums for sums in self.waiting if sums.step < step or (sums.step == step and not sums.arrived)
-        ]
+        """Return the records of earlier steps, and on a CPU of this one."""
+        ready = [sums for sums in self.waiting if sums.step < step or not sums.arrived]
         self.waiting = [sums for sums in self.waiting if sums.step == step and sums.arrived]
         return [{"iter": sums.step, "statistics": self.named(sums.read())} for sums in ready]
 
