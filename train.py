@@ -313,10 +313,10 @@ logger.event(
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
 )
-statistics = LayerStatistics(stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast)
-report = run_report.RunReport(
-    logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak, statistics
+statistics = LayerStatistics(
+    stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
 )
+report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -398,7 +398,7 @@ while not is_complete:
     # the batch
     gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
-    with statistics.of_update(step):  # every stats_interval steps, which the report writes later
+    with statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
     clock.lap("optimizer")
