@@ -25,9 +25,7 @@ class TensorBoard:
 
     def __init__(self, out_dir: str, step: int) -> None:
         self.folder = Path(out_dir, "tensorboard")
-        # readers then ignore what earlier files contain of later steps; an evaluation of this step stays,
-        # since a run that has come to its end does not repeat it
-        self.open(purge_step=step + 1)
+        self.open(purge_step=step)  # readers then ignore what earlier files contain of steps to be repeated
 
     def open(self, purge_step: int | None = None) -> None:
         """Begin a new file, which replaces what earlier files contain from purge_step on."""
