@@ -10,7 +10,7 @@ from isogpt.lab import pictures
 from isogpt.lab.runs import Group, read_run
 from isogpt.monitor.records import CLOSING
 
-PAUSE = 20  # times as long as a plot takes, until the next one
+PAUSE = 20  # times as long as a plot takes, until the next one begins
 END_S = 60  # seconds that the end of a run waits for a plot
 
 
@@ -33,10 +33,10 @@ class Plot:
     def write(self, record: dict, text: str) -> None:
         """Plot the losses if it is time, and tell the user at the end where the plot is."""
         is_end = record.get("event") in CLOSING
-        is_due = "val_loss" in record and record["iter"] > 0 and time.monotonic() > self.not_before
         if is_end:
             self.is_idle.wait(END_S)
-        if (is_due or is_end) and self.is_idle.is_set():
+        is_due = "val_loss" in record and record["iter"] > 0 and time.monotonic() > self.not_before
+        if (is_end or is_due) and self.is_idle.is_set():
             self.is_idle.clear()
             self.requests.put(None)
         if is_end:
@@ -50,12 +50,14 @@ class Plot:
             self.requests.get()
             began = time.monotonic()
             try:
-                self.result = f"the loss curve: {self.draw()}"
+                self.draw()
             except Exception as e:  # matplotlib raises many types
                 self.result = f"no plot of the loss curve: {' '.join(str(e).split())}"
             self.not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
             self.is_idle.set()
 
-    def draw(self) -> Path:
-        """Plot the loss curve. Returns the path."""
-        return pictures.draw([Group("", [read_run(self.out_dir)])], "steps", self.out_dir / "loss.png")
+    def draw(self) -> None:
+        """Plot the loss curve (in the thread)."""
+        path = self.out_dir / "loss.png"
+        pictures.write(pictures.losses_figure([Group("", [read_run(self.out_dir)])], "steps"), path)
+        self.result = f"the loss curve: {path}"
