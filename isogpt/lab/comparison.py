@@ -57,17 +57,18 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
     """
     base, results, steps = groups[0], {}, {}
     for group in groups[1:]:
-        ends = [last_step(base.counted), last_step(group.counted)]
+        ends = last_step(base.counted), last_step(group.counted)
         if not (base.is_complete and group.is_complete):
             steps[group.name] = last_step(base.counted + group.counted)
-            ends = 2 * [steps[group.name]]
-        # of the initial weights, nothing is compared
-        values = [
-            {run.seed: run.evaluation_at(end)[by] for run in of_pair.counted if end}
-            for of_pair, end in zip((base, group), ends, strict=True)
-        ]
-        results[group.name] = difference(*values)
+            ends = 2 * (steps[group.name],)
+        results[group.name] = difference(values_of(base, ends[0], by), values_of(group, ends[1], by))
     return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
+
+
+def values_of(group: Group, step: int, by: str) -> dict[int, float]:
+    """{seed: finite value at a step}; none of the initial weights."""
+    values = {run.seed: run.evaluation_at(step)[by] for run in group.counted if step}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
 def last_step(runs: list[Run]) -> int:
@@ -205,7 +206,8 @@ def row_of(group: Group, target: float) -> dict:
 
 def best_loss(run: Run, step: int) -> float:
     """The lowest validation loss up to a step."""
-    return min(one[LOSS] for one in run.evaluations if one["iter"] <= step and math.isfinite(one[LOSS]))
+    losses = [one[LOSS] for one in run.evaluations if one["iter"] <= step]
+    return min(filter(math.isfinite, losses), default=math.nan)
 
 
 def commit_of(run: Run) -> str:
