@@ -20,17 +20,17 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
 from isogpt.common import console
 from isogpt.common.files import write_whole
+from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import connect_store, own_cores
@@ -91,8 +91,8 @@ def report_check(launches: Launches, workload: Workload, processes: int) -> list
     worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
     rows = []
     for row in check_model(launches, workload.settings, workload.model_args(), processes, worker):
-        say(f"{row.name:24} {row.state:8} {row.text}".rstrip())
-        rows.append(asdict(row))
+        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
+        rows.append(row)
     return rows
 
 
@@ -116,16 +116,6 @@ def this_machine(local_device: torch.device) -> dict:
     elif cpuinfo.exists() and (model := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
         name = model[1]
     return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
-
-
-def with_random_data(workload: Workload, folder: Path) -> Workload:
-    """Write a data set of random tokens, and return the workload that reads it."""
-    length = max(2**20, 2 * workload.settings["block_size"])
-    ids = min(workload.settings["vocab_size"], 50257)
-    for split in ("train", "val"):
-        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16)
-        tokens.tofile(folder / f"{split}.bin")
-    return replace(workload, settings=workload.settings | {"dataset": str(folder)})
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -167,7 +157,9 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     if workload.is_random and not comm:
         reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
         say(f"random tokens{reason}")
-        workload = with_random_data(workload, Path(folder))
+        length = max(2**20, 2 * workload.settings["block_size"])
+        write_random_tokens(Path(folder), workload.settings["vocab_size"], length)
+        workload = replace(workload, settings=workload.settings | {"dataset": folder})
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
     try:
         if plan or tune:
