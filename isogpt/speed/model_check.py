@@ -260,7 +260,7 @@ def work(model_class: Callable[[GPTConfig], nn.Module], results: str) -> None:
 
 
 def in_processes(compare: Callable[[], tuple[str, str]], processes: int) -> tuple[str, str]:
-    """Compare in new processes, and return what the first of them says: others may wait for one that fails."""
+    """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     found = REFUSED, f"no result within {LIMIT_S:.0f} s"
