@@ -85,12 +85,10 @@ def say(text: str) -> None:
         console.print_result(text)
 
 
-def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:
+def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
-    worker = "import isogpt.launch.torch_import, sys; from isogpt.speed import model_check; "
-    worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
     rows = []
-    for row in check_model(launches, workload.settings, workload.model_args(), processes, worker):
+    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
         say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
         rows.append(row)
     return rows
@@ -126,7 +124,8 @@ try:
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
     config = configure(globals(), extra=train_settings)
-    local_device = pick_device(device, 0, 1)
+    # processes that are forked after CUDA's start could not compile
+    local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
     request = read_request(config, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
@@ -169,7 +168,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
                 workload, launches, BENCH_PY, flops, per_node, network, device_memory_gb, device_tflops
             )
         if check:
-            result["check"] = report_check(launches, workload, max(2, nproc))
+            result["check"] = report_check(launches, workload)
         elif sweep:
             result["sweep"] = run_sweep(launches, workload, request.swept, steps)
         elif plan:

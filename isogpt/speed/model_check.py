@@ -3,18 +3,15 @@ What `bench.py --check` compares: the model of model.py, small, on every layout,
 generation and exported, each with what one process computes without any of this.
 
 Each comparison takes place in new processes, so that one that crashes, or waits forever, ends no other. They
-are forked from a process that has imported torch, but computed nothing.
+are forked from bench.py, which has computed nothing.
 """
 
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -238,94 +235,74 @@ ALONE = {
 
 
 # ------------------------------------------------------------------------------------------------------------
-# in the process that bench.py starts
-
-
-def work(model_class: Callable[[GPTConfig], nn.Module], results: str) -> None:
-    """
-    Make all comparisons but that of a resume. stdin contains the arguments of `check_model` as JSON, and
-    `results` is a file descriptor, to which a JSON line is written for each.
-    """
-    config, model_args, processes = json.load(sys.stdin)
-    trial = Trial(model_class, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
-    comparisons = {name: partial(compare, trial) for name, compare in ALONE.items()}
-    for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
-        if model_args["n_expert"] or "ep" not in changes:
-            plan = plan_with(changes, config, model_args, processes)
-            comparisons[name] = partial(compare_layout, model_class, plan, config | changes)
-    with open(int(results), "w", buffering=1) as file:
-        for name, compare in comparisons.items():
-            state, text = in_processes(compare, 1 if name in ALONE else processes)
-            file.write(json.dumps({"name": name, "state": state, "text": text}) + "\n")
-
-
-def in_processes(compare: Callable[[], tuple[str, str]], processes: int) -> tuple[str, str]:
-    """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    found = REFUSED, f"no result within {LIMIT_S:.0f} s"
-    with TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(processes):
-            group = {"rank": rank, "world_size": processes, "init_method": f"file://{folder}/store"}
-            ranks.append(context.Process(target=answer, args=(sender, compare, group)))
-            ranks[-1].start()
-        sender.close()  # so that the receiver sees the end of the last process
-        try:
-            if receiver.poll(LIMIT_S):
-                found = receiver.recv()
-        except EOFError:
-            found = REFUSED, "it cannot be computed: the process was killed"
-        for process in ranks:
-            process.kill()
-            process.join()
-    return found
-
-
-def answer(sender: Connection, compare: Callable[[], tuple[str, str]], group: dict) -> None:
-    """Compare as a process of a group, and send what this has shown."""
-    try:
-        if group["world_size"] > 1:
-            choose_interface()
-            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **group)
-        found = compare()
-    except LayoutError as e:  # on all ranks
-        found = REFUSED, str(e)
-    except Exception as e:  # whatever an edited model raises
-        found = REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
-    sender.send(found)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# in bench.py
+# all comparisons
 
 
 def check_model(
-    launches: Launches, config: dict, model_args: dict, processes: int, worker: str
+    launches: Launches,
+    model_class: Callable[[GPTConfig], nn.Module],
+    config: dict,
+    model_args: dict,
+    processes: int,
 ) -> Iterator[dict]:
     """
     Make all comparisons, and yield the name, state and text of each when it is made.
 
     Args:
+        model_class: GPT of model.py.
         config: train.py's settings.
         model_args: the fields of GPTConfig of the model, which is compared in a smaller form.
         processes: how many the layouts are compared on.
-        worker: Python code that calls `work` with a model class and sys.argv[1].
     """
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(launches.train_py.parent)}
-    reader, writer = os.pipe()  # not stdout, to which an edited model may print
-    command = [sys.executable, "-c", worker, str(writer)]
-    hidden = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=env, pass_fds=[writer], text=True, **hidden) as process:
-        os.close(writer)
-        process.stdin.write(json.dumps((config, model_args, processes)))
-        process.stdin.close()
-        with open(reader) as results:
-            yield from map(json.loads, results)
-    if process.returncode:
-        raise ValueError(f"the check failed: {reason_for(process.returncode, '')}")
-    state, text = compare_resume(launches, config, model_args)
-    yield {"name": "resume", "state": state, "text": text}
+    trial = Trial(model_class, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
+    for name, compare in ALONE.items():
+        yield row(name, in_processes(1, partial(compare, trial)))
+    for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
+        if model_args["n_expert"] or "ep" not in changes:
+            plan = plan_with(changes, config, model_args, processes)
+            compare = partial(compare_layout, model_class, plan, config | changes)
+            yield row(name, in_processes(processes, compare))
+    yield row("resume", compare_resume(launches, config, model_args))
+
+
+def row(name: str, found: tuple[str, str]) -> dict:
+    """A row of the table of comparisons."""
+    return {"name": name, "state": found[0], "text": found[1]}
+
+
+def in_processes(processes: int, compare: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
+    context = multiprocessing.get_context("fork")
+    with TemporaryDirectory() as folder, context.Pool(processes, be_silent) as pool:
+        answers = pool.imap_unordered(partial(answer, compare, processes, folder), range(processes))
+        try:
+            return answers.next(LIMIT_S)
+        except multiprocessing.TimeoutError:
+            return REFUSED, f"no result within {LIMIT_S:.0f} s"
+
+
+def be_silent() -> None:
+    """Print nothing: transformers does, and an edited model may. Ctrl-C ends bench.py, which ends this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def answer(compare: Callable[[], tuple[str, str]], processes: int, folder: str, rank: int) -> tuple[str, str]:
+    """Compare as one of the processes."""
+    torch.set_num_threads(1)
+    try:
+        if processes > 1:
+            choose_interface()
+            store = dist.FileStore(f"{folder}/store", processes)
+            limit = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=processes)
+        return compare()
+    except LayoutError as e:  # on all ranks
+        return REFUSED, str(e)
+    except Exception as e:  # whatever an edited model raises
+        return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
 
 
 def compare_resume(launches: Launches, config: dict, model_args: dict) -> tuple[str, str]:
