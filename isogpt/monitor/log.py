@@ -128,7 +128,7 @@ def open_sinks(config: dict, progress: Progress, owner: str, data: Dataset) -> l
     sinks = [result]
     if owner:
         # the result is written before the plot, for which a stopped run may lack the time
-        sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir, step)]
+        sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)]
         if config["tensorboard_log"]:
             sinks.append(TensorBoard(out_dir, step))
     if config["print_result"]:

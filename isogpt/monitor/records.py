@@ -7,7 +7,6 @@ from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.console import duration
-from isogpt.common.files import as_json  # noqa: F401  (for the sinks)
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
