@@ -1,6 +1,5 @@
 """The records of metrics.jsonl and the lines of the console."""
 
-import json
 import math
 from dataclasses import dataclass, field
 
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.console import duration
+from isogpt.common.files import as_json  # noqa: F401  (for the sinks)
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
@@ -33,11 +33,6 @@ class Means:
         means = {name: total / count if count else None for name, (total, count) in self.sums.items()}
         self.sums = {}
         return means
-
-
-def as_json(record: dict) -> dict:
-    """Return the record with nan and infinity as the strings 'nan' and 'inf', since JSON has neither."""
-    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
 
 
 def step_record(

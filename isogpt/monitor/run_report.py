@@ -47,7 +47,7 @@ class RunReport:
     log_interval: int
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
-    steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
+    steps_taken: int = 0  # by this process
     began: float = field(default_factory=time.perf_counter)
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from isogpt.checkpoint.owner import check_owner
-from isogpt.monitor.records import as_json
-
-METRICS = "metrics.jsonl"
+from isogpt.common.files import METRICS, as_json
 
 
 class MetricsFile:
