@@ -54,7 +54,7 @@ from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile
+from isogpt.common.files import HashedFile, as_json
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
@@ -65,7 +65,6 @@ from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import crashes, curves, sink_plot
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import as_json
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
 from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters

@@ -21,11 +21,10 @@ from isogpt.training import optim
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
     """The data and the model; `origin` says where the weights come from."""
-    args, active = plan.model_args, ""
+    args, active, folders = plan.model_args, "", str(data.folder)
     if experts := plan.counts.experts:
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
-    folders = str(data.folder)
     if data.parts:
         parts = [f"{one.folder} {quota}" for one, quota in zip(data.parts, data.quotas, strict=True)]
         folders = f"of each {PER:,} sequences {', '.join(parts)}"

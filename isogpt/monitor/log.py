@@ -97,7 +97,7 @@ class Logger:
         """Start wandb on rank 0."""
         if is_main():
             service = Wandb(config, self.progress.wandb_id)
-            self.progress.wandb_id = service.run.id
+            self.progress.wandb_id = service.run_id
             self.insert(service)
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:

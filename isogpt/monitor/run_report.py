@@ -48,7 +48,6 @@ class RunReport:
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
     steps_taken: int = 0  # by this process
-    began: float = field(default_factory=time.perf_counter)
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
@@ -57,15 +56,12 @@ class RunReport:
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
-        self.progress.began = self.began
+        self.progress.began = time.perf_counter()
 
-    def evaluation(self, values: dict[str, float], digest: str = "") -> None:
-        """
-        Report an evaluation, with its evaluation_values and the digest of the weights if there is one.
-        """
+    def evaluation(self, values: dict[str, float | str]) -> None:
+        """Report an evaluation: its losses, and with exact the digest of the weights."""
         p = self.progress
-        record = {"iter": p.step, **values, "tokens": p.tokens, "seconds": p.seconds}
-        self.logger.write(record | ({"weights": digest} if digest else {}))
+        self.logger.write({"iter": p.step, "tokens": p.tokens, "seconds": p.seconds, **values})
 
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
         """
@@ -100,12 +96,11 @@ class RunReport:
 
     def check_peak(self, flops_per_s: float) -> None:
         """Measure the peak again if a step was faster: the machine was then busy at the start (all ranks)."""
-        if not self.peak.is_doubtful(flops_per_s):
-            return
-        self.meter.clock.pause()  # not a part of a step
-        self.peak.measure()
-        text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
-        self.logger.event("peak", text, peak_flops=self.peak.flops)
+        if self.peak.is_doubtful(flops_per_s):
+            self.meter.clock.pause()  # not a part of a step
+            self.peak.measure()
+            text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
+            self.logger.event("peak", text, peak_flops=self.peak.flops)
 
     def seconds_left(self) -> float | None:
         """
@@ -129,11 +124,11 @@ class RunReport:
     def look_for_slow_ranks(self, numbers: StepNumbers) -> None:
         """Report slow ranks."""
         columns = {
-            "forward ms": numbers.forward_ms,
-            "data wait ms": numbers.data_ms,
-            "memory GB": numbers.memory_gb,
+            "forward ms": numbers.forward_ms.numpy(),
+            "data wait ms": numbers.data_ms.numpy(),
+            "memory GB": numbers.memory_gb.numpy(),
         }
-        for slow in self.slow_ranks.seen({name: values.numpy() for name, values in columns.items()}):
+        for slow in self.slow_ranks.seen(columns):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
     def is_stopped(self) -> bool:
@@ -144,20 +139,21 @@ class RunReport:
         """Report the end of training, and advice for the user; nothing if no step was taken."""
         if not self.steps_taken:
             return
-        p, took = self.progress, duration(time.perf_counter() - self.began)
-        best = last = ""
+        if waiting := waiting_text(self.throughout.read()):
+            self.logger.print(waiting)
+        p, took = self.progress, duration(time.perf_counter() - self.progress.began)
+        text = (
+            f"{'stopped' if self.is_stopped() else 'done'}: {count_text(self.steps_taken, 'step')} in {took}"
+        )
         # a loss that is as low as the best to the last digit is not repeated
         if p.val_loss is not None and f"{p.val_loss:.4f}" != f"{p.best_val_loss:.4f}":
-            last = f", val loss {p.val_loss:.4f}"
+            text += f", val loss {p.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
-            best = f", best val loss {p.best_val_loss:.4f}{at_step}"
+            text += f", best val loss {p.best_val_loss:.4f}{at_step}"
             if bits := self.meter.reader.data.bits_per_byte(p.best_val_loss):
-                best += f", {bits:.4f} bits per byte"
-        if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
-            self.logger.print(text)
-        verb = "stopped" if self.is_stopped() else "done"
-        self.logger.print(f"{verb}: {count_text(self.steps_taken, 'step')} in {took}{last}{best}")
+                text += f", {bits:.4f} bits per byte"
+        self.logger.print(text)
         if advice:
             self.logger.print(advice)
 
@@ -168,13 +164,12 @@ class RunReport:
         Args:
             weights: the digest of the final weights; None: not known.
         """
-        spans_ms = over_ranks(gather_objects(clock.medians()))
-        if self.is_stopped():
+        facts = {"spans_ms": over_ranks(gather_objects(clock.medians())), "weights": weights}
+        if not self.is_stopped():
+            self.logger.event("end", **facts)
+            return
+        hint = "resume with --init_from=resume or auto"
+        if not is_run(out_dir):
             hint = "there is no checkpoint to resume"
-            if is_run(out_dir):
-                hint = "resume with --init_from=resume or auto"
-            text = f"stopped on request before step {self.progress.step}: {hint}"
-            facts = {"signal": stop.agreed, "reason": stop.reason()}
-            self.logger.event("preempted", text, spans_ms=spans_ms, weights=weights, **facts)
-        else:
-            self.logger.event("end", spans_ms=spans_ms, weights=weights)
+        text = f"stopped on request before step {self.progress.step}: {hint}"
+        self.logger.event("preempted", text, signal=stop.agreed, reason=stop.reason(), **facts)
