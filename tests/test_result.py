@@ -135,7 +135,7 @@ def test_the_result_of_a_run_that_fails(zygote, work):
 
 def test_the_version_of_the_code(at):
     def version(is_main=True):
-        at.set(code_version, "STATUS", ("git", "-C", str(at.path), "status"))
+        at.set(code_version, "REPOSITORY", at.path)
         return code_version.code_version(code_version.ask_git(SimpleNamespace(is_main=is_main)))
 
     def git(*args):
