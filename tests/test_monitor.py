@@ -201,7 +201,7 @@ def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_t
 
 def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    board = TensorBoard(str(tmp_path), step=0)
+    board = TensorBoard(str(tmp_path), Progress(1))
     logger = Logger(Progress(1), [board])
     logger.write({"iter": 0, "loss": 1.0, "step_ms": 1.0})
     with monkeypatch.context() as patch:  # its thread has ended: it raises this for ever
