@@ -26,7 +26,7 @@ class TensorBoard:
 
     def __init__(self, out_dir: str, progress: Progress) -> None:
         self.folder = Path(out_dir, "tensorboard")
-        self.open(purge_step=progress.step)
+        self.open(purge_step=progress.step)  # readers then ignore what earlier files contain from there on
         if progress.val_loss is not None:  # of the state before this step, which need not be evaluated again
             self.writer.add_scalar("val/loss", progress.val_loss, progress.step)
 
