@@ -283,24 +283,6 @@ def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
     wandb.may_log.set()  # the thread ends
 
 
-@pytest.mark.parametrize(
-    "reason, advice",
-    [
-        ("Invalid project name 'a/b': cannot contain '/'", "set a different --wandb_project= or"),
-        ("Run ID cannot contain the characters: /:?", "unset WANDB_RUN_ID, or"),
-        ("No API key configured. Use `wandb login`", "set WANDB_MODE=offline or"),
-    ],
-)
-def test_advice_on_a_start_of_wandb_fits_its_reason(monkeypatch, reason, advice):
-    def init(**_):
-        raise RuntimeError(reason)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=SimpleNamespace))
-    with pytest.raises(ValueError) as error:
-        Wandb(WANDB, None)
-    assert str(error.value) == f"wandb cannot start ({reason}): {advice} --wandb_log=False"
-
-
 def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(monkeypatch, capfd, tmp_path):
     """They would go on after the run, with the file system of its log."""
     monkeypatch.setattr(sink_alerts, "LIMIT_S", 0.1)

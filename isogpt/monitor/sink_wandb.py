@@ -74,9 +74,6 @@ def start_run(config: dict, run_id: str | None) -> "Run":
     try:
         with needed_by("wandb_log", "wandb"):
             import wandb
-    except ValueError as e:
-        raise ValueError(f"{e}, or set --wandb_log=False") from e
-    try:
         return wandb.init(
             project=config["wandb_project"],
             name=config["wandb_run_name"],
@@ -87,16 +84,8 @@ def start_run(config: dict, run_id: str | None) -> "Run":
         )
     except Exception as e:
         reason = " ".join(str(e).split())
-        raise ValueError(f"wandb cannot start ({reason}): {advice_on(reason)} or --wandb_log=False") from e
-
-
-def advice_on(reason: str) -> str:
-    """What to type if wandb cannot start, besides --wandb_log=False."""
-    if "project name" in reason.lower():
-        return "set a different --wandb_project="
-    if "run id" in reason.lower():
-        return "unset WANDB_RUN_ID,"
-    return "set WANDB_MODE=offline"
+        advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
+        raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
 
 
 def restart_run(config: dict, run_id: str) -> "Run":
