@@ -9,9 +9,8 @@ from dataclasses import replace
 from itertools import product
 
 from isogpt.common.console import count_text
-from isogpt.parallel.mesh import make_mesh, stages_per_rank
+from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED, Plan
-from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
@@ -35,33 +34,21 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
     of HSDP are machines: other choices communicate more over slower links.
     """
     args, devices = plan.model_args, plan.world_size
-    machines = devices // per_node
-    degrees = {
+    choices = {
         "tp": divisors(per_node, args["n_kv_head"]),
         "pp": divisors(devices, args["n_layer"]),
         "cp": divisors(devices, max(1, args["block_size"] // 256)),
         "ep": divisors(devices, max(1, args.get("n_expert", 0))),
+        "zero": [0, 1, 2, 3],
+        "dp_replicate": sorted({1, devices // per_node}),
     }
-    for tp, pp, cp, ep in product(*(fixed_or(plan, name, values) for name, values in degrees.items())):
-        left, rest = divmod(devices, plan.islands * tp * pp * cp * ep)
-        if rest or left * ep * plan.islands > plan.sequences:
-            continue
-        replicas = fixed_or(plan, "dp_replicate", sorted({1, machines} if left % machines == 0 else {1}))
-        for zero, dp_replicate in product(fixed_or(plan, "zero", [0, 1, 2, 3]), replicas):
-            layout = replace(
-                plan,
-                tp=tp,
-                pp=pp,
-                cp=cp,
-                ep=ep,
-                zero=zero,
-                dp_replicate=dp_replicate,
-                pp_schedule=UNDIVIDED.pp_schedule,
-                activation_checkpointing=UNDIVIDED.activation_checkpointing,
-            )
-            shards = left * ep * cp if zero == 1 else left // dp_replicate
-            is_zero_0 = zero not in (0, plan.zero) and shards == 1
-            if not is_zero_0 and is_valid(layout):
+    for degrees in product(*(fixed_or(plan, name, values) for name, values in choices.items())):
+        layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
+        if is_valid(layout):
+            mesh = make_mesh(0, layout)
+            shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
+            is_zero_0 = layout.zero not in (0, plan.zero) and shards == 1
+            if mesh.data_size <= plan.sequences and not is_zero_0:
                 yield layout
 
 
@@ -90,19 +77,18 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware, per_node: int) -> I
         wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
     schedules = fixed_or(wanted, "pp_schedule", SCHEDULES if layout.pp > 1 else ["1f1b"])
-    possible = [s for s in schedules if wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(s)]
     modes = fixed_or(wanted, "activation_checkpointing", RECOMPUTE)
     fits = 0  # sizes that fit with the least recomputation
-    for schedule, size in product(possible, micro_batches(wanted, layout)):
+    for schedule, size in product(schedules, micro_batches(wanted, layout)):
         steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
-        for mode in modes:
-            if not fits_schedule(mode, layout.pp, schedule):
-                continue
-            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
+        plans = (
+            replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps) for mode in modes
+        )
+        for plan in filter(is_valid, plans):
             prediction = predict(plan, hw, per_node)
             yield prediction
             if not prediction.problem:
-                fits += mode == modes[0]
+                fits += plan.activation_checkpointing == modes[0]
                 break  # with this micro-batch, more recomputation only costs time
         if layout.pp == 1 and fits == 2:
             return  # smaller micro-batches are slower
@@ -132,8 +118,7 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     """
     check_layout(plan)
     check_degrees(plan)
-    predictions = all_predictions(plan, hw, per_node)
-    fastest_first = sorted(predictions, key=lambda prediction: (prediction.total_s, prediction.gb))
+    fastest_first = sorted(all_predictions(plan, hw, per_node), key=lambda step: (step.total_s, step.gb))
     if not fastest_first:
         raise ValueError(
             f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "

@@ -13,7 +13,7 @@ from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, smallest_world, typed
 from isogpt.speed.memory import about_edited_modules
-from isogpt.speed.prediction import Prediction, calibrated, two_blocks
+from isogpt.speed.prediction import Prediction, calibrated
 from isogpt.speed.sweep import Table
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import steps_of

@@ -9,11 +9,11 @@ bytes over bandwidth, as rings (Thakur et al. 2005, doi:10.1177/1094342005051521
 
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isogpt.nn.architecture import ARCHS
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
@@ -26,6 +26,8 @@ IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 # a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
 # to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
+
+Axes = tuple[str, ...]  # of the mesh
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,12 @@ class Rings:
     mesh: Mesh
     per_node: int
 
-    def all_reduce_s(self, axes: tuple[str, ...], size: float, count: int = 1) -> float:
+    def all_reduce_s(self, axes: Axes, size: float, count: int = 1) -> float:
         """`seconds` of all-reduces, which move the bytes twice; their messages take trees over machines."""
         return 2 * self.seconds(axes, size, count, trees=True)
 
     def seconds(
-        self, axes: tuple[str, ...], size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
+        self, axes: Axes, size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
     ) -> float:
         """
         Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.
@@ -202,30 +204,19 @@ class Rings:
         latency = hops * network.latency_s + ceil(log2(on_machine)) * local.latency_s
         return count * latency + slowness * size * (n - 1) / n / bandwidth
 
-    def all_parameters(
-        self,
-        part: RankPart,
-        axes: tuple[str, ...],
-        size: float,
-        piece: float,
-        slowness: float = 1.0,
-        reduces: bool = False,
-    ) -> float:
+    def all_parameters(self, part: RankPart, axes: Axes, size: float, piece: float, **kind: Any) -> float:
         """
-        Return the seconds of a collective of all parameters, or of their gradients, over the ranks along some
-        axes. Experts, which ep has divided already, are the same on fewer ranks.
+        Return the `seconds` of collectives of all parameters, or of their gradients. Experts, which ep has
+        divided already, are the same on fewer ranks.
 
         Args:
             size: bytes for a parameter.
             piece: parameters that are sent at once.
-            reduces: whether these are all-reduces.
+            kind: of `seconds`.
         """
-        expert_axes = tuple(axis for axis in axes if axis != "ep")
-        total = 0.0
-        for along, n in ((axes, part.dense), (expert_axes, part.experts)):
-            sizes = size * n, ceil(n / piece)
-            total += self.all_reduce_s(along, *sizes) if reduces else self.seconds(along, *sizes, slowness)
-        return total
+        not_ep = tuple(axis for axis in axes if axis != "ep")
+        dense = self.seconds(axes, size * part.dense, ceil(part.dense / piece), **kind)
+        return dense + self.seconds(not_ep, size * part.experts, ceil(part.experts / piece), **kind)
 
 
 def activations_s(rings: Rings, plan: Plan) -> float:
@@ -261,13 +252,12 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     Args:
         computed: the computation of a micro-step, which hides a part of them.
     """
-    part = part_of(plan, 0)
+    part, bucket = part_of(plan, 0), plan.ddp_bucket_mb * 2**20 / 4
     if plan.zero < 2:
-        exposed = replicated_weights_s(rings, plan, part, micro_steps, computed)
+        exposed = replicated_weights_s(rings, plan, part, micro_steps, computed.backward)
     else:
         exposed = sharded_weights_s(rings, plan, part, micro_steps, computed)
-    count = ceil(part.dense / bucket_size(plan))
-    average = rings.all_reduce_s(("islands",), 4 * (part.dense + part.experts), count)
+    average = rings.all_reduce_s(("islands",), 4 * (part.dense + part.experts), ceil(part.dense / bucket))
     return exposed + average / plan.local_steps
 
 
@@ -276,25 +266,20 @@ def exposed_s(hw: Hardware, collectives: float, computation: float, least: float
     return max(collectives - hw.overlap * min(collectives, computation), least)
 
 
-def bucket_size(plan: Plan) -> float:
-    """Parameters in a bucket of DDP."""
-    return plan.ddp_bucket_mb * 2**20 / 4
-
-
 def replicated_weights_s(
-    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes
+    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, backward: float
 ) -> float:
     """
     `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
     exposed; ZeRO-1 then sends the weights.
     """
-    axes, bucket = rings.mesh.replicas.axes, bucket_size(plan)
+    axes, bucket = rings.mesh.replicas.axes, plan.ddp_bucket_mb * 2**20 / 4
     reductions = micro_steps if plan.grad_sync == "every" else 1
-    reduction = rings.all_parameters(part, axes, 4, bucket, reduces=True)
+    reduction = 2 * rings.all_parameters(part, axes, 4, bucket, trees=True)
     last_bucket = min(1.0, bucket / part.dense) * reduction
-    exposed = reductions * exposed_s(rings.hw, reduction, computed.backward, last_bucket)
+    exposed = reductions * exposed_s(rings.hw, reduction, backward, last_bucket)
     if plan.zero == 1:
-        exposed += rings.all_parameters(part, axes, 4, bucket, rings.hw.gather)
+        exposed += rings.all_parameters(part, axes, 4, bucket, slowness=rings.hw.gather)
     return exposed
 
 
@@ -304,20 +289,20 @@ def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int
     backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
     reduce the shards.
     """
-    hw, size = rings.hw, plan.torch_dtype.itemsize
-    shards = rings.mesh.shards
+    hw, shards = rings.hw, rings.mesh.shards
     unit = 1 / (part.layers + 1)  # a block, or the rest, as a fraction of the parameters
     piece = unit * (part.dense + part.experts)
     reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-    gather = rings.all_parameters(part, shards.axes, size, piece, hw.gather)
+    size = plan.torch_dtype.itemsize
+    gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
     gather_again = gather if plan.zero == 3 else 0.0
-    scatter = rings.all_parameters(part, shards.axes, 4, piece, hw.scatter)
+    scatter = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
     exposed = micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
     exposed += reductions * exposed_s(hw, gather_again + scatter, computed.backward, unit * scatter)
     others = micro_steps - reductions
     exposed += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
-    replicas, shard = rings.mesh.replicas.axes, 4 / shards.size
-    return exposed + reductions * rings.all_parameters(part, replicas, shard, piece, reduces=True)
+    of_replicas = rings.all_parameters(part, rings.mesh.replicas.axes, 4 / shards.size, piece, trees=True)
+    return exposed + reductions * 2 * of_replicas
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -363,36 +348,10 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     return 40 * updated / hw.bytes_per_s
 
 
-# ------------------------------------------------------------------------------------------------------------
-# calibration on this machine
-
-
-def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
-    """Return a plan of n processes that train two of the model's blocks alone, with about `tokens` each."""
-    undivided = {name: getattr(UNDIVIDED, name) for name in LAYOUT}
-    return replace(
-        plan,
-        **undivided,
-        world_size=n,
-        model_args=plan.model_args | {"n_layer": 2},
-        counts=replace(plan.counts, blocks=(2 * plan.counts.blocks)[:2]),
-        batch_size=max(1, tokens // plan.model_args["block_size"]),
-        gradient_accumulation_steps=n,
-        grad_sync="never",
-        islands=1,
-        local_steps=1,
-        grad_compression="none",
-        cpu_offload=False,
-    )
-
-
 def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     """
-    Scale the speeds of `hw` so that the predicted time of a step equals the measured time: a prediction
+    Scale the speeds of `hw` so that the predicted computation of a step takes the measured time: a prediction
     includes only the large operations.
-
-    Args:
-        measured: see `two_blocks`.
     """
     seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
