@@ -5,9 +5,11 @@ import math
 import re
 import signal
 import subprocess
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import REPO, column, records, start_faulty
 
 from isogpt.monitor import code_version
@@ -97,6 +99,30 @@ def test_the_result_of_a_run_that_stops(zygote, work):
     counted = [i for i in range(12) if i not in (0, 1, 2, steps, steps + 1, steps + 2)]  # slow after a start
     read = sum(speeds[i] * step_ms[i] for i in counted)
     assert end["tokens_per_s"] == pytest.approx(read / sum(step_ms[i] for i in counted))
+
+
+def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work):
+    """Without a skipped step, a pause, and what was lost; null after a checkpoint that does not say it."""
+    args = ["--eval_interval=3", "--on_nan=skip"]
+    start_faulty(zygote, [*args, "--max_iters=3", "--out_dir=out"], work, NAN=[2, 0]).wait()
+    zygote.train([*args, "--max_iters=4", "--out_dir=out", "--init_from=resume"], work)
+    found = [r for r in records(work / "out") if "event" not in r]
+    steps = [r["tokens"] for r in found if "step_ms" in r]
+    assert steps == [256 * n for n in (1, 2, 3, 4)], "after steps 0, 1, 3 and 4"
+    evaluated = [(r["iter"], r["tokens"]) for r in found if "val_loss" in r]
+    assert evaluated == [(0, 0), (3, 512), (4, 768), (5, 1024)]
+    seconds = [r["seconds"] for r in found]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    first, *_, last = (datetime.fromisoformat(r["time"]) for r in found)
+    assert seconds[-1] - seconds[0] < (last - first).total_seconds(), "the time between the launches"
+
+    state = torch.load(work / "out/ckpt.pt", weights_only=True)
+    del state["isogpt"]  # as nanoGPT writes it
+    (work / "old").mkdir()
+    torch.save(state, work / "old/ckpt.pt")
+    zygote.train(["--max_iters=6", "--out_dir=old", "--init_from=resume"], work)
+    assert column(work / "old", "tokens") == {5: 6 * 256, 6: 7 * 256, 7: 7 * 256}
+    assert {*column(work / "old", "seconds").values()} == {None}
 
 
 def test_the_result_of_a_run_that_fails(zygote, work):

@@ -1,6 +1,7 @@
 """Progress of a run: the next step, the best loss, and what else continues after a resume."""
 
 import math
+import time
 from dataclasses import dataclass, field
 
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
@@ -22,7 +23,9 @@ class Progress:
     tokens_per_step: int
     measures: dict = field(default_factory=dict)
     step: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of the steps before `step`, without skipped steps
+    seconds_before: float | None = 0.0  # of training before `began`, see `seconds`
+    began: float = field(default_factory=time.perf_counter)  # when this launch began to train
     position: int = 0  # tokens read by the steps before `step`, including skipped steps
     best_val_loss: float = math.inf
     best_step: int = NONE
@@ -68,8 +71,19 @@ class Progress:
         self.step = run["iter_num"]
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
+        self.seconds_before, self.began = ours.get("seconds"), time.perf_counter()
         self.position = ours.get("position", self.step * self.tokens_per_step)
         self.recent_steps.rewind(ours.get("recent_steps", {}))
+
+    @property
+    def seconds(self) -> float | None:
+        """
+        How long the run has trained in all launches, with evaluations and checkpoints, but without steps that
+        were lost; None if a checkpoint did not say.
+        """
+        if self.seconds_before is None:
+            return None
+        return self.seconds_before + time.perf_counter() - self.began
 
     def is_unfinished(self, max_iters: int) -> bool:
         """Whether the last step or the evaluation after it is left to do."""
@@ -94,7 +108,7 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        names = ("best_step", "measures", "tokens", "position", "wandb_id")
+        names = ("best_step", "measures", "tokens", "seconds", "position", "wandb_id")
         described = {name: getattr(self, name) for name in names} | self.data
         described |= {"left_out": sorted(self.skipped), "shares": list(self.shares)}
         return described | {"recent_steps": self.recent_steps.describe()}

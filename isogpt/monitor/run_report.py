@@ -59,13 +59,15 @@ class RunReport:
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
+        self.progress.began = self.began
 
     def evaluation(self, values: dict[str, float], digest: str = "") -> None:
         """
         Report an evaluation, with its evaluation_values and the digest of the weights if there is one.
         """
         self.write_statistics()
-        record = {"iter": self.progress.step, **values}
+        p = self.progress
+        record = {"iter": p.step, **values, "tokens": p.tokens, "seconds": p.seconds}
         self.logger.write(record | ({"weights": digest} if digest else {}))
 
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from isogpt.checkpoint.owner import check_owner
-from isogpt.common.files import as_record, regular_file, write_whole
-from isogpt.monitor.records import as_json
-
-METRICS = "metrics.jsonl"
+from isogpt.common.files import METRICS, as_json, as_record, regular_file, write_whole
 
 
 class MetricsFile:
