@@ -49,7 +49,7 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     problems = []
     for card in cards:
         if card not in (*HARDWARE, "this"):
-            problems.append(f"hardware is {card!r}; choose from this, cpu, {KNOWN_CARDS}")
+            problems.append(f"hardware is {card!r}, which is not known: {KNOWN_CARDS}")
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
         problems.append(f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8")
     problems += problems_of_prediction(c, cards)

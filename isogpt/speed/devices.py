@@ -5,13 +5,11 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, log2
 
 import torch
 
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import gather_objects
 from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated, set_numerics
@@ -167,8 +165,8 @@ CPU = Hardware(
 )
 HARDWARE = {name: card.hardware for name, card in CARDS.items()} | {"cpu": CPU}  # by names for --hardware
 KNOWN_CARDS = (
-    f"{', '.join(CARDS)}; to describe another card, name the closest of these, with --device_tflops, "
-    "--device_memory_gb and --network"
+    f"choose --hardware= from {', '.join(CARDS)}; to describe another card, name the closest of these, "
+    "with --device_tflops, --device_memory_gb and --network"
 )
 
 
@@ -180,55 +178,24 @@ def known_gpu(device_name: str) -> Card | None:
 
 def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
     """
-    The speeds of this machine's devices: those of the table for a GPU, measured for a CPU.
+    The speeds of this machine's devices: of a GPU, those of its card; otherwise those of a CPU, in proportion
+    to a matmul measured now on the cores that `nproc` processes share.
 
     Raises:
         ValueError: the GPU is not in the table, so its links are not known.
     """
-    if device.type != "cuda":
-        return hardware_here(device, dtype, nproc)
-    properties = torch.cuda.get_device_properties(device)
-    card = known_gpu(properties.name)
-    if card is None:
-        raise ValueError(
-            f"layout is 'auto', but {properties.name} is not a known card: set a layout that bench.py --plan "
-            f"predicts; for --hardware=, choose from {KNOWN_CARDS}"
-        )
-    return replace(card.hardware, memory_gb=properties.total_memory / 1e9)
-
-
-def hardware_here(device: torch.device, dtype: str, nproc: int, local: Link | None = None) -> Hardware:
-    """
-    Measure a large matmul and a copy on this machine, whose cores `nproc` processes share. Other figures are
-    the usual ones.
-
-    Args:
-        local: the link between its devices, if it was measured.
-    """
-    usual, devices, threads = CPU, nproc, torch.get_num_threads()
     if device.type == "cuda":
-        card = known_gpu(torch.cuda.get_device_name(device)) or CARDS["4090"]
-        usual, devices = card.hardware, 1
-    else:
-        torch.set_num_threads(len(own_cores()))
+        gpu = torch.cuda.get_device_properties(device)
+        if card := known_gpu(gpu.name):
+            return replace(card.hardware, memory_gb=gpu.total_memory / 1e9)
+        raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(own_cores()))
     set_numerics(device, dtype, False)
-    machine = replace(
-        usual,
-        memory_gb=memory_of(device) / 1e9 / devices,
-        matmul=measured_matmul(device, dtype) / devices,
-        bytes_per_s=measured_copy(device) / devices,
-        local=local or usual.local,
-    )
+    speed = measured_matmul(device, dtype) / nproc / CPU.matmul
     torch.set_num_threads(threads)
-    return machine
-
-
-def measured_link(collectives: list[dict]) -> Link:
-    """The link between the devices of this machine, from the result of measure_collectives."""
-    reductions = [cell for cell in collectives if cell["operation"] == "all-reduce"]
-    smallest = reductions[0]
-    latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
-    return Link(latency, max(cell["gb_per_s"] for cell in reductions) * 1e9)
+    memory_gb = memory_of(device) / 1e9 / nproc
+    return replace(CPU, memory_gb=memory_gb, matmul=speed * CPU.matmul, bytes_per_s=speed * CPU.bytes_per_s)
 
 
 def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
@@ -249,8 +216,6 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    if is_pretended():  # a dry run reports no speeds
-        return None, "unknown"
     card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if card and dtype != "float32":
         return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), DATA_SHEET
@@ -314,12 +279,6 @@ def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> f
     n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
     return 2 * n**3 / fastest(a.matmul, b, budget)
-
-
-def measured_copy(device: torch.device) -> float:
-    """Bytes/s read and written by a copy of 256 MiB."""
-    source = torch.ones(2**26, device=device)
-    return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
 
 
 def memory_of(device: torch.device) -> int:

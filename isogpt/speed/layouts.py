@@ -3,7 +3,6 @@ The layouts that a number of devices allows, ranked by predicted speed: for `ben
 `train.py --layout=auto`. Settings of the layout that differ from the defaults, or were typed, are kept.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -17,7 +16,6 @@ from isogpt.speed.prediction import SCHEDULES, Prediction, predict
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout
 
-MOST_DOUBLINGS = 15  # of a machine, to look for a number of devices on which the model fits
 BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed in a command
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
@@ -102,69 +100,35 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
     return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
 
 
-def all_predictions(plan: Plan, hw: Hardware, per_node: int) -> Iterator[Prediction]:
-    """The predictions for plan.world_size devices."""
-    per_node = min(per_node, plan.world_size)
-    for layout in layouts(plan, per_node):
-        yield from predictions_of(plan, layout, hw, per_node)
-
-
 def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     """
-    Predict all layouts, fastest first; layouts that do not fit are last.
+    Predict all layouts on plan.world_size devices, fastest first; layouts that do not fit are last.
 
     Raises:
         ValueError: there are no layouts, or the settings do not describe the model.
     """
     check_layout(plan)
     check_degrees(plan)
-    fastest_first = sorted(all_predictions(plan, hw, per_node), key=lambda step: (step.total_s, step.gb))
-    if not fastest_first:
+    on_machine = min(per_node, plan.world_size)
+    steps = [
+        step for layout in layouts(plan, on_machine) for step in predictions_of(plan, layout, hw, on_machine)
+    ]
+    if not steps:
         raise ValueError(
             f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
             f"({plan.world_size}), or the settings exclude all layouts"
         )
-    return fastest_first
+    return sorted(steps, key=lambda step: (step.total_s, step.gb))
 
 
-def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node: int) -> None:
-    """
-    Raise ValueError if none of the ranked predictions fits, with the number of devices that would suffice,
-    and on GPUs whether the memory of the CPU would.
-    """
-    if not predictions[0].problem:
-        return
-    advice = []
-    if fewest := smallest_world(plan, hw, per_node):
-        advice.append(f"start with {fewest}, the fewest that suffice")
-    can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
-    if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
-        advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
-    hint = f": {', or '.join(advice)}" if advice else ""
-    raise ValueError(f"no layout fits on {count_text(plan.world_size, 'device')}{hint}")
-
-
-def fits(plan: Plan, hw: Hardware, per_node: int) -> bool:
-    """Whether a layout fits on plan.world_size devices."""
-    return any(not prediction.problem for prediction in all_predictions(plan, hw, per_node))
-
-
-def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
-    """
-    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
-    is none.
-    """
-
-    def fits_on(devices: int) -> bool:
-        return fits(replace(plan, world_size=devices), hw, per_node)
-
-    for devices in range(1, per_node):
-        if fits_on(devices):
-            return devices
-    doubled = (per_node * 2**k for k in range(MOST_DOUBLINGS))
-    enough = next((devices for devices in doubled if fits_on(devices)), 0)
-    between = range(enough // 2 + per_node, enough, per_node)
-    return (*between, enough)[bisect_left(between, True, key=fits_on)]
+def check_fits(predictions: list[Prediction]) -> None:
+    """Raise ValueError if none of the ranked predictions fits, with what to try."""
+    fastest = predictions[0]
+    if fastest.problem:
+        raise ValueError(
+            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: bench.py --plan "
+            "--devices=1,2,4,8 predicts on which numbers one does; on GPUs, try --zero=3 --cpu_offload=True"
+        )
 
 
 def degrees(prediction: Prediction) -> tuple[int, ...]:

@@ -249,60 +249,44 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     """
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
 
+    ZeRO-0 and 1 reduce gradients in float32, in buckets, the last of which is always exposed; ZeRO-1 then
+    sends the weights. ZeRO-2 and 3 gather each unit's weights in the computing dtype, ZeRO-3 again in the
+    backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
+    reduce the shards.
+
     Args:
         computed: the computation of a micro-step, which hides a part of them.
     """
-    part, bucket = part_of(plan, 0), plan.ddp_bucket_mb * 2**20 / 4
+    hw, part, replicas, shards = rings.hw, part_of(plan, 0), rings.mesh.replicas, rings.mesh.shards
+    parameters, bucket = part.dense + part.experts, plan.ddp_bucket_mb * 2**20 / 4
+    averages = rings.all_reduce_s(("islands",), 4 * parameters, ceil(part.dense / bucket))
+    total = averages / plan.local_steps
     if plan.zero < 2:
-        exposed = replicated_weights_s(rings, plan, part, micro_steps, computed.backward)
+        unit, gather = min(1.0, bucket / part.dense), 0.0
+        reduction = 2 * rings.all_parameters(part, replicas.axes, 4, bucket, trees=True)
+        reduces_always = plan.grad_sync == "every"
     else:
-        exposed = sharded_weights_s(rings, plan, part, micro_steps, computed)
-    average = rings.all_reduce_s(("islands",), 4 * (part.dense + part.experts), ceil(part.dense / bucket))
-    return exposed + average / plan.local_steps
+        unit, size = 1 / (part.layers + 1), plan.torch_dtype.itemsize  # a unit is a block, or the rest
+        gather = rings.all_parameters(part, shards.axes, size, unit * parameters, slowness=hw.gather)
+        reduction = rings.all_parameters(part, shards.axes, 4, unit * parameters, slowness=hw.scatter)
+        reduces_always = plan.grad_sync in ("auto", "every")
+    reductions = micro_steps if reduces_always else 1
+    gather_again = gather if plan.zero == 3 else 0.0
+    total += micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
+    total += reductions * exposed_s(hw, gather_again + reduction, computed.backward, unit * reduction)
+    others = micro_steps - reductions
+    total += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
+    if plan.zero == 1:
+        total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
+    if plan.zero >= 2:
+        of_shards = rings.all_parameters(part, replicas.axes, 4 / shards.size, unit * parameters, trees=True)
+        total += 2 * reductions * of_shards
+    return total
 
 
 def exposed_s(hw: Hardware, collectives: float, computation: float, least: float) -> float:
     """The seconds of collectives that computation does not hide, of which `least` cannot be hidden."""
     return max(collectives - hw.overlap * min(collectives, computation), least)
-
-
-def replicated_weights_s(
-    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, backward: float
-) -> float:
-    """
-    `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
-    exposed; ZeRO-1 then sends the weights.
-    """
-    axes, bucket = rings.mesh.replicas.axes, plan.ddp_bucket_mb * 2**20 / 4
-    reductions = micro_steps if plan.grad_sync == "every" else 1
-    reduction = 2 * rings.all_parameters(part, axes, 4, bucket, trees=True)
-    last_bucket = min(1.0, bucket / part.dense) * reduction
-    exposed = reductions * exposed_s(rings.hw, reduction, backward, last_bucket)
-    if plan.zero == 1:
-        exposed += rings.all_parameters(part, axes, 4, bucket, slowness=rings.hw.gather)
-    return exposed
-
-
-def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes) -> float:
-    """
-    `weights_s` of ZeRO-2 and 3. They gather each unit's weights in the computing dtype, ZeRO-3 again in the
-    backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
-    reduce the shards.
-    """
-    hw, shards = rings.hw, rings.mesh.shards
-    unit = 1 / (part.layers + 1)  # a block, or the rest, as a fraction of the parameters
-    piece = unit * (part.dense + part.experts)
-    reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-    size = plan.torch_dtype.itemsize
-    gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
-    gather_again = gather if plan.zero == 3 else 0.0
-    scatter = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
-    exposed = micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
-    exposed += reductions * exposed_s(hw, gather_again + scatter, computed.backward, unit * scatter)
-    others = micro_steps - reductions
-    exposed += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
-    of_replicas = rings.all_parameters(part, rings.mesh.replicas.axes, 4 / shards.size, piece, trees=True)
-    return exposed + reductions * 2 * of_replicas
 
 
 # ------------------------------------------------------------------------------------------------------------
