@@ -383,7 +383,7 @@ def test_a_plan_compares_numbers_of_devices(plan, weak, growth):
     speeds = [tokens[choice["devices"]] / choice["total_s"] for choice in found["compared"]]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3, text
     text, _ = plan(*LARGE, "--hardware=a100", "--devices=1,2")
-    assert "a global batch that grows with the devices (--gradient_accumulation_steps=2: the same" in text
+    assert re.findall(r"^ +(. x a100) +(\d+) ", text, re.M) == [("2 x a100", "4"), ("1 x a100", "2")], text
 
 
 def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(plan, at, capsys):

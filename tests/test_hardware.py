@@ -61,7 +61,7 @@ def test_a_card_that_is_not_known_is_refused(monkeypatch, name):
     """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""
     found = SimpleNamespace(name=name, total_memory=5e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, mi300x; to desc"):
+    with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, cpu, this; to desc"):
         hardware_of(torch.device("cuda"), "bfloat16", 8)
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,7 +164,7 @@ CPU = Hardware(
 )
 HARDWARE = {name: card.hardware for name, card in CARDS.items()} | {"cpu": CPU}  # by names for --hardware
 KNOWN_CARDS = (
-    f"choose --hardware= from {', '.join(CARDS)}; to describe another card, name the closest of these, "
+    f"choose --hardware= from {', '.join(HARDWARE)}, this; to describe another card, name the closest one, "
     "with --device_tflops, --device_memory_gb and --network"
 )
 
@@ -227,7 +226,9 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     except RuntimeError:
         return None, "unknown"
     finally:
-        forget_peak_memory(device)  # up to 0.8 GB that no step needs
+        if device.type == "cuda":  # up to 0.8 GB that no step needs
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass
@@ -275,10 +276,17 @@ def fraction_of_peak(flops_per_s: float, peak: float | None) -> float | None:
 
 
 def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> float:
-    """FLOP/s of a square matmul, of which as many are computed as fit into `budget` seconds."""
+    """FLOP/s of a square matmul: the fastest of as many as fit into `budget` seconds."""
     n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
-    return 2 * n**3 / fastest(a.matmul, b, budget)
+    times, end = [], time.perf_counter() + budget
+    while not times or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        a.matmul(b)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
 
 
 def memory_of(device: torch.device) -> int:
@@ -286,29 +294,3 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def fastest(
-    function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15
-) -> float:
-    """Seconds of the fastest call of function(argument), among as many calls as fit into `budget` seconds."""
-    times, end = [], time.perf_counter() + budget
-    while not times or time.perf_counter() < end:
-        synchronize(argument.device)
-        start = time.perf_counter()
-        function(argument)
-        synchronize(argument.device)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def forget_peak_memory(device: torch.device) -> None:
-    """
-    Give cached memory back to the GPU, and restart the peak of memory_gb at what is allocated now. Does
-    nothing on a CPU.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    if device.type == "mps":
-        torch.mps.empty_cache()

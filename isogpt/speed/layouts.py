@@ -16,7 +16,6 @@ from isogpt.speed.prediction import SCHEDULES, Prediction, predict
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout
 
-BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed in a command
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
 
@@ -146,11 +145,8 @@ def best_of_layouts(predictions: list[Prediction]) -> list[Prediction]:
 
 def typed(settings: dict) -> str:
     """The settings of a layout that differ from the defaults, in the form in which they are typed."""
-    return " ".join(
-        f"--{name}={value}"
-        for name, value in settings.items()
-        if value != getattr(UNDIVIDED, name) or name in BATCH
-    )
+    changed = {name: value for name, value in settings.items() if value != getattr(UNDIVIDED, name)}
+    return " ".join(f"--{name}={value}" for name, value in changed.items())
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:

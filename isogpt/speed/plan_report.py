@@ -18,7 +18,7 @@ from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
-ROWS, ROWS_THAT_DO_NOT_FIT = 15, 3  # of the table of layouts
+ROWS = 18  # of the table of layouts
 SETTINGS = "settings (why they are slower)"
 # two of the model's blocks, which calibrate the predictions for a CPU, undivided and without communication
 TWO_BLOCKS = {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {"n_layer": 2, "grad_sync": "never"}
@@ -118,11 +118,8 @@ def rank_and_print(predictor: Predictor, n: int, card: str) -> list[Prediction]:
 
 def rows_of(predictions: list[Prediction]) -> list[dict[str, str]]:
     """The rows of a table of layouts, with the reasons why they are slower than the first."""
-    best = best_of_layouts(predictions)
-    fitting = [prediction for prediction in best if not prediction.problem]
-    others = [prediction for prediction in best if prediction.problem]
     rows = []
-    for prediction in (*fitting[:ROWS], *others[:ROWS_THAT_DO_NOT_FIT]):
+    for prediction in best_of_layouts(predictions)[:ROWS]:
         why = reason(prediction, predictions[0])
         rows.append(row_of(prediction, typed(prediction.settings) + (f"  ({why})" if why else "")))
     return rows
@@ -155,24 +152,19 @@ def as_record(prediction: Prediction) -> dict:
 
 def compare_devices(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
     """Print the fastest layout on each number of devices of each kind, the fastest first."""
-    compared = [(predictor.rank(n, card)[0], card) for n, card in product(counts, cards)]
+    compared = [(card, predictor.rank(n, card)[0]) for n, card in product(counts, cards)]
     # those on which no layout fits are last, smallest first
-    compared.sort(key=lambda pair: (-pair[0].tokens_per_s, pair[0].gb))
-    fastest, its_card = compared[0]
-    batch = f"the global batch of {count_text(fastest.plan.sequences, 'sequence')}"
-    if len({step.plan.sequences for step, _ in compared}) > 1:
-        batch = "a global batch that grows with the devices"
-        if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch
-            batch += f" (--gradient_accumulation_steps={max(counts)}: the same on any number)"
-    print(f"{batch}, predicted:")
+    compared.sort(key=lambda pair: (-pair[1].tokens_per_s, pair[1].gb))
     rows, records = [], []
-    for step, card in compared:
+    for card, step in compared:
         n, settings = step.plan.world_size, "does not fit" if step.problem else typed(step.settings)
-        rows.append({"devices": f"{n} x {card}"} | row_of(step, settings))
+        devices = {"devices": f"{n} x {card}", "sequences": f"{step.plan.sequences:,}"}
+        rows.append(devices | row_of(step, settings))
         records.append({"devices": n, "hardware": card} | as_record(step))
+    print("the fastest layout on each, with the sequences of the global batch, predicted:")
     print_table(rows)
-    devices = f"--devices={fastest.plan.world_size} --hardware={its_card}"
-    print(f"\nfor all layouts of a line and its command, type for example {devices}")
+    fastest = "--devices={devices} --hardware={hardware}".format(**records[0])
+    print(f"\nfor all layouts of a line and its command, type for example {fastest}")
     return {"compared": records}
 
 

@@ -4,7 +4,6 @@ parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto choos
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,7 +31,6 @@ from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import fit_model_args
 
 LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
-CHOSEN = "has measured its device and predicted layouts"
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
@@ -43,13 +41,13 @@ def island_count(ranks: Ranks) -> int:
     Raises:
         ValueError: the launcher has started different numbers of processes on the machines.
     """
-    sizes = Counter(ranks.machines).values()
-    if len(set(sizes)) > 1:
+    sizes = {ranks.machines.count(machine) for machine in ranks.machines}
+    if len(sizes) > 1:
         raise ValueError(
             "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
             f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
-    return len(sizes)
+    return len(set(ranks.machines))
 
 
 def make_plan(
@@ -80,8 +78,7 @@ def make_plan(
     with exit_together():
         precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
     if config["layout"] == "auto":
-        settings = do_together(choose_layout, plan, ranks, config["out_dir"], has_done=CHOSEN)
-        plan = replace(plan, **broadcast(settings))
+        plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
     # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the

@@ -104,11 +104,10 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
     tokens = plan.micro_batch * T / cp  # tokens in attention and the MLP
     kv = C * args["n_kv_head"] // args["n_head"]
     gate_and_hidden = hidden * (2 if ARCHS[args["arch"]].activation == "swiglu" else 1)
-    n_mlp, mlp_tokens, active = 1.0, tokens, 1
-    if n_expert := args.get("n_expert", 0):  # a rank's experts run one matmul after the other
-        n_mlp, active = n_expert / ep, args["n_expert_active"]
-        mlp_tokens = tokens * active / n_mlp
-    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + n_expert)
+    n_mlp = max(1, args["n_expert"]) / ep  # a rank's experts run one matmul after the other
+    active = args["n_expert_active"] if args["n_expert"] else 1
+    mlp_tokens = tokens * active / n_mlp
+    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + args["n_expert"])
 
     linears = [
         (1, linear_s(hw, tokens, C, (C + 2 * kv) / tp, size)),
@@ -131,9 +130,8 @@ def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     args, size = plan.model_args, plan.torch_dtype.itemsize
     C, V = args["n_embd"], args["vocab_size"] / plan.tp
     tokens = plan.micro_batch * args["block_size"] / plan.cp
-    head = Passes(0.0, 0.0)
-    if part.edge_matrices:
-        head = linear_s(hw, tokens, C, part.edge_matrices / C / plan.tp, size)
+    width = part.edge_matrices / C / plan.tp
+    head = linear_s(hw, tokens, C, width, size) if width else Passes(0.0, 0.0)
     # logits in the computing dtype and in float32, log_softmax, and the gradients
     traffic = traffic_s(hw, plan, tokens * V) if part.has_loss else 0.0
     return Passes(head.forward + (8 + 2 * size) * traffic, head.backward + (4 + 2 * size) * traffic)
@@ -235,14 +233,11 @@ def activations_s(rings: Rings, plan: Plan) -> float:
     seconds += rings.seconds(("tp",), count * hidden, count, hw.scatter)
     seconds += rings.seconds(("cp",), 2 * layers * kv, 2 * layers, hw.gather)
     seconds += rings.seconds(("cp",), layers * kv, layers, hw.scatter)
-    if plan.ep > 1:
-        seconds += 4 * layers * rings.seconds(("ep",), hidden * args["n_expert_active"])
+    seconds += 4 * layers * rings.seconds(("ep",), hidden * args["n_expert_active"])
     # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
-    if plan.pp > 1:
-        neighbours = replace(rings, mesh=replace(rings.mesh, pp=2))
-        sends = 2 * stages_per_rank(plan.pp_schedule)
-        seconds += sends * 2 * neighbours.seconds(("pp",), hidden / plan.tp)
-    return seconds
+    neighbours = replace(rings, mesh=replace(rings.mesh, pp=min(2, plan.pp)))
+    sends = 2 * stages_per_rank(plan.pp_schedule)
+    return seconds + sends * 2 * neighbours.seconds(("pp",), hidden / plan.tp)
 
 
 def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> float:
@@ -262,26 +257,24 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     averages = rings.all_reduce_s(("islands",), 4 * parameters, ceil(part.dense / bucket))
     total = averages / plan.local_steps
     if plan.zero < 2:
+        reductions = micro_steps if plan.grad_sync == "every" else 1
         unit, gather = min(1.0, bucket / part.dense), 0.0
         reduction = 2 * rings.all_parameters(part, replicas.axes, 4, bucket, trees=True)
-        reduces_always = plan.grad_sync == "every"
+        if plan.zero == 1:
+            total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
     else:
+        reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
         unit, size = 1 / (part.layers + 1), plan.torch_dtype.itemsize  # a unit is a block, or the rest
-        gather = rings.all_parameters(part, shards.axes, size, unit * parameters, slowness=hw.gather)
-        reduction = rings.all_parameters(part, shards.axes, 4, unit * parameters, slowness=hw.scatter)
-        reduces_always = plan.grad_sync in ("auto", "every")
-    reductions = micro_steps if reduces_always else 1
+        piece = unit * parameters
+        gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
+        reduction = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
+        of_shards = 2 * rings.all_parameters(part, replicas.axes, 4 / shards.size, piece, trees=True)
+        total += reductions * of_shards
     gather_again = gather if plan.zero == 3 else 0.0
     total += micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
     total += reductions * exposed_s(hw, gather_again + reduction, computed.backward, unit * reduction)
     others = micro_steps - reductions
-    total += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
-    if plan.zero == 1:
-        total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
-    if plan.zero >= 2:
-        of_shards = rings.all_parameters(part, replicas.axes, 4 / shards.size, unit * parameters, trees=True)
-        total += 2 * reductions * of_shards
-    return total
+    return total + others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
 
 
 def exposed_s(hw: Hardware, collectives: float, computation: float, least: float) -> float:
@@ -304,19 +297,15 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
     slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
-    rings = Rings(hw, mesh, per_node)
-    communication = share.micro_steps * activations_s(rings, plan)
-    communication += weights_s(rings, plan, share.micro_steps, slowest)
-    return Prediction(
-        plan,
-        gb,
-        {
-            "compute": share.micro_steps * sum(slowest),
-            "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
-            "communication": communication,
-            "optimizer": optimizer_s(hw, plan, mesh),
-        },
-    )
+    rings, micro_steps = Rings(hw, mesh, per_node), share.micro_steps
+    exposed = weights_s(rings, plan, micro_steps, slowest)
+    seconds = {
+        "compute": micro_steps * sum(slowest),
+        "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
+        "communication": micro_steps * activations_s(rings, plan) + exposed,
+        "optimizer": optimizer_s(hw, plan, mesh),
+    }
+    return Prediction(plan, gb, seconds)
 
 
 def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
