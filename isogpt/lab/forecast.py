@@ -69,13 +69,13 @@ def predicted_s(
     n, settings = run.processes, run.config | {"layout": "manual"}
     device = pick_device(settings["device"], 0, n)
     workload = Workload(settings, settings, [], {}, device, n, False, False, model_class)
-    predictor = Predictor(workload, launches, launches.train_py.with_name("bench.py"), 0.0, n, 0.0, 0.0, 0.0)
+    predictor = Predictor(workload, launches, n)
     try:
         wanted = workload.plan(n, "this")
         machine = (settings["device"], wanted.dtype, n)
         if machine not in hardware:
             console.print_to_stderr("no run with these steps has been trained yet: measuring a few")
-            hardware[machine] = predictor.measured_machine(wanted, n)
+            hardware[machine] = predictor.this_machine(wanted, n)
         prediction = predict(wanted, hardware[machine], n)
     except ValueError:
         return None
