@@ -49,13 +49,12 @@ from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile, as_record, read_records
+from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
@@ -67,7 +66,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.monitor import crashes, curves, sink_plot
 from isogpt.monitor.log import Logger
 from isogpt.monitor.records import as_json
-from isogpt.monitor.sink_metrics import MetricsFile, cut_back
+from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
 from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters
 from isogpt.nn import huggingface
@@ -437,10 +436,9 @@ def read_of_a_resume(folder, steps):
             if number % (steps // 100) == 0:
                 file.write(json.dumps({"iter": number} | evaluation) + "\n")
             file.write(json.dumps({"iter": number} | step) + "\n")
-    config = {"out_dir": str(folder), "max_iters": 2 * steps, "eval_interval": 10**9}
     tracemalloc.start()
     before = bytes_read("thread-self")
-    log, plot = MetricsFile(config, steps - 5), Plot(str(folder), steps - 5)
+    log, plot = MetricsFile(str(folder)), Plot(str(folder), steps - 5)
     resumed = bytes_read("thread-self")
     for record in ({"iter": steps - 5} | step, {"iter": steps - 4} | evaluation):
         log.write(record, "")
@@ -449,7 +447,6 @@ def read_of_a_resume(folder, steps):
     plot.is_idle.wait()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    log.file.close()
     assert "loss.png" in plot.result
     return resumed - before, evaluated - resumed, peak / 1e6
 
@@ -459,64 +456,6 @@ def test_training_reads_as_much_of_a_long_log_as_of_a_short_one(tmp_path):
     short, long = (read_of_a_resume(tmp_path / str(steps), steps) for steps in (1_500, 12_000))
     assert abs(long[0] - short[0]) < 100 and abs(long[1] - short[1]) < 100
     assert long[1] < 1000 and long[2] < 1.5 * short[2]
-
-
-def kept_by_definition(lines, step, repeats_evaluation):
-    """What metrics.jsonl keeps when it is cut back to `step`, from reading all of it."""
-    records = [r for r in map(as_record, lines) if r is not None]
-    kept = [r for r in records if "event" in r or r["iter"] < step]
-    evaluations = [r for r in records if "val_loss" in r and r["iter"] == step][-1:]
-    return kept + (evaluations if not repeats_evaluation else [])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_cutting_the_log_back_keeps_what_reading_all_of_it_would_keep(tmp_path, seed):
-    """Steps, evaluations and events in a run's order, and what a kill or somebody else leaves."""
-    rng, path, lines = random.Random(seed), tmp_path / "metrics.jsonl", []
-    for step in range(rng.choice([0, 1, 12])):
-        if step % 4 == 0:
-            lines.append(json.dumps({"iter": step, "train_loss": 1.0, "val_loss": rng.random()}))
-        lines.append(json.dumps({"iter": step, "loss": 1.0, "text": "x" * rng.randrange(300)}))
-        lines += [json.dumps({"event": "save", "iter": step})] * rng.randrange(3)
-    torn = rng.choice(["", '{"iter": 12, "lo', '{"iter": 12, "train_loss": 1.0, "val_loss": 2.0}', "\0\0"])
-    path.write_text("".join(line + "\n" for line in lines) + rng.choice(["", "\n"]) + torn)
-    for step in (13, 12, 8, 5, 0):
-        repeats = rng.random() < 0.5
-        expected = kept_by_definition(path.read_bytes().split(b"\n"), step, repeats)
-        cut_back(path, step, repeats)
-        kept = [json.loads(line) for line in path.read_text().splitlines() if line]
-        assert sorted(map(json.dumps, kept)) == sorted(map(json.dumps, expected))
-        assert [r["iter"] for r in kept if "loss" in r] == [r["iter"] for r in expected if "loss" in r]
-
-
-def test_a_log_that_is_cut_back_changes_no_other_file(tmp_path):
-    """It may be a link, or have a second name in a backup of the folder."""
-    text = "".join(json.dumps({"iter": step, "loss": 1.0}) + "\n" for step in range(9))
-    for name in ("symlink_to", "hardlink_to"):
-        out, other = tmp_path / name, tmp_path / f"{name}.jsonl"
-        out.mkdir()
-        other.write_text(text)
-        log = out / "metrics.jsonl"
-        getattr(log, name)(other)
-        MetricsFile({"out_dir": str(out), "max_iters": 9, "eval_interval": 9}, 5).file.close()
-        assert other.read_text() == text and not log.is_symlink()
-        assert [json.loads(line)["iter"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]
-
-
-def test_a_run_that_has_lost_its_folder_does_not_write_to_the_log(tmp_path):
-    config = {"out_dir": str(tmp_path), "max_iters": 99, "eval_interval": 9}
-    write_owner(tmp_path, "one", None)
-    one = MetricsFile(config, 0, "one")
-    for step in range(9):
-        one.write({"iter": step, "loss": 1.0}, "")
-    write_owner(tmp_path, "two", None)
-    two = MetricsFile(config, 5, "two")
-    with pytest.raises(ValueError, match="a different run was started"):
-        one.write({"iter": 9, "loss": 1.0}, "")
-    with open(tmp_path / "metrics.jsonl", "a") as file:  # as of somebody who ignores the owner
-        file.write("a note\n")
-    two.write({"iter": 5, "loss": 2.0}, "")
-    assert [r["iter"] for r in read_records(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_thinned_curve_is_that_of_the_whole_run(tmp_path):

@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,12 +10,13 @@ import torch
 from runs import column, records, start_faulty
 from torch._dynamo.utils import counters
 
+from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import EVAL_TRAIN, TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.monitor import statistics
-from isogpt.monitor.curves import read_curves
+from isogpt.monitor.log import Logger
 from isogpt.monitor.records import chart_values
-from isogpt.monitor.statistics import LayerStatistics, Observed, Sums, largest_logit, observing, short_name
+from isogpt.monitor.statistics import LayerStatistics, Observed, largest_logit, observing, short_name
 from isogpt.parallel.compilation import compile_parts
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.parallelize import take_routing
@@ -141,7 +141,7 @@ def made_statistics(model, rows):
     reader = SimpleNamespace(
         mesh=Mesh(), device=torch.device("cpu"), block_size=LENGTH, evaluation=lambda *_: batches
     )
-    return LayerStatistics(1, model, model, reader, len(rows), nullcontext())
+    return LayerStatistics(1, model, model, reader, len(rows), nullcontext(), Logger(Progress(1), []))
 
 
 @pytest.mark.parametrize("by_block", [False, True])
@@ -179,20 +179,6 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_record_is_written_once_it_has_arrived():
-    """From a GPU after a later step; and not if a rollback repeats its step."""
-    layers = LayerStatistics(0, *[None] * 5)
-    layers.names, layers.outputs, layers.attentions = [], [], []
-    event = Mock(query=lambda: True)
-    layers.waiting = [Sums(4, torch.zeros(0), event), Sums(6, torch.zeros(0), event)]
-    assert [r["iter"] for r in layers.records(6)] == [4]
-    assert [r["iter"] for r in layers.records(7)] == [6] and not event.synchronize.called
-    layers.waiting = [Sums(7, torch.zeros(0), event), Sums(9, torch.zeros(0), event)]
-    assert [r["iter"] for r in layers.records(8)] == [7] and not layers.waiting
-    layers.waiting = [Sums(9, torch.zeros(0), None)]
-    assert [r["iter"] for r in layers.records(9)] == [9] and not layers.waiting
-
-
 def test_a_skipped_step_and_a_resume(zygote, work):
     """A step that is skipped updates nothing; a resume cuts off the statistics that it repeats."""
     args = ["--stats_interval=2", "--max_iters=7", "--save_interval=3", "--keep_last=0", "--out_dir=out"]
@@ -203,15 +189,11 @@ def test_a_skipped_step_and_a_resume(zygote, work):
     assert updates and set(updates.values()) == {0.0}
     assert min(v for k, v in found[6].items() if k.startswith("update_norm")) > 0
     steps = column(work / "out", "loss")
-    # each step stands before those that follow, as what cuts the file back expects
-    iters = [r["iter"] for r in records(work / "out") if "event" not in r]
-    assert iters == sorted(iters)
     zygote.train([*args, "--init_from=resume", "--resume_step=3", "--eval_interval=3"], work)
     again = statistics_of(work / "out")
     assert [*again] == [0, 2, 4, 6] and again[0] == found[0] and again[2] == found[2]
     assert min(v for k, v in again[4].items() if k.startswith("update_norm")) > 0
     again = column(work / "out", "loss")
-    assert [step for step, _ in read_curves(work / "out/metrics.jsonl").loss.shown()] == [*again]
     assert {s: again[s] for s in (0, 1, 2, 3)} == {s: steps[s] for s in (0, 1, 2, 3)}
 
 

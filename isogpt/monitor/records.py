@@ -1,6 +1,5 @@
 """The records of metrics.jsonl and the lines of the console."""
 
-import json
 import math
 from dataclasses import dataclass, field
 
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.console import duration
+from isogpt.common.files import as_json  # noqa: F401  (for the sinks)
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
@@ -33,11 +33,6 @@ class Means:
         means = {name: total / count if count else None for name, (total, count) in self.sums.items()}
         self.sums = {}
         return means
-
-
-def as_json(record: dict) -> dict:
-    """Return the record with nan and infinity as the strings 'nan' and 'inf', since JSON has neither."""
-    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
 
 
 def step_record(
@@ -67,6 +62,7 @@ def step_record(
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": fraction_of_peak(flops_per_step / step_s, peak_flops),
         "tokens": progress.tokens + progress.tokens_per_step,
+        "seconds": progress.seconds,
     }
 
 
@@ -110,6 +106,8 @@ def chart_values(record: dict) -> dict:
         kinds = record["statistics"].items()
         values = {f"{kind}/{name}": value for kind, named in kinds for name, value in named.items()}
         return values | {"iter": record["iter"]}
+    if "val_loss" in record:  # the step's record, with the same iter, contains these, too
+        record = {name: value for name, value in record.items() if name not in ("tokens", "seconds")}
     values = {chart_name(name): value for name, value in record.items()}
     if values.get("mfu"):
         values["mfu"] *= 100

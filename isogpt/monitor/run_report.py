@@ -22,7 +22,6 @@ from isogpt.monitor.records import (
     waiting_text,
 )
 from isogpt.monitor.signals import Stop
-from isogpt.monitor.statistics import LayerStatistics
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import Peak
@@ -48,8 +47,7 @@ class RunReport:
     log_interval: int
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
-    statistics: LayerStatistics
-    steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
+    steps_taken: int = 0  # by this process
     began: float = field(default_factory=time.perf_counter)
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -59,13 +57,14 @@ class RunReport:
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
+        self.progress.began = self.began
 
     def evaluation(self, values: dict[str, float], digest: str = "") -> None:
         """
         Report an evaluation, with its evaluation_values and the digest of the weights if there is one.
         """
-        self.write_statistics()
-        record = {"iter": self.progress.step, **values}
+        p = self.progress
+        record = {"iter": p.step, **values, "tokens": p.tokens, "seconds": p.seconds}
         self.logger.write(record | ({"weights": digest} if digest else {}))
 
     def step(self, numbers: StepNumbers, lr: float) -> dict | None:
@@ -74,7 +73,6 @@ class RunReport:
         slow rank if there is one (all ranks).
         """
         self.steps_taken += 1
-        self.write_statistics()
         if self.progress.step % self.log_interval == 0:
             self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
         if not self.ranks.is_main:
@@ -91,6 +89,7 @@ class RunReport:
         if self.progress.step % self.log_interval:
             return None
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak.flops)
+        self.progress.totals.add(record, is_timed=self.steps_taken > SLOW_STEPS)
         record["gpu_percent"] = utilization(self.ranks.device)
         record |= self.since_log.read()
         if self.meter.routing is not None:
@@ -98,11 +97,6 @@ class RunReport:
         record["left_s"] = self.seconds_left()
         self.look_for_slow_ranks(numbers)
         return record
-
-    def write_statistics(self) -> None:
-        """Write the statistics of layers that have arrived, before the records of later steps."""
-        for record in self.statistics.records(self.progress.step):
-            self.logger.write(record)
 
     def check_peak(self, flops_per_s: float) -> None:
         """Measure the peak again if a step was faster: the machine was then busy at the start (all ranks)."""
@@ -150,7 +144,6 @@ class RunReport:
         """Report the end of training, and advice for the user; nothing if no step was taken."""
         if not self.steps_taken:
             return
-        self.write_statistics()
         p, took = self.progress, duration(time.perf_counter() - self.began)
         best = last = ""
         # a loss that is as low as the best to the last digit is not repeated

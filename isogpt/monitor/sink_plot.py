@@ -48,10 +48,7 @@ class Plot:
         """Plot the losses if it is time, and tell the user at the end where the plot is."""
         event = record.get("event")
         is_end, end = event in CLOSING, time.monotonic() + END_S
-        if event == "rollback":
-            self.curves = self.curves.before(record["to"])
-            self.began = min(self.began, record["to"])
-        elif not event:
+        if not event:
             self.curves.add(record)
         self.has_new_steps = self.has_new_steps or "step_ms" in record
         if is_end:

@@ -13,7 +13,7 @@ from statistics import median
 from isogpt.common.files import read_records
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.speed.memory import OUT_OF_MEMORY
-from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
+from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
 
 # settings of train.py with which a launch only takes steps and logs each
 FIXED = {
@@ -68,9 +68,7 @@ class Launches:
         {"problem": why the launch failed}.
         """
         nproc = int(settings["nproc"])
-        # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
-        divides_activations = any(str(settings[name]) != "1" for name in ("tp", "cp", "ep"))
-        is_traced = (self.profile and show) or (settings["grad_sync"] == "never" and divides_activations)
+        is_traced = self.profile and show
         warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, steps // 4)
         out = self.folder / f"launch{next(self.numbers)}"
         settings = settings | FIXED
@@ -112,12 +110,10 @@ def reason_for(code: int, errors: str) -> str:
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    text = re.sub(r"^\[rank\d+\]: ?", "", without_torchrun(errors), flags=re.M)
-    lines = [
-        line for line in text.splitlines() if re.match(r"\S", line) and "lost the connection" not in line
-    ]
-    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (messages or lines or [f"exit status {code}"])[-1]
+    if message := re.search(r"^error: (.*)", errors, re.M):  # the first: other ranks may have lost this one
+        return message[1]
+    lines = re.findall(r"^(?:\[rank\d+\]: ?)?(\S.*)", without_torchrun(errors), re.M)
+    return lines[-1] if lines else f"exit status {code}"
 
 
 def figures(out: Path, steps: int) -> dict:
@@ -139,7 +135,6 @@ def figures(out: Path, steps: int) -> dict:
         "tokens_per_s": tokens / step_ms * 1e3,
         "step_ms": {"mean": step_ms, "max": median(record["step_ms_max"] for record in timed)},
         "spans_ms": records[-1]["spans_ms"],
-        "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
         "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
         "flops_per_s": flops_per_s,
         "peak_flops": peak,
