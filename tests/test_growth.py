@@ -53,7 +53,7 @@ from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile, as_json
+from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
