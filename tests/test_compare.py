@@ -251,13 +251,12 @@ def test_commits_that_leave_the_code_alone_do_not_divide_a_group(tmp_path, at, c
 
 
 def test_several_groups_are_compared_with_the_first(tmp_path, at, capsys):
-    for i, rate in enumerate((1e-3, 2e-3, 3e-3)):
-        for seed in (1, 2, 3):
-            final = 3 - i / 10 + seed / 10 + (i * seed**2) / 1000
-            write_run(tmp_path / f"{rate}-{seed}", [4, final], seed=seed, learning_rate=rate)
+    pair(tmp_path, seeds=3)
+    write_run(tmp_path / "c", [5, 4, 3.2], seed=1, learning_rate=9e-3)
+    write_run(tmp_path / "d", [5, 4, 3.25], seed=2, learning_rate=9e-3)
     text = compared(at, capsys, "*")
-    assert text.count("has a lower validation loss than learning_rate=0.001, by") == 2
-    assert text.count("paired t-test over 3 seeds, p corrected for 2 comparisons (Holm)") == 2
+    assert "paired t-test over 3 seeds, p corrected for 2 comparisons (Holm)" in text
+    assert "paired t-test over 2 seeds, p corrected for 2 comparisons (Holm)" in text
 
 
 def test_runs_that_are_not_complete(tmp_path, at, capsys):
