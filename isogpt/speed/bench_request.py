@@ -18,20 +18,19 @@ class Request:
         processes: how many are launched.
         counts: numbers of devices to plan for.
         cards: kinds of devices to plan for: keys of devices.HARDWARE, or 'this'.
-        swept: {setting: its values} of a sweep.
     """
 
     processes: int
     counts: list[int]
     cards: list[str]
-    swept: dict[str, list[str]]
 
 
-def read_request(config: dict, is_launched: bool, processes: int) -> Request:
+def read_request(config: dict, lists: dict[str, list[str]], is_launched: bool, processes: int) -> Request:
     """
     Check the settings of bench.py.
 
     Args:
+        lists: {setting: its values} of those that were typed as lists.
         is_launched: whether a launcher has started this process.
         processes: how many are launched.
 
@@ -43,8 +42,6 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     # RTX4090 and nvidia-l4 are the cards 4090 and l4
     cards = list(dict.fromkeys(re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names))
     numbers = re.split(r"[\s,]+", c.devices.strip()) if c.devices else ["0"]
-    pairs = [part.partition(":") for part in c.sweep.replace(" ", "").split(";") if part]
-    swept = {name: values.split(",") for name, _, values in pairs}
 
     problems = []
     for card in cards:
@@ -53,23 +50,20 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
         problems.append(f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8")
     problems += problems_of_prediction(c, cards)
-    if [c.comm, bool(c.sweep), c.plan, c.tune, c.check].count(True) > 1:
-        problems.append("comm, sweep, plan, tune and check are separate reports: set one of them")
+    if [c.comm, c.plan, c.tune, c.check, bool(lists)].count(True) > 1:
+        problems.append(
+            "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one of them"
+        )
     if c.check and c.nproc not in (0, 2, 4, 8):
         problems.append(f"nproc is {c.nproc}: to check layouts, set --nproc=2, 4 or 8")
-    if len(swept) < len(pairs) or not all(name and values for name, _, values in pairs):
+    if is_launched and (c.plan or c.tune or c.check or "nproc" in lists):
         problems.append(
-            f"sweep is {c.sweep!r}: type --sweep='nproc:1,2;batch_size:4,8' or the like, each setting once"
+            "a plan, a check and lists of nproc start processes themselves: start bench.py without a launcher"
         )
-    if is_launched and (c.plan or c.tune or c.check or "nproc" in swept):
-        problems.append(
-            "a plan, a check and a sweep over nproc start processes themselves: start bench.py without a "
-            "launcher"
-        )
-    if not all(re.fullmatch("[1-9][0-9]*", n) for n in swept.get("nproc", [])):
-        problems.append(f"sweep is {c.sweep!r}: type numbers of processes, such as --sweep=nproc:1,2,4")
-    if c.weak and swept and "nproc" not in swept:
-        problems.append("weak scaling needs a sweep over nproc, such as --sweep=nproc:1,2,4")
+    if not all(re.fullmatch("[1-9][0-9]*", n) for n in lists.get("nproc", [])):
+        problems.append("nproc is no list of numbers: type --nproc=1,2,4 or the like")
+    if c.weak and lists and "nproc" not in lists:
+        problems.append("weak scaling needs a list of nproc, such as --nproc=1,2,4")
     json_path = Path(c.json_path).absolute()
     if c.json_path and not json_path.parent.is_dir():
         problems.append(f"json_path is {c.json_path!r}, but there is no such folder: create it")
@@ -81,7 +75,7 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     uneven = [n for n in counts if c.plan and n > c.per_node and n % c.per_node]
     advice = f"it must be a multiple of per_node, {c.per_node}"
     report([f"devices is {n}: {advice}: set --devices={n - n % c.per_node}" for n in uneven])
-    return Request(processes, counts, cards, swept)
+    return Request(processes, counts, cards)
 
 
 def problems_of_prediction(c: SimpleNamespace, cards: list[str]) -> list[str]:
