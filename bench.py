@@ -20,17 +20,17 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
 from isogpt.common import console
 from isogpt.common.files import write_whole
+from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import connect_store, own_cores
@@ -84,14 +84,12 @@ def say(text: str) -> None:
         console.print_result(text)
 
 
-def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:
+def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
-    worker = "import isogpt.launch.torch_import, sys; from isogpt.speed import model_check; "
-    worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
     rows = []
-    for row in check_model(launches, workload.settings, workload.model_args(), processes, worker):
-        say(f"{row.name:24} {row.state:8} {row.text}".rstrip())
-        rows.append(asdict(row))
+    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
+        rows.append(row)
     return rows
 
 
@@ -117,16 +115,6 @@ def this_machine(local_device: torch.device) -> dict:
     return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
 
 
-def with_random_data(workload: Workload, folder: Path) -> Workload:
-    """Write a data set of random tokens, and return the workload that reads it."""
-    length = max(2**20, 2 * workload.settings["block_size"])
-    ids = min(workload.settings["vocab_size"], 50257)
-    for split in ("train", "val"):
-        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16)
-        tokens.tofile(folder / f"{split}.bin")
-    return replace(workload, settings=workload.settings | {"dataset": str(folder)})
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, the workload
 try:
@@ -135,7 +123,8 @@ try:
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
     config = configure(globals(), extra=train_settings)
-    local_device = pick_device(device, 0, 1)
+    # processes that are forked after CUDA's start could not compile
+    local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
     request = read_request(config, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
@@ -166,14 +155,16 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     if workload.is_random and not comm:
         reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
         say(f"random tokens{reason}")
-        workload = with_random_data(workload, Path(folder))
+        length = max(2**20, 2 * workload.settings["block_size"])
+        write_random_tokens(Path(folder), workload.settings["vocab_size"], length)
+        workload = replace(workload, settings=workload.settings | {"dataset": folder})
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
     try:
         if plan or tune:
             described = network, device_memory_gb, device_tflops
             predictor = plan_report.Predictor(workload, launches, per_node, *described)
         if check:
-            result["check"] = report_check(launches, workload, max(2, nproc))
+            result["check"] = report_check(launches, workload)
         elif sweep:
             result["sweep"] = run_sweep(launches, workload, request.swept, steps)
         elif plan:

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import threading
 
+from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
-from isogpt.monitor.records import as_json
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
 FINAL = ("end", "preempted", "failed")  # after these, the process exits

@@ -10,9 +10,9 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.common.files import write_whole
+from isogpt.common.files import as_json, write_whole
 from isogpt.data.dataset import Dataset
-from isogpt.monitor.records import STARTS, as_json
+from isogpt.monitor.records import STARTS
 
 EXIT_REASONS = {"end": "complete", "preempted": "preempted", "failed": "failed"}  # by event
 
