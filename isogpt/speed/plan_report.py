@@ -50,8 +50,7 @@ class Predictor:
             ValueError: the settings do not fit each other, the data or the devices.
         """
         on_machine = min(n, self.per_node)
-        one_step = {"out_dir": "out", "gradient_accumulation_steps": 1}
-        check_training(self.workload.without_weights() | one_step)
+        check_training(self.workload.without_weights() | {"out_dir": "out", "gradient_accumulation_steps": 1})
         wanted = self.workload.plan(n, card, machines=n // on_machine)
         usual = self.this_machine(wanted, on_machine) if card == "this" else HARDWARE[card]
         hardware = changed_hardware(usual, self.network_gbit, self.memory_gb, self.tflops)
@@ -71,10 +70,6 @@ class Predictor:
         two_blocks = replace(self.workload, settings=settings).plan(n, "this")
         return calibrated(machine, two_blocks, run["step_ms"]["mean"] / 1e3)
 
-    def command(self, layout: dict, n: int) -> str:
-        """The command that trains with a layout on n devices."""
-        return self.workload.command(layout, n, self.per_node, sys.argv[1:])
-
 
 def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
     """
@@ -84,7 +79,7 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     if len(counts) * len(cards) > 1:
         return compare_devices(predictor, counts, cards)
     predictions = rank_and_print(predictor, counts[0], cards[0])
-    command = predictor.command(predictions[0].settings, counts[0])
+    command = predictor.workload.command(predictions[0].settings, counts[0], predictor.per_node, sys.argv[1:])
     whole_run = length_text(predictor.workload.settings, predictions[0])
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
     return {"plans": [as_record(prediction) for prediction in predictions], "command": command}
@@ -186,6 +181,6 @@ def tune(predictor: Predictor, card: str) -> dict:
     report = {"tried": measured.runs}
     if max(speeds):
         fastest = layouts[speeds.index(max(speeds))]
-        report["command"] = predictor.command(fastest, workload.processes)
+        report["command"] = workload.command(fastest, workload.processes, predictor.per_node, sys.argv[1:])
         print(f"\nthe fastest, {max(speeds):,.0f} tokens/s:\n{report['command']}")
     return report

@@ -30,7 +30,6 @@ from isogpt.training import precision
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import fit_model_args
 
-LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
@@ -116,7 +115,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
     job = plan.job() | {"per_node": per_node, "device": precision.device_name(ranks.device)}
     make_writable(out_dir)
-    path = Path(out_dir) / LAYOUT_FILE
+    path = Path(out_dir) / "layout.json"
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
     if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):

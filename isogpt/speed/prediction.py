@@ -142,9 +142,8 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     part = part_of(plan, pp_rank)
     block, edges = block_s(hw, plan, part.block_matrices), edges_s(hw, plan, part)
     every = recompute_every(plan.activation_checkpointing)
-    recomputation = block.forward / every if every else 0.0
-    if plan.activation_checkpointing == "selective":
-        recomputation *= 0.15  # without matmuls and attention
+    share = 0.15 if plan.activation_checkpointing == "selective" else 1.0  # without matmuls and attention
+    recomputation = share * block.forward / every if every else 0.0
     forward = part.layers * block.forward + edges.forward
     backward = part.layers * (block.backward + recomputation) + edges.backward
     parameters = part.dense + part.experts
