@@ -119,11 +119,11 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     return steps
 
 
-def check_fits(predictions: list[Prediction]) -> None:
-    """Raise ValueError if none of the ranked predictions fits, with what to try."""
-    if predictions[0].problem:
+def check_fits(fastest: Prediction) -> None:
+    """Raise ValueError if the first of the ranked predictions does not fit, with what to try."""
+    if fastest.problem:
         raise ValueError(
-            f"no layout fits on {count_text(predictions[0].plan.world_size, 'device')}: bench.py --plan "
+            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: bench.py --plan "
             "--devices=1,2,4,8 predicts on which numbers one does; on GPUs, try --zero=3 --cpu_offload=True"
         )
 

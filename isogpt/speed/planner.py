@@ -123,8 +123,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
     predictions = ranked(plan, hw, per_node)
-    check_fits(predictions)
     best, *others = best_of_layouts(predictions)
+    check_fits(best)
     console.print_line(
         f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "
         f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
