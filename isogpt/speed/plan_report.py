@@ -67,7 +67,7 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     command = predictor.command(fastest)
     whole_run = length_text(predictor.workload.settings, fastest)
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
-    plans = {devices: [as_record(step) for step in steps] for devices, steps in rankings.items()}
+    plans = [as_record(devices, step) for devices, steps in rankings.items() for step in steps]
     return {"plans": plans, "command": command}
 
 
@@ -122,11 +122,11 @@ def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     return batch | figures | {"GB": f"{step.gb:.1f}", "settings (why they are slower)": settings}
 
 
-def as_record(prediction: Prediction) -> dict:
+def as_record(devices: str, step: Prediction) -> dict:
     """A prediction for the JSON file."""
-    record = {name: value for name, value in vars(prediction).items() if name != "plan"}
-    total_s = None if prediction.problem else prediction.total_s
-    return record | {"settings": prediction.settings, "total_s": total_s}
+    record = {name: value for name, value in vars(step).items() if name != "plan"}
+    total_s = None if step.problem else step.total_s
+    return {"devices": devices} | record | {"settings": step.settings, "total_s": total_s}
 
 
 def tune(predictor: Predictor, launches: Launches, card: str) -> dict:
