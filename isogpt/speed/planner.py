@@ -33,22 +33,6 @@ from isogpt.training.settings import fit_model_args
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
-def island_count(ranks: Ranks) -> int:
-    """
-    Return the number of islands if each machine is an island.
-
-    Raises:
-        ValueError: the launcher has started different numbers of processes on the machines.
-    """
-    sizes = {ranks.machines.count(machine) for machine in ranks.machines}
-    if len(sizes) > 1:
-        raise ValueError(
-            "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
-            f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
-        )
-    return len(set(ranks.machines))
-
-
 def make_plan(
     config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: Callable[[GPTConfig], nn.Module]
 ) -> Plan:
@@ -63,7 +47,7 @@ def make_plan(
     with exit_together():
         plan = plan_of(
             config,
-            config["islands"] or island_count(ranks),
+            config["islands"] or len(set(ranks.machines)),
             world_size=ranks.world_size,
             device_type=ranks.device.type,
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
