@@ -337,10 +337,7 @@ def test_an_edited_file_changes_what_bench_says(zygote, work):
     assert edited["weights"] - usual["weights"] == pytest.approx(4 * added, abs=0.0011)
     assert edited["optimizer"] - usual["optimizer"] == pytest.approx(8 * added, abs=0.0011)
     plan = ["--plan=True", "--devices=1", "--hardware=h100", "--dtype=bfloat16", "--batch_size=1"]
-    text = zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy)
-    said = text.wait().text()
-    note = "the activations are estimated as if model.py were not edited in transformer.h.*.attn.values\n"
-    assert said.count(note) == 1
+    zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy).wait()
     assert json.loads((work / "plan.json").read_text())["plan"]["plans"][0]["gb"] > 16 * added
 
 
