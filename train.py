@@ -33,12 +33,11 @@ from isogpt.monitor import (
     crashes,
     evaluation,
     log,
-    not_finite,
     out_of_memory,
     run_report,
     samples,
     signals,
-    spikes,
+    step_policy,
 )
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.statistics import LayerStatistics
@@ -320,8 +319,7 @@ report = run_report.RunReport(
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-spike_policy = spikes.SpikePolicy(on_spike, progress.recent_steps, logger)
-nan_policy = not_finite.NanPolicy(on_nan, spike_policy)
+policy = step_policy.StepPolicy(on_nan, on_spike, state, reader, saver, logger)
 del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -407,10 +405,9 @@ while not is_complete:
     clock.lap("agree")
     # -- after the step
 
-    if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
-        clock.forget_laps()  # the watchdog expects no progress: the end waits for the disk
-        nan_policy.recover(numbers, state, reader, saver, logger)  # skips the step, or exits
-        clock.discard()
+    if not policy.takes(numbers):  # all ranks decide the same; a float16 overflow counts as taken
+        clock.discard()  # the watchdog expects no progress: the end of the run waits for the disk
+        policy.skip(numbers)  # reports the step, or exits
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
@@ -439,7 +436,7 @@ saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may 
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, statistics, evaluator, meter, saver, watchdog
+del report, statistics, evaluator, meter, saver, watchdog, policy
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
 # limit, stop.agreed is negative, and the exit status is 0

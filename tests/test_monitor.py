@@ -1,4 +1,4 @@
-"""The logger and its sinks, the policy for steps that are not finite, and the watchdog."""
+"""The logger and its sinks, and the watchdog."""
 
 import errno
 import json
@@ -24,16 +24,13 @@ from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
-from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
-from isogpt.monitor.spikes import SpikePolicy
 from isogpt.monitor.watchdog import Beat, Silence, Watchdog
 from isogpt.speed.clock import Clock
-from isogpt.training.recent_steps import RecentSteps
 from isogpt.training.step_numbers import StepNumbers
 
 
@@ -42,27 +39,6 @@ def numbers_of(loss, grad_square, loss_scale=1.0):
     facts = {name: torch.zeros(2).double() for name in StepNumbers._fields}
     facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2}
     return StepNumbers(**{name: torch.as_tensor(values).double() for name, values in facts.items()})
-
-
-FINITE, NAN_LOSS, NAN_GRADIENT = (1.0, 2.0), (float("nan"), 2.0), (1.0, float("inf"))
-
-
-@pytest.mark.parametrize(
-    "on_nan, steps, decisions",
-    [
-        ("stop", [FINITE, NAN_LOSS], ["take", "stop"]),
-        ("stop", [NAN_GRADIENT], ["stop"]),
-        ("skip", [NAN_LOSS, NAN_GRADIENT, FINITE, NAN_LOSS], ["skip", "skip", "take", "skip"]),
-        ("skip", [NAN_LOSS] * 3, ["skip", "skip", "stop"]),
-        # the loss scale may be the cause of a gradient, but not of a loss
-        ("stop", [(*NAN_GRADIENT, 256.0), (*NAN_LOSS, 256.0)], ["take", "stop"]),
-    ],
-)
-def test_the_policy_decides(on_nan, steps, decisions):
-    policy = NanPolicy(on_nan, SpikePolicy("report", RecentSteps(), Logger(Progress(1), [])))
-    for step, (numbers, decision) in enumerate(zip(steps, decisions, strict=True)):
-        is_taken = policy.takes(numbers_of(*numbers), step)
-        assert ("take" if is_taken else "stop" if policy.must_stop else "skip") == decision
 
 
 def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):

@@ -36,8 +36,8 @@ from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.start_checks import check_alike, start_facts
 from isogpt.launch.together import Gathered, gather_numbers
-from isogpt.monitor.anomalies import SlowRanks
 from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
+from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -246,9 +246,7 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
     args = ["--save_interval=3", "--max_iters=14", "--on_nan=skip", "--keep_last=9", "--init_from=auto"]
     nan = [[step, 1] for step in (7, 8, 9)]
     run = faulty([*args, "--out_dir=out"], 2, NAN=nan).wait(ok=False)
-    said = (
-        "Each resume leaves out steps 7, 8, 9. Resume with --init_from=resume and a lower --learning_rate\n"
-    )
+    said = "; each resume leaves out steps 7, 8, 9; no checkpoint was lost: resume with --init_from=resume"
     assert set(run.codes) == {1} and run.text().count(said) == run.text().count("error:") == 1
     assert len(events(work / "out", "not_finite")) == 3 and events(work / "out", "failed")
     torchrun = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", str(REPO / "tests/faulty_train.py")]
@@ -268,7 +266,7 @@ def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(fault
     nan = [[step, 0] for step in (2, 3, 4)]
     run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    assert run.text().count("lost. Start again with a lower --learning_rate\n") == 1
+    assert run.text().count("; start again with a lower --learning_rate\n") == 1
     assert not (work / "out/excluded_steps.json").exists()
 
 
@@ -278,8 +276,6 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     run = faulty(args, NAN_BACKWARD=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
-    assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
-    assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
