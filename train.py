@@ -30,7 +30,6 @@ from isogpt.launch import launchers, process_group, start_checks, together
 from isogpt.monitor import (
     banner,
     code_version,
-    crashes,
     evaluation,
     log,
     out_of_memory,
@@ -41,6 +40,7 @@ from isogpt.monitor import (
 )
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.statistics import LayerStatistics
+from isogpt.monitor.watchdog import start_watchdog
 from isogpt.parallel import (
     compare_weights,
     compilation,
@@ -185,13 +185,13 @@ try:
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
     git = code_version.ask_git(ranks)  # for the commit; works while the run starts
-    # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
-    watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
+    # sets sys.excepthook and starts threads; from here on, a rank that fails or does not respond is named
+    watchdog = start_watchdog(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        crashes.explain_crashes(watchdog)  # again, since init_process_group replaces sys.excepthook
+        watchdog.install_hook()  # again, since init_process_group replaces sys.excepthook
 except ValueError as e:
     fail(str(e))
 
@@ -433,7 +433,7 @@ if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
 report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
-watchdog.stop()
+watchdog.leave()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
 del report, statistics, evaluator, meter, saver, watchdog, policy
