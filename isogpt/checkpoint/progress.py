@@ -1,7 +1,8 @@
 """Progress of a run: the next step, the best loss, and what else continues after a resume."""
 
 import math
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
 
 from isogpt.checkpoint.folder import excluded_steps
 from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
@@ -9,6 +10,28 @@ from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data.dataset import Dataset
 from isogpt.launch.together import broadcast, do_together
 from isogpt.training.recent_steps import RecentSteps
+
+
+@dataclass
+class Totals:
+    """
+    What the logged steps of all launches add up to. Speeds are without the first steps of each launch, which
+    are slow.
+    """
+
+    timed_s: float = 0.0  # of the steps that count for the speed
+    timed_tokens: int = 0  # which these steps read
+    timed_mfu: float = 0.0  # mfu * seconds of these steps; nan if one of them is unknown
+    memory_gb: float = 0.0  # the most that a rank used
+
+    def add(self, record: dict, is_timed: bool) -> None:
+        """Add the record of a step."""
+        self.memory_gb = max(self.memory_gb, record["memory_gb_max"])
+        if is_timed:
+            step_s, mfu = record["step_ms"] / 1e3, record["mfu"]
+            self.timed_s += step_s
+            self.timed_tokens += round(record["tokens_per_s"] * step_s)
+            self.timed_mfu += step_s * (math.nan if mfu is None else mfu)
 
 
 @dataclass
@@ -24,7 +47,10 @@ class Progress:
     tokens_per_step: int
     measures: dict = field(default_factory=dict)
     step: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of the steps before `step`, without skipped steps
+    seconds_before: float | None = 0.0  # of training before `began`, see `seconds`
+    began: float = field(default_factory=time.perf_counter)  # when this launch began to train
+    totals: Totals = field(default_factory=Totals)
     position: int = 0  # tokens read by the steps before `step`, including skipped steps
     best_val_loss: float = math.inf
     best_step: int = NONE
@@ -71,8 +97,20 @@ class Progress:
         self.step = run["iter_num"]
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
+        self.seconds_before, self.began = ours.get("seconds"), time.perf_counter()
+        self.totals = Totals(**ours.get("totals", {}))
         self.position = ours.get("position", self.step * self.tokens_per_step)
         self.recent_steps.rewind(ours.get("recent_steps", {}))
+
+    @property
+    def seconds(self) -> float | None:
+        """
+        How long the run has trained in all launches, with evaluations and checkpoints, but without steps that
+        were lost; None if a checkpoint did not say.
+        """
+        if self.seconds_before is None:
+            return None
+        return self.seconds_before + time.perf_counter() - self.began
 
     def is_unfinished(self, max_iters: int) -> bool:
         """Whether the last step or the evaluation after it is left to do."""
@@ -97,6 +135,7 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        names = ("best_step", "measures", "tokens", "position", "wandb_id")
+        names = ("best_step", "measures", "tokens", "seconds", "position", "wandb_id")
         described = {name: getattr(self, name) for name in names} | self.data
-        return described | {"shares": list(self.shares), "recent_steps": self.recent_steps.describe()}
+        described |= {"shares": list(self.shares), "totals": asdict(self.totals)}
+        return described | {"recent_steps": self.recent_steps.describe()}
