@@ -13,7 +13,7 @@ from runs import REPO, default_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.launch import device as device_module
-from isogpt.launch.together import Number, gather_numbers, is_connection_lost
+from isogpt.launch.together import gather_numbers, is_connection_lost
 from isogpt.monitor import evaluation, signals
 from isogpt.monitor.signals import Stop
 from isogpt.nn import kernels
@@ -320,21 +320,12 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
     assert told == [({"train_loss": sums[0] / 32, "val_loss": sums[1] / 32}, "")]
 
 
-def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):
-    """The answer is read four micro-batches later, when it has arrived."""
-    asked, read = [], []
-
-    def gather(number, device):
-        mine = number.value
-        asked.append(mine)
-        answer = Number(torch.tensor([float(mine), 0.0]))
-        return SimpleNamespace(read=lambda: read.append(mine) or answer)
-
-    monkeypatch.setattr(signals, "gather_numbers", gather)
-    stop, gpu = Stop(), torch.device("cuda")
-    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(9))
-    assert asked == [0, 0, 0] and read == [0, 0]
+def test_an_evaluation_on_a_gpu_asks_now_and_then_for_a_stop(monkeypatch):
+    """Each time, it waits for the queued work."""
+    asked, stop, gpu = [], Stop(), torch.device("cuda")
+    monkeypatch.setattr(
+        signals, "gather_number", lambda code, _: asked.append(code) or torch.tensor([code, 0])
+    )
+    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(16)) and asked == [0, 0]
     stop.signal = 15
-    assert not stop.in_evaluation(12, gpu, 0.0) and stop.in_evaluation(16, gpu, 0.0) and stop.agreed == 15
-    stop.asked, stop.signal = None, 0
-    assert not stop.in_evaluation(0, gpu, 0.0), "no answer of an earlier evaluation is read"
+    assert not stop.in_evaluation(17, gpu, 0.0) and stop.in_evaluation(24, gpu, 0.0) and stop.agreed == 15
