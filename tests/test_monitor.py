@@ -280,7 +280,7 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     progress, store = Progress(1, step=4), dist.HashStore()
     logger = Logger(progress, [])
     dog = Watchdog(ranks, 600.0, progress, logger)
-    assert dog.position() == (0, "step 4, the start")
+    assert dog.position == "step 4, the start"
     dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
     logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
     store.set("failed", "yes")

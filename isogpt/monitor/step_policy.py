@@ -98,31 +98,26 @@ class StepPolicy:
             text = "" if is_end else f"warning: {problem}: the step is skipped"
             self.logger.event("not_finite", text, **facts)
             if is_end:
-                self.end(problem)
+                self.saver.wait()  # a checkpoint may be under way
+                with exit_together(self.logger.failed):
+                    if is_main():  # rank 0 prints the message
+                        raise ValueError(f"{problem}; {self.advice()}")
         self.state.progress.skip()
         self.state.model.reset_routing(self.reader.device)  # the routers' sums contain the step's
-
-    def end(self, problem: str) -> None:
-        """End the run with a message and advice (all ranks)."""
-        self.saver.wait()  # a checkpoint may be under way
-        with exit_together(self.logger.failed):
-            if is_main():  # rank 0 prints the message
-                raise ValueError(f"{problem}; {self.advice()}")
 
     def advice(self) -> str:
         """
         Return what a user can do when the run ends. If steps were skipped, exclude them from each resume.
         """
-        folder, instead = self.saver.run_folder, "a lower --learning_rate"
-        if self.on_nan == "stop":
-            instead += ", or --on_nan=skip"
-        if not is_run(str(folder.path)):
-            return f"start again with {instead}"
-        resume = f"no checkpoint was lost: resume with --init_from=resume and {instead}"
-        if self.on_nan == "stop":
-            return resume
-        exclude_steps(folder, self.state.progress.excluded.union(self.not_finite))
-        return f"each resume leaves out steps {', '.join(map(str, self.not_finite))}; {resume}"
+        folder, command = self.saver.run_folder, "start again with"
+        if is_run(str(folder.path)):
+            command = "no checkpoint was lost: resume with --init_from=resume and"
+            if self.on_nan == "skip":
+                exclude_steps(folder, self.state.progress.excluded.union(self.not_finite))
+                steps = ", ".join(map(str, self.not_finite))
+                command = f"each resume leaves out steps {steps}; {command}"
+        skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
+        return f"{command} a lower --learning_rate{skip}"
 
     def describe(self, numbers: StepNumbers) -> tuple[str, dict]:
         """

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
@@ -84,17 +83,17 @@ class Watchdog:
         """This rank's name in messages."""
         return rank_names(self.ranks.hosts)[self.ranks.rank]
 
-    def position(self) -> tuple[int, str]:
-        """Return (a number that grows with each part of a step, where the main thread is)."""
-        number, doing = (self.clock.count, self.clock.doing) if self.clock else (0, "the start")
-        return number, f"step {self.progress.step}, {doing}"
+    @property
+    def position(self) -> str:
+        """Where the main thread is."""
+        return f"step {self.progress.step}, {self.clock.doing if self.clock else 'the start'}"
 
     def beat(self) -> None:
         """Write where this rank is, until it leaves, and learn whether a rank has failed."""
         for number in count():
             fate = self.fate
             with suppress(Exception):  # the store ends with rank 0 or with the agent
-                beat = Beat(number, self.position()[1], fate)
+                beat = Beat(number, self.position, fate)
                 self.store.set(f"beat/{self.ranks.rank}", json.dumps(beat))
                 if self.has_failed:
                     self.store.set("failed", "yes")
@@ -105,34 +104,33 @@ class Watchdog:
 
     def watch(self) -> None:
         """End the process if the main thread makes no progress."""
-        last, since = None, time.monotonic()
+        last, since = 0, time.monotonic()
         while not self.over.wait(0.5):
-            if (now := self.position()) != last:
+            now = self.clock.count if self.clock else 0
+            if now != last:
                 last, since = now, time.monotonic()
-            waited_s, problem = time.monotonic() - since, ""
-            if self.clock and self.clock.expects_progress and waited_s > self.timeout_s:
-                problem = f"no progress for {self.timeout_s:g} s"
+            waited_s, is_in_step = time.monotonic() - since, self.clock and self.clock.expects_progress
             if self.has_failed and waited_s > 1:
-                problem = "a different rank has failed"
-            if problem:
-                self.report(problem)
-                self.exit()
+                self.report("a different rank has failed")
+            elif is_in_step and waited_s > self.timeout_s:
+                self.report(f"no progress for {self.timeout_s:g} s")
 
     def report(self, problem: str) -> None:
-        """Print once what is wrong and which rank is the cause."""
+        """Print what is wrong and which rank is the cause, and end the process."""
         self.reporting.acquire()  # for ever, if the other thread reports: it then ends the process
         if self.turn("a different rank") > REPORTERS:
-            time.sleep(LOOK_S + 2)  # a launcher may end the ranks that report when this one exits
-            return
+            time.sleep(LOOK_S + 2)  # a launcher may end the ranks that print when this one exits
+            self.exit()
         try:
             cause = within(LOOK_S + 2 * STORE_TIMEOUT_S, self.find_cause)
         except Exception:  # an error of the store, or TimeoutError
             cause = f"the store of rank 0 or its agent at {network.store_address()} does not respond"
-        text = f"{self.name} at {self.position()[1]}: {problem}; {cause}"
+        text = f"{self.name} at {self.position}: {problem}; {cause}"
         console.print_to_stderr(f"error: {text}")
         # limited, since writing does not return either if the file system of metrics.jsonl is the cause
         with suppress(Exception):
             within(15, self.logger.failed, text)
+        self.exit()
 
     def find_cause(self) -> str:
         """Return where each rank is: first those that have failed, do not respond, or are elsewhere."""
@@ -220,7 +218,7 @@ class Watchdog:
             if self.turn("layout") == 1:  # all ranks raise it
                 console.print_error(str(error))
         elif self.turn("exception") <= REPORTERS:
-            console.print_to_stderr(f"error: {self.name} at {self.position()[1]}: {reason}")
+            console.print_to_stderr(f"error: {self.name} at {self.position}: {reason}")
             sys.__excepthook__(type(error), error, error.__traceback__)
 
 
@@ -233,7 +231,5 @@ def start_watchdog(ranks: Ranks, timeout_s: float, progress: Progress, logger: L
     watchdog.install_hook()  # also explains a store that does not respond
     if ranks.world_size > 1 and ranks.store:
         # a separate connection, since a request blocks all others on the same connection
-        store = network.connect_store(timeout_s)
-        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        watchdog.start(store)
+        watchdog.start(network.connect_store(timeout_s))
     return watchdog
