@@ -199,7 +199,7 @@ class Watchdog:
         what = "out of memory" if is_out_of_memory(cause) else type(cause).__name__
         reason = f"{what}: {line_of(cause)[:200]}".removesuffix(": ")
         try:
-            if is_connection_lost(cause):
+            if self.store and is_connection_lost(cause):
                 self.report(f"lost the connection to a different rank ({reason})")
             else:
                 self.logger.failed(reason)
