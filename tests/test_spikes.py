@@ -30,18 +30,14 @@ def noise(n, mean=3.0, sigma=0.1):
 def test_the_limits_are_those_of_the_last_taken_steps():
     recent, losses = RecentSteps(), noise(300)
     for i, loss in enumerate(losses):
-        if i < ENOUGH:
-            assert recent.limits() == (math.inf, math.inf)
-        else:
-            before = np.array(losses[:i][-WINDOW:])
-            assert recent.limits()[0] == pytest.approx(before.mean() + SIGMAS * before.std(), rel=1e-12)
-            assert loss < recent.limits()[0] and 2 * loss == pytest.approx(recent.limits()[1], rel=1)
+        window = losses[:i][-WINDOW:]
+        limit = np.mean(window) + SIGMAS * np.std(window) if i >= ENOUGH else math.inf
+        assert recent.limits()[0] == pytest.approx(limit, rel=1e-12) and loss < limit
         recent.add(loss, 2 * loss)
+    assert recent.limits()[1] == pytest.approx(2 * recent.limits()[0])
     again = RecentSteps()
     again.rewind(json.loads(json.dumps(recent.describe())))
-    assert again == recent and again.limits() == recent.limits()
-    again.add(3.0, 6.0)
-    assert again != recent and len(again.losses) == WINDOW
+    assert again == recent and len(again.losses) == WINDOW
 
 
 def test_neither_a_fall_nor_rounding_is_a_spike():
@@ -88,8 +84,7 @@ def test_a_spike_is_reported_and_with_skip_not_taken(policy, told, on_spike):
     numbers = numbers_with_limits(policy, 3.0)
     assert numbers.is_update(skips_spikes=True) and policy.takes(numbers) and recent.skipped == 0
     (name, text, facts), (_, second, _) = told
-    assert name == "spike" and facts["skipped"] is is_skipped
-    assert facts["loss"] == 9.0 > facts["loss_limit"] > 3.0
+    assert name == "spike" and facts["skipped"] is is_skipped and facts["loss_limit"] > 3.0
     assert text.startswith("warning: step 7 is a spike: loss 9 (limit 3.") and "grad norm 2 (limit" in second
 
 

@@ -48,14 +48,12 @@ class StepPolicy:
         because of the loss scale counts as taken: the optimizer has left the step out, and the scale is
         halved. A scale of 1 cannot be the cause.
         """
-        if numbers.is_finite:
-            self.not_finite = []
-            return self.takes_finite(numbers)
-        if numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1:
-            self.not_finite = []
-            return True
-        self.not_finite.append(self.state.step)
-        return False
+        has_overflowed = numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1
+        if not (numbers.is_finite or has_overflowed):
+            self.not_finite.append(self.state.step)
+            return False
+        self.not_finite = []
+        return self.takes_finite(numbers) if numbers.is_finite else True
 
     def takes_finite(self, numbers: StepNumbers) -> bool:
         """
