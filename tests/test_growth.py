@@ -8,7 +8,6 @@ import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in
 import ctypes
 import gc
 import hashlib
-import itertools
 import json
 import math
 import mmap
@@ -54,7 +53,7 @@ from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile, as_json
+from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
@@ -63,7 +62,7 @@ from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import crashes, curves, sink_plot
+from isogpt.monitor import crashes, sink_plot
 from isogpt.monitor.log import Logger
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
@@ -437,16 +436,13 @@ def read_of_a_resume(folder, steps):
             file.write(json.dumps({"iter": number} | step) + "\n")
     tracemalloc.start()
     before = bytes_read("thread-self")
-    log, plot = MetricsFile(str(folder)), Plot(str(folder), steps - 5)
+    log = MetricsFile(str(folder))
     resumed = bytes_read("thread-self")
     for record in ({"iter": steps - 5} | step, {"iter": steps - 4} | evaluation):
         log.write(record, "")
-        plot.write(record, "")
     evaluated = bytes_read("thread-self")
-    plot.is_idle.wait()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "loss.png" in plot.result
     return resumed - before, evaluated - resumed, peak / 1e6
 
 
@@ -457,87 +453,49 @@ def test_training_reads_as_much_of_a_long_log_as_of_a_short_one(tmp_path):
     assert long[1] < 1000 and long[2] < 1.5 * short[2]
 
 
-def test_a_thinned_curve_is_that_of_the_whole_run(tmp_path):
-    """Whenever a run was stopped or rolled back, the points are the same; they are few and evenly spread."""
-    records = []
-    for step in range(0, 60_000, 3):
-        if step % 30 == 0:
-            records.append({"iter": step, "train_loss": step / 2, "val_loss": math.nan if step % 60 else 1.0})
-        records.append({"iter": step, "loss": step + 0.5, "loss_mean": 1.0})
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(as_json(r)) + "\n" for r in [{"event": "start"}, *records]))
-    whole = curves.Curves()
-    for record in records:
-        whole.add(record)
-    assert curves.read_curves(path) == whole
-    for began, rollback in ((12_000, 48_000), (48_000, 12_000), (59_994, 59_997)):
-        later, past = curves.Curves(), curves.read_curves(path, began)
-        for r in records:
-            if r["iter"] >= began:
-                later.add(r)
-        later, began = later.before(rollback), min(began, rollback)
-        for r in records:
-            if r["iter"] >= max(began, rollback):
-                later.add(r)
-        joined = past.before(began).followed_by(later)
-        assert {n: c.shown()[-1] for n, c in joined.by_name()} == {
-            n: c.shown()[-1] for n, c in whole.by_name()
-        }
-        if rollback > began:
-            assert joined == whole
-    steps = [step for step, _ in whole.loss.points]
-    assert 500 <= len(steps) <= 1000 and {b - a for a, b in itertools.pairwise(steps)} <= {63, 66}
-    assert whole.loss.shown()[-1] == (59_997, 59_997.5)
-
-
 class Slow(Plot):
     """A plot for which the test lets go."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.release, self.drawn = threading.Semaphore(0), []  # the last step of each plot
+        self.release, self.drawn = threading.Semaphore(0), 0
 
-    def draw(self, losses, began):
+    def draw(self):
         self.release.acquire(timeout=60)
-        self.drawn.append(losses.loss.last[0][0])
-        self.result = "the loss curve: loss.png"
+        self.drawn += 1
+        return "loss.png"
 
 
-def test_a_slow_plot_delays_no_step_and_the_last_one_is_complete(tmp_path, capsys):
-    plot = Slow(str(tmp_path), 0)
-    for step in range(8):
-        plot.write({"iter": step, "loss": 1.0, "step_ms": 1.0}, "")
-        if step in (1, 3, 5):
-            plot.write({"iter": step, "train_loss": 1.0, "val_loss": 1.0}, "")
+STEP, EVALUATION, END = {"iter": 5, "loss": 1.0}, {"iter": 6, "val_loss": 1.0}, {"event": "end"}
+
+
+def test_a_slow_plot_delays_no_step_and_the_end_draws_once_more(tmp_path, capsys):
+    plot = Slow(str(tmp_path))
+    for record in 3 * (STEP, EVALUATION):
+        plot.write(record, "")
     assert not plot.is_idle.is_set() and not plot.drawn
     for _ in range(2):
         plot.release.release()
-    plot.write({"event": "end"}, "")
-    assert plot.drawn == [1, 7], "one at a time, and the last steps are there"
+    plot.write(END, "")
+    assert plot.drawn == 2, "one at a time, and one after the last step"
     assert capsys.readouterr().out.count("the loss curve: loss.png") == 1
 
 
+def test_plots_take_a_small_part_of_the_time(tmp_path):
+    plot = Slow(str(tmp_path))
+    plot.write(EVALUATION, "")
+    plot.release.release()
+    plot.is_idle.wait()
+    plot.not_before = math.inf
+    plot.write(EVALUATION, "")
+    assert plot.is_idle.is_set() and plot.drawn == 1
+
+
 def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, monkeypatch):
-    (tmp_path / "loss.png").mkdir()
-    for kind in (Plot, Slow):
-        monkeypatch.setattr(sink_plot, "END_S", 60 if kind is Plot else 0.01)
-        plot = kind(str(tmp_path), 0)
-        plot.write({"iter": 0, "loss": 1.0, "step_ms": 1.0}, "")
-        plot.write({"event": "end"}, "")
+    for kind, seconds in ((Plot, 60), (Slow, 0.01)):
+        monkeypatch.setattr(sink_plot, "END_S", seconds)
+        kind(str(tmp_path)).write(END, "")
         assert "no plot of the loss curve: " in capsys.readouterr().out
-    plot.release.release()
-    assert plot.is_idle.wait(60)
-
-
-def test_the_end_waits_once_for_a_plot(tmp_path, monkeypatch):
-    """All waits for a plot that never ends take END_S together."""
-    plot, waits = Slow(str(tmp_path), 0), []
-    monkeypatch.setattr(sink_plot, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
-    monkeypatch.setattr(plot.is_idle, "wait", waits.append)
-    for record in ({"iter": 0, "loss": 1.0, "step_ms": 1.0}, {"iter": 1, "val_loss": 1.0}, {"event": "end"}):
-        plot.write(record, "")
-    assert sum(waits) == sink_plot.END_S
-    plot.release.release()
 
 
 # -- shuffle

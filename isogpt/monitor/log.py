@@ -109,7 +109,7 @@ class Logger:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
             data: of the validation losses.
         """
-        out_dir, step = config["out_dir"], self.progress.step
+        out_dir = config["out_dir"]
         with exit_together():
             if is_main():
                 result = Result(out_dir, self.progress, data, owner)
@@ -117,7 +117,7 @@ class Logger:
                     self.insert(MetricsFile(out_dir, owner))
                 self.insert(result)  # before the plot, for which a stopped run may lack the time
                 if owner:
-                    self.insert(Plot(out_dir, step))
+                    self.insert(Plot(out_dir))
                 if owner and config["tensorboard_log"]:
                     self.insert(TensorBoard(out_dir, self.progress))
                 if config["print_result"]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.console import duration, shortened
-from isogpt.common.files import as_json  # noqa: F401  (for lab/table.py)
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 

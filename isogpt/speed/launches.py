@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from isogpt.common.files import read_records
+from isogpt.lab.runs import read_run
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
@@ -27,15 +27,11 @@ FIXED = {
     "eval_datasets": "",
     "eval_only": False,
     "save_checkpoint": False,
-    "always_save_checkpoint": False,
-    "save_interval": 0,
-    "keep_last": 0,
     "mirror": "",
     "time_limit_s": 0,
     "wandb_log": False,
     "tensorboard_log": False,
     "alert_command": "",
-    "print_result": False,
     "sample_interval": 0,
     "stats_interval": 0,
 }
@@ -121,23 +117,18 @@ def figures(out: Path, steps: int) -> dict:
     Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
     mean and maximum.
     """
-    records = list(read_records(out / "metrics.jsonl"))
-    start = next(record for record in records if record.get("event") == "start")
-    timed = [record for record in records if "step_ms" in record][-steps:]
-    config, step_ms = start["config"], median(record["step_ms"] for record in timed)
-    tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    # a later event contains a better measurement
-    peak = [record["peak_flops"] for record in records if "peak_flops" in record][-1]
-    flops_per_s = start["flops_per_step"] / step_ms * 1e3
-    return {name: start[name] for name in ("dtype", "micro_batch", "parameters")} | {
-        "processes": start["world_size"],
+    run = read_run(out)
+    timed, facts = run.steps[-steps:], run.facts
+    step_ms = median(step["step_ms"] for step in timed)
+    tokens, flops_per_s = facts["tokens_per_step"], facts["flops_per_step"] / step_ms * 1e3
+    return {name: facts[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
+        "processes": facts["world_size"],
         "tokens_a_step": tokens,
         "tokens_per_s": tokens / step_ms * 1e3,
-        "step_ms": {"mean": step_ms, "max": median(record["step_ms_max"] for record in timed)},
-        "spans_ms": records[-1]["spans_ms"],
+        "step_ms": {"mean": step_ms, "max": median(step["step_ms_max"] for step in timed)},
+        "spans_ms": run.ending["spans_ms"],
         "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
         "flops_per_s": flops_per_s,
-        "peak_flops": peak,
-        "mfu": fraction_of_peak(flops_per_s, peak),
-        "settings": config,
+        "mfu": fraction_of_peak(flops_per_s, facts["peak_flops"]),
+        "settings": run.settings,
     }
