@@ -185,7 +185,6 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    git = code_version.ask_git(ranks)  # for the commit; works while the run starts
     # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
@@ -308,7 +307,7 @@ logger.event(
     measures=progress.measures,
     **data.validation(),
     code=code,
-    **code_version.code_version(git),
+    **code_version.code_version(ranks),
 )
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
