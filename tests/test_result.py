@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs import REPO, column, records, start_faulty
 
+from isogpt.lab.runs import read_run
 from isogpt.monitor import code_version
 
 RESULT = ["--out_dir=out", "--print_result=True"]
@@ -116,6 +117,9 @@ def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work
     assert [r["tokens"] // TOKENS for r in found if "step_ms" in r] == [1, 2, 3, 4], "after steps 0, 1, 3, 4"
     evaluated = {r["iter"]: r["tokens"] // TOKENS for r in found if "val_loss" in r}
     assert evaluated == {0: 0, 3: 2, 4: 3, 5: 4}
+    evaluations = read_run(work / "out").evaluations
+    flops = [one["flops"] / one["tokens"] for one in evaluations[1:]]
+    assert evaluations[0]["flops"] == 0 and flops == pytest.approx([flops[0]] * 3), "of the same steps"
     seconds = [r["seconds"] for r in found]
     first, *_, last = (datetime.fromisoformat(r["time"]) for r in found)
     assert seconds == sorted(seconds) and seconds[-1] - seconds[0] < (last - first).total_seconds()
