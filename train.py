@@ -288,12 +288,13 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
-logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
+logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
+logger.print_lines(checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines([f"note:    {note}" for note in logger.notes])
+logger.print_lines(f"note:    {note}" for note in logger.notes)
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
