@@ -20,7 +20,7 @@ from runs import TINY, records, start_changed, steps_in, wait_for
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.launch import network, together
+from isogpt.launch import network
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
@@ -194,19 +194,16 @@ def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
 
 
 class FakeWandb:
-    """The package wandb, whose process can be killed, and whose start and calls can block."""
+    """The package wandb, whose process can be killed, and whose calls can block."""
 
     Settings = SimpleNamespace
 
     def __init__(self, monkeypatch):
-        self.logged, self.started, self.is_killed = [], [], False
-        self.may_start, self.may_log = threading.Event(), threading.Event()
-        self.may_start.set()
+        self.logged, self.started, self.is_killed, self.may_log = [], [], False, threading.Event()
         self.may_log.set()
         monkeypatch.setitem(sys.modules, "wandb", self)
 
     def init(self, id=None, **_):
-        assert self.may_start.wait(60)
         self.started.append(id)
         self.is_killed = False
         return SimpleNamespace(id=id or "new", log=self.log, finish=self.may_log.wait)
@@ -226,19 +223,18 @@ WANDB = {"wandb_log": True, "tensorboard_log": False, "wandb_project": "p", "wan
 
 def test_a_killed_process_of_wandb_is_replaced(monkeypatch):
     wandb = FakeWandb(monkeypatch)
-    service = Wandb(WANDB, None)
-    logger = Logger(Progress(1), [service])
+    logger = Logger(Progress(1), [Sink()])
+    logger.start_services(WANDB)
+    service, _ = logger.sinks
     logger.write({"iter": 0, "loss": 1.0})
     wait_for(lambda: wandb.logged == [0])
     wandb.is_killed = True
-    wandb.may_start.clear()
     logger.write({"iter": 1, "loss": 1.0})
     wait_for(lambda: service.failure)
-    for step in (2, 3):  # these do not wait for the new process
-        logger.write({"iter": step, "loss": 1.0})
-    wandb.may_start.set()
+    logger.write({"iter": 2, "loss": 1.0})
     logger.event("end")
-    assert logger.failed_sinks == {"Wandb"} and wandb.logged == [0, 2, 3] and wandb.started == [None, "new"]
+    assert logger.failed_sinks == {"Wandb"} and logger.progress.wandb_id == "new"
+    assert wandb.logged == [0, 2] and wandb.started == [None, "new"]
 
 
 def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
@@ -252,23 +248,6 @@ def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
     logger.event("end")
     assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
     wandb.may_log.set()  # the thread ends
-
-
-def test_a_slow_start_of_wandb_is_named(monkeypatch):
-    """wandb.init may take longer than the timeout of a collective, in which the other ranks would wait."""
-    wandb, notes = FakeWandb(monkeypatch), []
-    wandb.may_start.clear()
-    monkeypatch.setattr(together, "NOTE_S", 0.0)
-
-    def note(text):
-        notes.append(text)
-        wandb.may_start.set()
-
-    monkeypatch.setattr(console, "print_to_stderr", note)
-    logger = Logger(Progress(1), [Sink()])
-    logger.start_services(WANDB)
-    assert "until rank 0 has started wandb: if this does not end, set WANDB_MODE=offline or" in notes[0]
-    assert logger.progress.wandb_id == "new" and isinstance(logger.sinks[0], Wandb)
 
 
 def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(monkeypatch, capfd, tmp_path):
