@@ -184,7 +184,6 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    git = code_version.ask_git(ranks)  # for the commit; works while the run starts
     # sets sys.excepthook and starts threads; from here on, a rank that fails or does not respond is named
     watchdog = start_watchdog(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
@@ -288,12 +287,13 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
-logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
+logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
+logger.print_lines(checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines([f"note:    {note}" for note in logger.notes])
+logger.print_lines(f"note:    {note}" for note in logger.notes)
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -307,7 +307,7 @@ logger.event(
     measures=progress.measures,
     **data.validation(),
     code=code,
-    **code_version.code_version(git),
+    **code_version.code_version(ranks),
 )
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
