@@ -1,7 +1,7 @@
 """
 Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
-train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M and
-other devices a small model of 10.65M parameters, which takes a minute.
+train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M in
+micro-batches that fill its memory, other devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                               two processes; or torchrun ... bench.py
@@ -47,15 +47,9 @@ from isogpt.speed.workload import Workload, choose_workload, described_for_bench
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8) [>= 1]
-block_size = 1024  # tokens per sequence (small model: 256) [>= 1]
-bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
-seed = 1337  # seed of the weights and the data [>= 0]
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0, <= 1024]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
-compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 steps = 20  # steps to measure, after a quarter as many for warm-up [>= 1]
 # -- what to report ------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
@@ -131,7 +125,7 @@ try:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, sys.argv[1:], local_device, request, GPT)
+    workload = choose_workload(config, train_settings, local_device, request, GPT)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:

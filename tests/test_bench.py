@@ -236,7 +236,7 @@ def test_a_plan_keeps_a_layout_that_was_typed_at_its_default():
     }
     request = Request(8, [8], ["h100"], {})
     cpu = torch.device("cpu")
-    workload = choose_workload(config, settings, ["--n_layer=2", "--tp=1", "--zero=0"], cpu, request, GPT)
+    workload = choose_workload(config, settings, cpu, request, GPT)
     assert workload.plan(8, "h100").kept == ["zero", "tp"]
 
 
