@@ -18,7 +18,6 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from isogpt.common.files import write_whole
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.launch.network import connect_store, own_cores
+from isogpt.launch.network import own_cores
 from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
@@ -44,6 +43,7 @@ from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
+from isogpt.training.precision import device_name
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
@@ -100,16 +100,6 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
         say(note)
 
 
-def this_machine(local_device: torch.device) -> dict:
-    """The name of the device, the number of cores that this process may use, and the version of torch."""
-    name, cpuinfo = local_device.type, Path("/proc/cpuinfo")
-    if local_device.type == "cuda":
-        name = torch.cuda.get_device_name(local_device)
-    elif cpuinfo.exists() and (model := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
-        name = model[1]
-    return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, the workload
 try:
@@ -132,8 +122,9 @@ try:
         print_estimate(workload, estimate_world_size or request.processes, request.cards[0])
     if estimate_world_size:
         sys.exit()
-    result = {"machine": this_machine(local_device)}
-    say("{device}, {cores} cores, torch {torch}".format(**result["machine"]))
+    machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
+    say("{device}, {cores} cores, torch {torch}".format(**machine))
+    result = {"machine": machine}
     if comm:
         backend, timeout_s = workload.settings["backend"], workload.settings["dist_timeout_s"]
         result["comm"] = measure_collectives(device, backend, timeout_s)
@@ -142,10 +133,6 @@ except (ValueError, DistError) as e:
 
 # ------------------------------------------------------------------------------------------------------------
 # reports that launch train.py, or predict
-store = None
-if rank == 0 and is_launched and not comm and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-    # serve the store for all launches: a port that each launch opened again might be in use by then
-    store = connect_store(workload.settings["dist_timeout_s"], serves=True)
 with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
     if workload.is_random and not comm:
         reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
@@ -176,8 +163,6 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         fail(str(e))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    finally:
-        store = None  # closes the port
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 rows = result.get("sweep") or result.get("tune", {}).get("tried", [])

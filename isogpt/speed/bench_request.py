@@ -62,11 +62,8 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
         problems.append(
             f"sweep is {c.sweep!r}: type --sweep='nproc:1,2;batch_size:4,8' or the like, each setting once"
         )
-    if is_launched and (c.plan or c.tune or c.check or "nproc" in swept):
-        problems.append(
-            "a plan, a check and a sweep over nproc start processes themselves: start bench.py without a "
-            "launcher"
-        )
+    if is_launched and (c.plan or c.tune or c.check or swept):
+        problems.append("this report launches train.py several times: start bench.py without a launcher")
     if not all(re.fullmatch("[1-9][0-9]*", n) for n in swept.get("nproc", [])):
         problems.append(f"sweep is {c.sweep!r}: type numbers of processes, such as --sweep=nproc:1,2,4")
     if c.weak and swept and "nproc" not in swept:
