@@ -44,7 +44,7 @@ from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
 from isogpt.training.precision import device_name
-from model import GPT, GPTConfig
+from model import GPT
 
 # -- what to run ---------------------------------------------------------------------------------------------
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
@@ -59,7 +59,7 @@ plan = False  # predict time and memory of all layouts for the same global batch
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = ""  # to plan for: a number, or several (1,2,8), which are compared ("": the launched processes)
 per_node = 8  # devices of each machine [>= 1]
-hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
+hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (machine)
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
 network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
@@ -69,8 +69,7 @@ json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
 estimate_world_size = 0  # estimate for so many processes, launching none (0: the launched ones) [>= 0]
 # ------------------------------------------------------------------------------------------------------------
-BENCH_PY = Path(__file__).resolve()
-TRAIN_PY = BENCH_PY.with_name("train.py")
+TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 
 def say(text: str) -> None:
@@ -143,11 +142,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
     try:
         if plan or tune:
-            with torch.device("meta"):  # without memory
-                flops = GPT(GPTConfig(**workload.model_args())).flops_per_token()
-            predictor = plan_report.Predictor(
-                workload, launches, BENCH_PY, flops, per_node, network, device_memory_gb, device_tflops
-            )
+            described = network, device_memory_gb, device_tflops
+            predictor = plan_report.Predictor(workload, launches, per_node, *described)
         if check:
             result["check"] = report_check(launches, workload)
         elif sweep:
@@ -155,8 +151,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:
-            ranking = predictor.rank(request.processes, request.cards[0])
-            result["tune"] = plan_report.tune(predictor, ranking)
+            result["tune"] = plan_report.tune(predictor, request.cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

@@ -291,10 +291,10 @@ flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
-logger.print_lines(banner.about_updates(raw_model, optimizers, mesh))
+logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
+logger.print_lines([f"note:    {note}" for note in logger.notes])
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -414,8 +414,9 @@ while not is_complete:
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    if record := report.step(numbers, lr):  # on rank 0, if the step is logged
-        logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
+    report.step(
+        numbers, lr
+    )  # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint that was written in the background, or could not be
     progress.advance()
     if stop.decide(numbers.stop):
@@ -434,7 +435,7 @@ saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
 weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
 if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
-report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.json
+report.end(out_dir, weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed

@@ -341,11 +341,8 @@ def test_a_plan_compares_devices(plan):
     text, found = plan(*large, "--hardware=l4,a100,h100 l4")
     rows = re.findall(r"^ +1 x (\S+) .*?  (--.*|does not fit.*)$", text, re.M)
     assert [row[0] for row in rows] == ["h100", "a100", "l4"], text
-    assert rows[2][1] == "does not fit; the fewest devices on which a layout fits: 2"
+    assert rows[2][1] == "does not fit"
     assert text.rstrip().endswith("--devices=1 --hardware=h100")
-    tiny = ["--n_layer=1", "--n_head=1", "--n_embd=64", "--dtype=bfloat16", "--hardware=h100"]
-    text, _ = plan(*tiny, "--devices=1,2", "--device_memory_gb=0.001")  # on no number of devices
-    assert re.findall(r"does not fit.*", text) == ["does not fit"] * 2, text
     _, single = plan(*large, "--hardware=a100")
     assert found["compared"][1].items() >= single["plans"][0].items()
     cards = ["a100-40gb", "RTX-3090", "v100", "nvidia_tesla_t4", "l4", "l40s", "5090", "b200", "mi300x"]
@@ -366,7 +363,7 @@ def test_a_plan_compares_numbers_of_devices(plan, weak, growth):
     speeds = [tokens[choice["devices"]] / choice["total_s"] for choice in found["compared"]]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3, text
     text, _ = plan(*LARGE, "--hardware=a100", "--devices=1,2")
-    assert "a global batch that grows with the devices (--gradient_accumulation_steps=2: the same" in text
+    assert re.findall(r"^ +(. x a100) +(\d+) ", text, re.M) == [("2 x a100", "4"), ("1 x a100", "2")], text
 
 
 def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(plan, at, capsys):
@@ -398,8 +395,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     """And what is missing, for a model or a vocabulary that is not known."""
     xl = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--hardware=4090"]
     for args, message in (
-        (xl, "start with 2, the fewest that suffice, or set --zero=3 --cpu_offload=True"),
-        ([*xl, "--device_memory_gb=2"], "no layout fits on 1 device\n"),
+        (xl, "no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"),
         ([*xl, "--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
         (
             [*xl, "--init_from=scratch", "--dataset=none"],
@@ -431,7 +427,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
         (["--device=tpu"], ["choose from auto"]),
         (["--hardware=4090"], ["set --plan=True; to measure N processes, set --nproc=N"]),
         (["--devices=2,4"], ["set --plan=True; to measure N processes, set --nproc=N"]),
-        (["--plan", "--hardware=l4,9090"], ["hardware is '9090'; choose from"]),
+        (["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
         (["--plan", "--devices=1 2 x"], ["devices is '1 2 x': type a number, or several such as --dev"]),
         (["--plan", "--devices=1000000000000"], ["devices is '1000000000000': type a number"]),
         (["--plan", "--devices=12"], ["it must be a multiple of per_node, 8: set --devices=8"]),

@@ -97,7 +97,7 @@ class Logger:
         """Start wandb on rank 0."""
         if is_main():
             service = Wandb(config, self.progress.wandb_id)
-            self.progress.wandb_id = service.run.id
+            self.progress.wandb_id = service.run_id
             self.insert(service)
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
@@ -109,31 +109,23 @@ class Logger:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
             data: of the validation losses.
         """
-        for sink in do_together(open_sinks, config, self.progress, owner, data):
-            self.insert(sink)
+        out_dir = config["out_dir"]
+        with exit_together():
+            if is_main():
+                result = Result(out_dir, self.progress, data, owner)
+                if owner:
+                    self.insert(MetricsFile(out_dir, owner))
+                self.insert(result)  # before the plot, for which a stopped run may lack the time
+                if owner:
+                    self.insert(Plot(out_dir))
+                if owner and config["tensorboard_log"]:
+                    self.insert(TensorBoard(out_dir, self.progress))
+                if config["print_result"]:
+                    self.insert(ResultLine(result))
 
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
         self.sinks.insert(len(self.sinks) - 1, sink)
-
-
-def open_sinks(config: dict, progress: Progress, owner: str, data: Dataset) -> list[Any]:
-    """
-    Return the sinks that write to the run's folder, if there is an owner, and print the result (rank 0).
-    """
-    if not is_main() or not (owner or config["print_result"]):
-        return []
-    out_dir, step = config["out_dir"], progress.step
-    result = Result(out_dir, progress, data, owner)
-    sinks = [result]
-    if owner:
-        # the result is written before the plot, for which a stopped run may lack the time
-        sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)]
-        if config["tensorboard_log"]:
-            sinks.append(TensorBoard(out_dir, step))
-    if config["print_result"]:
-        sinks.append(ResultLine(result))
-    return sinks
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:

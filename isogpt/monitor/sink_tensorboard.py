@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from isogpt.checkpoint.progress import Progress
 from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 
@@ -20,12 +21,14 @@ class TensorBoard:
     prints the error and ends.
 
     Args:
-        step: at which the run continues.
+        progress: the run's, at the step at which it continues.
     """
 
-    def __init__(self, out_dir: str, step: int) -> None:
+    def __init__(self, out_dir: str, progress: Progress) -> None:
         self.folder = Path(out_dir, "tensorboard")
-        self.open(purge_step=step)  # readers then ignore what earlier files contain of steps to be repeated
+        self.open(purge_step=progress.step)  # readers then ignore what earlier files contain from there on
+        if progress.val_loss is not None:  # of the state before this step, which need not be evaluated again
+            self.writer.add_scalar("val/loss", progress.val_loss, progress.step)
 
     def open(self, purge_step: int | None = None) -> None:
         """Begin a new file, which replaces what earlier files contain from purge_step on."""

@@ -3,12 +3,14 @@ Statistics of the layers: norms of weights, gradients and updates, the size of a
 attention logits. They are the same numbers on any layout, up to rounding, and change no bit of a run.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,30 +33,6 @@ def short_name(name: str) -> str:
     """The name of a parameter in a record: transformer.h.3.attn.c_attn.weight becomes 3.attn.c_attn."""
     name = re.sub(r"^h\.(?=\d)", "", name.removeprefix("transformer."))
     return name.removesuffix(".weight")
-
-
-def parts_with_output(model: nn.Module) -> dict[str, nn.Module]:
-    """
-    Return this rank's blocks ("3") and those of their parts that consist of modules, such as attention and
-    MLP ("3.attn").
-    """
-    parts = {}
-    for number, block in model.transformer.h.named_children():
-        parts[number] = block
-        for name, part in block.named_children():
-            if any(True for _ in part.children()):
-                parts[f"{number}.{name}"] = part
-    return parts
-
-
-def parts_with_attention(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of this rank's blocks that may call `attention` of model.Seams."""
-    return {
-        f"{number}.{name}".rstrip("."): module
-        for number, block in model.transformer.h.named_children()
-        for name, module in block.named_modules()
-        if hasattr(module, "seams")
-    }
 
 
 @dataclass
@@ -118,14 +96,20 @@ def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor
 
 @contextmanager
 def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
-    """In the block, the model's forward passes add to `observed`; they run uncompiled."""
-    parts = parts_with_output(model)
-    hooks = [part.register_forward_hook(partial(observed.add_output, name)) for name, part in parts.items()]
-    seams = []
-    for name, module in parts_with_attention(model).items():
-        seams.append((module, module.seams))
-        attend = partial(observed.attend, name, module.seams.attention)
-        module.seams = replace(module.seams, attention=attend)
+    """
+    In the block, the model's forward passes add to `observed` what its blocks ("3") return, and those of
+    their parts that consist of modules, such as attention ("3.attn"). They run uncompiled.
+    """
+    hooks, seams = [], []
+    for number, block in model.transformer.h.named_children():
+        for path, part in block.named_modules():
+            name = f"{number}.{path}".rstrip(".")
+            if "." not in path and any(True for _ in part.children()):
+                hooks.append(part.register_forward_hook(partial(observed.add_output, name)))
+            if hasattr(part, "seams"):
+                seams.append((part, part.seams))
+                attend = partial(observed.attend, name, part.seams.attention)
+                part.seams = replace(part.seams, attention=attend)
     try:
         # torch.compile would trace the hooks. The import takes a second where nothing is compiled
         with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
@@ -133,8 +117,8 @@ def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, before in reversed(seams):  # two names of one module: the first is restored last
-            module.seams = before
+        for part, before in reversed(seams):  # two blocks may share a module: the first is restored last
+            part.seams = before
 
 
 @dataclass
@@ -162,6 +146,7 @@ class LayerStatistics:
     sequences: int
     autocast: AbstractContextManager
     logger: Logger
+    names: dict[str, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by kind
 
     def __post_init__(self) -> None:
         if not self.interval:
@@ -171,22 +156,14 @@ class LayerStatistics:
             self.batches = [
                 (x, y, (y != IGNORE).any(1)) for x, y in self.reader.evaluation("train", self.sequences)
             ]
-        self.group, self.queries = mesh.group("cp"), mesh.own_positions(self.reader.block_size)
-        if self.queries is None:
-            self.queries = torch.arange(self.reader.block_size)
-        self.queries = self.keys = self.queries.to(device)
-        if self.group:
-            self.keys = gathered(self.queries[None], self.group)[0]
-        parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
-        self.names = of_all_ranks(parameters)
-        self.outputs = of_all_ranks(parts_with_output(self.raw_model))
-        self.attentions = of_all_ranks(parts_with_attention(self.raw_model))
-        self.parameters = list(parameters.values())
-        self.places = torch.tensor([self.names.index(name) for name in parameters], device=device)
+        self.group, length = mesh.group("cp"), self.reader.block_size
+        self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
+        self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
+        self.parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
         groups = parameters_by_replica_count(self.raw_model, mesh)
         copies = {p: n for n, params in groups.items() for p in params}
         self.copies = torch.tensor(
-            [copies[p] for p in self.parameters], dtype=number_dtype(device), device=device
+            [copies[p] for p in self.parameters.values()], dtype=number_dtype(device), device=device
         )
 
     @contextmanager
@@ -199,17 +176,17 @@ class LayerStatistics:
             yield
             return
         observed = self.observe()
-        grads = [p.new_zeros(()) if p.grad is None else local(p.grad) for p in self.parameters]
-        squares = [self.squares(self.weights()), self.squares(grads)]
+        grads = [p.new_zeros(()) if p.grad is None else local(p.grad) for p in self.parameters.values()]
+        squares = {"weight_norm": self.squares(self.weights()), "grad_norm": self.squares(grads)}
         before = [weight.clone() for weight in self.weights()]
         yield
         torch._foreach_sub_(before, self.weights())
-        squares.append(self.squares(before))
+        squares["update_norm"] = self.squares(before)
         self.logger.write({"iter": step, "statistics": self.over_ranks(squares, observed)})
 
     def weights(self) -> list[Tensor]:
         """This rank's parts of the parameters."""
-        return [local(p.detach()) for p in self.parameters]
+        return [local(p.detach()) for p in self.parameters.values()]
 
     @torch.no_grad()
     def observe(self) -> Observed:
@@ -227,42 +204,37 @@ class LayerStatistics:
         return observed
 
     @torch.no_grad()
-    def squares(self, tensors: list[Tensor]) -> Tensor:
-        """This rank's share of the squared norms of all parameters, in the order of `names`."""
+    def squares(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the squared norm of each parameter."""
         norms = torch.stack(torch._foreach_norm(tensors)).to(self.copies)
-        shares = norms.square() / self.copies
-        return shares.new_zeros(len(self.names)).index_copy_(0, self.places, shares)
+        return dict(zip(self.parameters, norms.square() / self.copies, strict=True))
 
-    def over_ranks(self, squares: list[Tensor], observed: Observed) -> dict[str, dict[str, float]]:
+    def over_ranks(self, squares: dict[str, dict[str, Tensor]], observed: Observed) -> dict[str, dict]:
         """
-        Return the statistics by name, without parts that were not seen, in two small collectives (all ranks).
+        Return the statistics, {kind: {name: number}} (all ranks).
 
         Args:
-            squares: of weights, gradients and updates.
+            squares: of weights, gradients and updates, by kind.
         """
-        zero = squares[0].new_zeros(2)
-        outputs = torch.stack([observed.outputs.get(name, zero) for name in self.outputs], 1)
-        sums = torch.cat((*squares, *outputs))
-        largest = sums.new_full((len(self.attentions),), -torch.inf)
-        for name, logit in observed.logits.items():
-            largest[self.attentions.index(name)] = logit
+        zero, statistics = self.copies.new_zeros(()), {}
+        for kind, shares in squares.items():
+            sums = self.reduced(kind, shares, zero)
+            statistics[kind] = {name: math.sqrt(square) for name, square in sums.items()}
+        outputs = self.reduced("activation_rms", observed.outputs, self.copies.new_zeros(2))
+        statistics["activation_rms"] = {name: math.sqrt(s / count) for name, (s, count) in outputs.items()}
+        logits = self.reduced("attention_logit", observed.logits, zero - math.inf, dist.ReduceOp.MAX)
+        return statistics | {"attention_logit": logits}
+
+    def reduced(
+        self, kind: str, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> dict[str, Any]:
+        """Reduce the numbers of a kind by name; a rank that has none has the neutral one (all ranks)."""
+        if kind not in self.names:  # a stage of a pipeline has only some
+            self.names[kind] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
+        names = self.names[kind]
+        if not names:
+            return {}
+        table = torch.stack([numbers.get(name, neutral).to(neutral) for name in names])
         if dist.is_initialized():
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        sizes = 3 * [len(self.names)] + 2 * [len(self.outputs)]
-        weights, grads, updates, outputs, counts = sums.split(sizes)
-        named = {
-            "weight_norm": zip(self.names, weights.sqrt().tolist(), strict=True),
-            "grad_norm": zip(self.names, grads.sqrt().tolist(), strict=True),
-            "update_norm": zip(self.names, updates.sqrt().tolist(), strict=True),
-        }
-        rms = zip(self.outputs, (outputs / counts).sqrt().tolist(), counts.tolist(), strict=True)
-        named["activation_rms"] = [(name, size) for name, size, count in rms if count]
-        logits = zip(self.attentions, largest.tolist(), strict=True)
-        named["attention_logit"] = [(name, logit) for name, logit in logits if logit != -torch.inf]
-        return {kind: dict(pairs) for kind, pairs in named.items()}
-
-
-def of_all_ranks(names: Iterable[str]) -> list[str]:
-    """The names that any rank has, since a stage of a pipeline contains only some (all ranks)."""
-    return list(dict.fromkeys(chain(*gather_objects(list(names)))))
+            dist.all_reduce(table, how)
+        return dict(zip(names, table.tolist(), strict=True))
