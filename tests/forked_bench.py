@@ -27,7 +27,7 @@ def forked_launch(command, stdout, **options):
             if stdout == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-        launch = Forked([script, *launcher, *others], os.environ, prepare)
+        launch = Forked([script, *launcher, *others], dict(os.environ), prepare)
         try:
             code = launch.wait(300)
         finally:
