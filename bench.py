@@ -5,8 +5,8 @@ micro-batches that fill its memory, other devices a small model of 10.65M parame
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                               two processes; or torchrun ... bench.py
-    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'    every combination, in separate launches
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
+    python bench.py --nproc=1,2,4 --batch_size=4,8          every combination, in separate launches
+    python bench.py --nproc=4 --tp=1,2 --pp=1,2             layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
     python bench.py config/train_gpt2.py --plan --devices=1,8 --hardware=l4,4090    compare GPUs and numbers
@@ -26,10 +26,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.distributed import DistError
 
-from configurator import configure, fail, settings_of
+from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.common import console
 from isogpt.common.files import write_whole
 from isogpt.data.data_folder import write_random_tokens
+from isogpt.lab.combinations import read_lists
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
@@ -52,8 +53,7 @@ nproc = 0  # processes to launch on this machine (0: one, or as many as the laun
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 steps = 20  # steps to measure, after a quarter as many for warm-up [>= 1]
 # -- what to report ------------------------------------------------------------------------------------------
-sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
-weak = False  # with a sweep over nproc, or a plan: weak scaling, the global batch grows with the processes
+weak = False  # with --nproc=1,2,4 or a plan: weak scaling, the global batch grows with the processes
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
@@ -106,10 +106,12 @@ try:
     rank, world_size, *_ = rank_variables()
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
+    words = with_equals_signs(sys.argv[1:], settings_of(__file__) | train_settings)
+    lists, sys.argv[1:] = read_lists(words, train_settings)
     config = configure(globals(), extra=train_settings)
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
-    request = read_request(config, is_launched, max(nproc, world_size))
+    request = read_request(config, lists, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
@@ -146,8 +148,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             predictor = plan_report.Predictor(workload, launches, per_node, *described)
         if check:
             result["check"] = report_check(launches, workload)
-        elif sweep:
-            result["sweep"] = run_sweep(launches, workload, request.swept, steps)
+        elif lists:
+            result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from test_packages import hide  # noqa: F401, a fixture
 
-from isogpt.lab import pictures
-from isogpt.lab.pictures import draw, draw_statistics, losses_figure
+from isogpt.lab.pictures import STATISTICS, losses_figure, statistics_figure, write
 from isogpt.lab.runs import Group, Run
 from isogpt.lab.significance import difference
 
@@ -115,7 +114,7 @@ def test_runs_that_do_not_count_are_not_part_of_the_mean():
     begun = Run(Path("begun"), "", {"seed": 1})
     groups = [Group("lr=1", runs), Group("lr=2", [run(1, 0.1)]), Group("lr=3", [begun])]
     axes = losses_figure(groups, "steps").axes
-    killed, diverged, mean, *_ = axes[0].lines
+    mean, killed, diverged, *_ = axes[0].lines
     assert len(axes) == 2 and killed.get_xdata()[-1] == 400 and diverged.get_xdata()[-1] == 900
     np.testing.assert_allclose(mean.get_ydata(), (losses_at(runs[0]) + losses_at(runs[1])) / 2)
     assert legend(axes[0])[1:] == ["lr=2: 1.6101", "lr=3: running or killed"]
@@ -136,33 +135,29 @@ def test_the_file_is_the_same_each_time(tmp_path, recwarn):
     """With many groups, and names that are no formulas or in no font."""
     names = ["lr$x^$_b", "\u5b9e\u9a8c", "very_long_name=1, " * 20, *(f"n={i}" for i in range(12))]
     groups = [Group("", [run(1, folder=name)]) for name in names]
-    first = draw(groups, "steps", tmp_path / "a.png").read_bytes()
-    assert draw(groups, "steps", tmp_path / "b.png").read_bytes() == first
+    for name in ("a.png", "b.png"):
+        write(losses_figure(groups, "steps"), tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
 
 
-def test_a_missing_matplotlib_is_named(hide, tmp_path):  # noqa: F811
+def test_a_missing_matplotlib_is_named(hide):  # noqa: F811
     hide("matplotlib")
     with pytest.raises(ValueError, match=r"^the picture needs matplotlib \(.*\): pip install matplotlib$"):
-        draw(two_groups(), "steps", tmp_path / "a.png")
-    assert not [*tmp_path.iterdir()]
+        losses_figure(two_groups(), "steps")
 
 
-def test_the_statistics_of_blocks(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pictures, "write", lambda figure, path: figures.append(figure) or path)
+def test_the_statistics_of_blocks():
     groups = [Group(name, [run(), run(2)]) for name in ("a", "b", "c")]
+    assert statistics_figure(groups) is None
     for group in groups[:2]:
         for step in (0, 100, 200):
             norms = {"0.attn.c_attn": 1.0, "0.mlp.c_fc": 3.0 + step, "1.mlp.c_fc": "nan", "wte": 10.0}
             record = {"iter": step, "statistics": {"weight_norm": norms, "attention_logit": {"0.attn": -5.0}}}
             group.runs[1].statistics.append(record)
-    assert draw_statistics(groups, tmp_path / "x.png")
-    weights, *_, logits = figures[0].axes[::2]
-    assert len(figures[0].axes) == 2 * len(pictures.STATISTICS) and weights.get_title() == "a"
+    panels = statistics_figure(groups).axes
+    weights, *_, logits = panels[::2]
+    assert len(panels) == 2 * len(STATISTICS) and weights.get_title() == "a"
     assert [line.get_label() for line in weights.lines] == ["0", "1", "wte"]
     assert [*weights.lines[0].get_xdata()] == [0, 100, 200]
-    assert [*weights.lines[0].get_ydata()] == [3.0, 103.0, 203.0] and [*logits.lines[0].get_ydata()] == [
-        -5
-    ] * 3
-    assert draw_statistics(groups[2:], tmp_path / "none.png") is None
+    assert [*weights.lines[0].get_ydata()] == [3, 103, 203] and [*logits.lines[0].get_ydata()] == [-5] * 3

@@ -13,6 +13,7 @@ POWER = 0.8
 NORMAL_SHIFT = 2.8015  # the mean of a normal distribution that exceeds LEVEL's limit, 1.96, with this power
 FAR = 30  # a shift for which even two seeds have a power of 0.98; scipy returns nan for many larger ones
 MOST_SEEDS = 1_000_000  # a difference that needs more of them counts as none
+ONE_EACH = "one run each cannot tell a change from chance"
 ROUNDING = 1e-12  # a spread below this share of the values is rounding
 
 
@@ -22,8 +23,6 @@ class Difference:
 
     mean: float | None  # of b minus a
     method: str  # what was computed, or why it could not be
-    is_paired: bool  # by seed
-    counts: tuple[int, int]  # how many runs of a and b are compared; in pairs, equally many
     low: float | None = None  # the interval that contains the true difference with 95% confidence
     high: float | None = None
     # the probability of a difference at least this large, in either direction, if there were none
@@ -50,30 +49,33 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
 
 
 def t_test(a: list[float], b: list[float], is_paired: bool) -> Difference:
-    """Compare values; in pairs, those of a seed are at the same place."""
-    result = Difference(None, "a group without runs: no comparison", is_paired, (len(a), len(b)))
+    """
+    Compare values; in pairs, those of a seed are at the same place.
+
+    Raises:
+        ValueError: scipy is missing.
+    """
     if not a or not b:
-        return result
-    result = replace(result, mean=fmean(b) - fmean(a))
-    if min(result.counts) < 2:
-        return replace(result, method="one run in a group: no test")
+        return Difference(None, "a group without runs: no comparison")
+    mean = fmean(b) - fmean(a)
+    if len(a) == len(b) == 1:
+        return Difference(mean, ONE_EACH)
+    if len(a) == 1 or len(b) == 1:
+        return Difference(mean, "one run in a group: no test")
     variances = [variance(a), variance(b)]
-    method = f"Welch's t-test of {len(a)} and {len(b)} runs (fewer than two seeds are in both groups)"
     if is_paired:
         variances = [variance(after - before for before, after in zip(a, b, strict=True))]
-        method = f"paired t-test over {len(a)} seeds"
     if math.sqrt(sum(variances)) <= ROUNDING * max(map(abs, a + b)):  # as in runs with `exact`
-        no_spread = "the seed changes nothing, so chance cannot be estimated: no test"
-        return replace(result, method=no_spread if result.mean else "the runs are equal")
-    try:
-        with needed_by("a p-value", "scipy"):
-            from scipy import stats
-    except ValueError as e:
-        return replace(result, method=f"no test: {e}")
-    test = stats.ttest_rel(b, a) if is_paired else stats.ttest_ind(b, a, equal_var=False)
-    low, high = map(float, test.confidence_interval(CONFIDENCE))
-    needed = seeds_needed(result.mean, variances)
-    return replace(result, method=method, low=low, high=high, p=float(test.pvalue), seeds_needed=needed)
+        return Difference(mean, "the seed changes nothing, so chance cannot be estimated: no test")
+    with needed_by("a p-value", "scipy"):
+        from scipy import stats
+    if is_paired:
+        test, method = stats.ttest_rel(b, a), f"paired t-test over {len(a)} seeds"
+    else:
+        test, method = stats.ttest_ind(b, a, equal_var=False), f"Welch's t-test of {len(a)} and {len(b)} runs"
+    low, high = test.confidence_interval(CONFIDENCE)
+    needed = seeds_needed(mean, variances)
+    return Difference(mean, method, float(low), float(high), float(test.pvalue), needed)
 
 
 def seeds_needed(mean: float, variances: Sequence[float]) -> int | None:
@@ -101,26 +103,18 @@ def seeds_needed(mean: float, variances: Sequence[float]) -> int | None:
         n += 1
 
 
-def differences(groups: dict[str, dict[int, float]], base: str) -> dict[str, Difference]:
+def corrected(results: dict[str, Difference]) -> dict[str, Difference]:
     """
-    Compare each other group with one, see `difference`. The p-values are corrected by Holm's method: with no
-    true difference anywhere, the probability that any of them is below 0.05 is at most 5%. The intervals and
-    `seeds_needed` are those of one comparison.
-
-    Args:
-        groups: {name: {seed: value}}.
-        base: the name of the group to compare with.
+    Correct the p-values of several comparisons by Holm's method: with no true difference anywhere, the
+    probability that any of them is below 0.05 is at most 5%. The intervals and `seeds_needed` are those of
+    one comparison.
 
     Source: S. Holm, A simple sequentially rejective multiple test procedure, 1979.
     """
-    compared = {name: difference(groups[base], group) for name, group in groups.items() if name != base}
-    tested = [name for name, result in compared.items() if result.p is not None]
-    if len(tested) < 2:
-        return compared
-    largest = 0.0
-    for rank, name in enumerate(sorted(tested, key=lambda name: compared[name].p)):
-        result = compared[name]
-        largest = max(largest, min(1.0, (len(tested) - rank) * result.p))
-        method = f"{result.method}, p corrected for {len(tested)} comparisons (Holm)"
-        compared[name] = replace(result, p=largest, method=method)
-    return compared
+    tested = sorted((result.p, name) for name, result in results.items() if result.p is not None)
+    results, largest = dict(results), 0.0
+    for rank, (p, name) in enumerate(tested if len(tested) > 1 else ()):
+        largest = max(largest, min(1.0, (len(tested) - rank) * p))
+        method = f"{results[name].method}, p corrected for {len(tested)} comparisons (Holm)"
+        results[name] = replace(results[name], p=largest, method=method)
+    return results

@@ -13,7 +13,7 @@ from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, typed
 from isogpt.speed.prediction import Prediction, calibrated
-from isogpt.speed.sweep import Table
+from isogpt.speed.sweep import measure
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
@@ -179,11 +179,9 @@ def tune(predictor: Predictor, card: str) -> dict:
     layouts = [prediction.settings for prediction in candidates + same[:2]]
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
-    measured = Table(predictor.launches, tuple(varied), steps=5)
-    for layout in layouts:
-        measured.add(workload.settings | layout)
-    speeds = [run.get("tokens_per_s", 0.0) for run in measured.runs]
-    report = {"tried": measured.runs}
+    tried = measure(predictor.launches, [workload.settings | layout for layout in layouts], varied, steps=5)
+    speeds = [run.get("tokens_per_s", 0.0) for run in tried]
+    report = {"tried": tried}
     if max(speeds):
         fastest = layouts[speeds.index(max(speeds))]
         report["command"] = predictor.command(fastest, workload.processes)
