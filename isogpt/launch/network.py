@@ -62,7 +62,7 @@ def store_address() -> str:
 
 
 def uses_agent_store() -> bool:
-    """Whether torchrun's agent serves the store, or bench.py does for its launches, and not rank 0."""
+    """Whether torchrun's agent serves the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -74,8 +74,7 @@ def name_of_start() -> str:
     """
     if not uses_agent_store():
         return "start"
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "ISOGPT_LAUNCH")]
-    return f"start {'.'.join(counts)}"
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
