@@ -213,7 +213,8 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def name_of(group: Group) -> str:
     """The name of a group, or its folder's if there is nothing to distinguish; a $ begins no formula."""
-    return (group.name or group.runs[0].folder.resolve().name).replace("$", r"\$")
+    name = os.fsencode(group.name or group.runs[0].folder.resolve().name)
+    return name.decode(errors="replace").replace("$", r"\$")  # it need not be UTF-8
 
 
 def write(figure: "Figure", path: Path) -> None:
