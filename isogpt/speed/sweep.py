@@ -37,9 +37,7 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)
         if launches.rank == 0:
-            outcome = (
-                f"failed: {run['problem']}" if "problem" in run else f"{run['tokens_per_s']:,.0f} tokens/s"
-            )
+            outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
             console.print_result(f"{' '.join(typed(point))}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
     if launches.rank == 0 and measured:
@@ -49,9 +47,8 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
 
 def columns_of(runs: list[dict], varied: list[str]) -> dict[str, list[str]]:
     """The columns of the table, {heading: cells}. The speed-up is relative to the first launch."""
-    first = runs[0]
-    speed_ups = [run["tokens_per_s"] / first["tokens_per_s"] for run in runs]
-    growth = [run["processes"] / first["processes"] for run in runs]
+    speed = runs[0]["tokens_per_s"]
+    of_each = speed / runs[0]["processes"]
     return {name: [str(run["point"][name]) for run in runs] for name in varied} | {
         "tokens/step": [f"{run['tokens_a_step']:,}" for run in runs],
         "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
@@ -60,6 +57,6 @@ def columns_of(runs: list[dict], varied: list[str]) -> dict[str, list[str]]:
         "bubble (formula)": [shown_bubble(run) for run in runs],
         "GB": [f"{run['memory_gb']['max']:.2f}" for run in runs],
         "MFU": [shown(run["mfu"], ".1%") for run in runs],
-        "speed-up": [f"{speed_up:.2f}x" for speed_up in speed_ups],
-        "efficiency": [f"{up / more:.0%}" for up, more in zip(speed_ups, growth, strict=True)],
+        "speed-up": [f"{run['tokens_per_s'] / speed:.2f}x" for run in runs],
+        "efficiency": [f"{run['tokens_per_s'] / run['processes'] / of_each:.0%}" for run in runs],
     }
