@@ -25,8 +25,8 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict[str, list[str]
 
 def measure(launches: Launches, settings_of_each: list[dict], varied: list[str], steps: int) -> list[dict]:
     """
-    Launch train.py with each of these settings, print a table, and return its rows (all ranks; rank 0
-    prints).
+    Launch train.py with each of these settings, print a table of the launches that did not fail, and return
+    all.
 
     Args:
         varied: names of the settings that differ.
@@ -36,11 +36,10 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
         point = {name: settings[name] for name in varied}
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)
-        if launches.rank == 0:
-            outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
-            console.print_result(f"{' '.join(typed(point))}: {outcome}")
+        outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
+        console.print_result(f"{' '.join(typed(point))}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
-    if launches.rank == 0 and measured:
+    if measured:
         console.print_result("\n".join(["", *console.aligned(columns_of(measured, varied))]))
     return runs
 
