@@ -136,10 +136,10 @@ def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
     if kind == "cuda" and ":" not in device:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = named.split(",") if named else [*range(torch.cuda.device_count())]
-        groups = groups_of(processes, gpus)[: jobs or None]
-        if not groups:
+        if processes > len(gpus):
             raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
-        return [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups]
+        slots = [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups_of(processes, gpus)]
+        return slots[: jobs or None] if len(slots) > 1 else [[]]
     if kind == "cpu" and jobs > 1 and sys.platform == "linux":
         cores = own_cores()
         return [["taskset", "-c", group] for group in groups_of(max(1, len(cores) // jobs), cores)[:jobs]]
