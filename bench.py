@@ -145,7 +145,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     try:
         if plan or tune:
             described = network, device_memory_gb, device_tflops
-            predictor = plan_report.Predictor(workload, launches, per_node, *described)
+            predictor = plan_report.Predictor(workload, per_node, *described)
         if check:
             result["check"] = report_check(launches, workload)
         elif lists:
@@ -153,7 +153,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:
-            result["tune"] = plan_report.tune(predictor, request.cards[0])
+            result["tune"] = plan_report.tune(predictor, launches, request.cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

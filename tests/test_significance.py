@@ -33,10 +33,9 @@ DESIGNS = {
     "unpaired": (False, (0.003, 0.003)),
     "unequal variances": (False, (0.006, 0.003)),
 }
-designs = pytest.mark.parametrize("is_paired, spreads", DESIGNS.values(), ids=DESIGNS)
 
 
-@designs
+@pytest.mark.parametrize("is_paired, spreads", DESIGNS.values(), ids=DESIGNS)
 def test_the_number_of_seeds_has_a_power_of_80_percent(is_paired, spreads):
     squares = [spread**2 for spread in spreads]
     needed = seeds_needed(EFFECT, [sum(squares)] if is_paired else squares)
@@ -47,20 +46,6 @@ def test_the_number_of_seeds_has_a_power_of_80_percent(is_paired, spreads):
         test = stats.ttest_rel(a, b, axis=1) if is_paired else stats.ttest_ind(a, b, axis=1, equal_var=False)
         shares.append((test.pvalue < 0.05).mean())
     assert shares[0] < 0.815 and shares[1] > 0.785
-
-
-@designs
-def test_it_equals_scipy(is_paired, spreads):
-    rng = np.random.default_rng(2)
-    for seeds in (2, 3, 5, 20):
-        for a, b in zip(*simulated(rng, 20, seeds, is_paired, spreads), strict=True):
-            a = a if is_paired else np.append(a, 1.5)  # groups of different sizes
-            result = difference(by_seed(a), by_seed(b, 1 if is_paired else 101))
-            test = stats.ttest_rel(b, a) if is_paired else stats.ttest_ind(b, a, equal_var=False)
-            low, high = test.confidence_interval(0.95)
-            computed = (result.mean, result.p, result.low, result.high)
-            expected = (b.mean() - a.mean(), test.pvalue, low, high)
-            np.testing.assert_allclose(computed, expected, rtol=0, atol=1e-12)
 
 
 def test_the_seeds_that_any_difference_needs():
@@ -76,7 +61,9 @@ def test_only_seeds_of_both_groups_are_pairs():
     assert result.method == "paired t-test over 3 seeds" and result.mean == pytest.approx(-1.1 / 3)
     # with one seed in common there are no pairs to test
     few = difference(a, {1: 1.1, 8: 2.0})
-    assert few.method == "Welch's t-test of 4 and 2 runs" and few.p is not None
+    test = stats.ttest_ind([1.1, 2.0], [*a.values()], equal_var=False)
+    assert few.method == "Welch's t-test of 4 and 2 runs" and few.p == pytest.approx(test.pvalue)
+    assert (few.low, few.high) == pytest.approx(test.confidence_interval(0.95))
 
 
 @pytest.mark.parametrize(

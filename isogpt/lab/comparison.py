@@ -178,6 +178,8 @@ def row_of(group: Group, target: float) -> dict:
     step = last_step(group.counted)
     found = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = found[0] if found else {}
+    steps = [step for run in group.runs for step in run.steps[1:]]  # the first one is slow
+    speeds = [step["tokens_per_s"] for step in steps if "tokens_per_s" in step]
     row = {
         "group": group.name,
         "code": group.settings.get(CODE),
@@ -193,10 +195,10 @@ def row_of(group: Group, target: float) -> dict:
         row |= {"loss": target, "runs_to_loss": len(points)}
         row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
     return row | {
-        "tokens_per_s": mean_of([{"speed": run.tokens_per_s} for run in group.runs], "speed")["mean"],
-        "memory_gb": max((run.memory_gb for run in group.runs if run.memory_gb), default=None),
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
+        "memory_gb": max((step.get("memory_gb_max", 0.0) for step in steps), default=None),
         "commits": sorted({commit_of(run) for run in group.runs}),
-        "state": state_of(group.runs),
+        "state": [run.state for run in group.runs if run.state],
         "runs": [
             {"folder": str(run.folder), "state": run.state, "evaluation": (run.evaluations or [None])[-1]}
             for run in group.runs
@@ -221,14 +223,6 @@ def mean_of(records: list[dict], name: str) -> dict:
     mean = statistics.fmean(known) if known else math.nan
     error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
     return {"mean": mean, "error": error}
-
-
-def state_of(runs: list[Run]) -> str:
-    """A phrase about runs that are not complete or have diverged; "" if there are none."""
-    states = Counter(run.state for run in runs if run.state)
-    if len(runs) == 1:
-        return runs[0].state
-    return ", ".join(f"{count} of {len(runs)} {state}" for state, count in states.items())
 
 
 def reaches(run: Run, target: float) -> dict[str, float]:

@@ -85,26 +85,24 @@ def draw_groups(axes: "Axes", groups: list[Group], curves: dict[Path, Curve]) ->
     Args:
         curves: {folder of a run: its curve}.
     """
-    means = [[]]
     for index, group in enumerate(groups):
         color, name = f"C{index}", name_of(group)
         counted = [curves[run.folder] for run in group.counted if curves[run.folder].size]
         if counted:
             x, values = together(counted)
-            mean, error = values.mean(axis=0), np.zeros(len(x))
-            label = f"{name}: {mean[-1]:.4f}"
+            mean, label = values.mean(axis=0), f"{name}: {values[:, -1].mean():.4f}"
             if len(values) > 1:
                 error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
+                axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.25)
                 label += f" ± {error[-1]:.4f}"
             axes.plot(x, mean, color=color, marker=".", label=label)
-            axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.25)
-            means.append(mean)
         for run in group.runs:
             if run not in group.counted:
                 label = "" if counted else f"{name}: {run.state}"
                 axes.plot(*curves[run.folder], color=color, linewidth=0.5, label=label)
-    if len(means) > 1:  # without the highest tenth: the fall at the start would flatten the rest
-        axes.set_ylim(top=np.quantile(np.concatenate(means), 0.9))
+    losses = np.concatenate([line.get_ydata() for line in axes.lines])
+    if losses.size:  # without the highest tenth: the fall at the start would flatten the rest
+        axes.set_ylim(top=np.quantile(losses, 0.9))
 
 
 def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve]) -> None:

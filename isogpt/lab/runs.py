@@ -1,7 +1,6 @@
 """A run as its folder describes it: the records of metrics.jsonl."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -37,17 +36,6 @@ class Run:
             return "diverged"
         event = self.ending.get("event", "running or killed")
         return "" if event == "end" else event
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The median over the logged steps but the first, which is slow; None: there are no others."""
-        speeds = [step["tokens_per_s"] for step in self.steps[1:] if "tokens_per_s" in step]
-        return statistics.median(speeds) if speeds else None
-
-    @property
-    def memory_gb(self) -> float | None:
-        """The most memory that a rank has used, in GB."""
-        return max((step["memory_gb_max"] for step in self.steps if "memory_gb_max" in step), default=None)
 
     def evaluation_at(self, step: int | None) -> dict:
         """The evaluation of the state before a step; {} if there is none."""
@@ -100,9 +88,7 @@ def read_run(folder: Path, place: str = "") -> Run:
     """
     run, path = Run(folder, place or str(folder)), folder / METRICS
     if not path.exists():
-        raise ValueError(
-            f"{folder} contains no run: give the out_dir of train.py, or a folder of such folders"
-        )
+        raise ValueError(f"{folder} contains no run: give train.py's out_dir, or a folder of such folders")
     try:
         read_records_of(run, path)
     except (OSError, KeyError, TypeError, ValueError) as e:

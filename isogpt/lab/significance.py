@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
 
+import numpy as np
+
 from isogpt.common.packages import needed_by
 
 CONFIDENCE = 0.95  # of the intervals
 LEVEL = 0.05  # at which `seeds_needed` detects a difference, with this power
 POWER = 0.8
-NORMAL_SHIFT = 2.8015  # the mean of a normal distribution that exceeds LEVEL's limit, 1.96, with this power
 FAR = 30  # a shift for which even two seeds have a power of 0.98; scipy returns nan for many larger ones
-MOST_SEEDS = 1_000_000  # a difference that needs more of them counts as none
+MOST_SEEDS = 1000
 ONE_EACH = "one run each cannot tell a change from chance"
 ROUNDING = 1e-12  # a spread below this share of the values is rounding
 
@@ -81,9 +82,8 @@ def t_test(a: list[float], b: list[float], is_paired: bool) -> Difference:
 def seeds_needed(mean: float, variances: Sequence[float]) -> int | None:
     """
     Return the fewest seeds per group with which a test finds this difference in 80% of experiments, from the
-    noncentral t distribution, an approximation for Welch's test; None if it is zero or needs more than a
-    million of them. It takes the measured difference and spread for the true ones, so with few seeds it is
-    rough.
+    noncentral t distribution, which for Welch's test is an approximation; None if it needs more than
+    MOST_SEEDS. The measured difference and spread are taken for the true ones, so with few seeds it is rough.
 
     Args:
         variances: of the differences of pairs (the paired test), or of both groups (Welch's test).
@@ -91,16 +91,12 @@ def seeds_needed(mean: float, variances: Sequence[float]) -> int | None:
     from scipy import stats
 
     shift = abs(mean) / math.sqrt(sum(variances))  # with one seed
-    if shift * math.sqrt(MOST_SEEDS) < NORMAL_SHIFT:
-        return None
-    # a normal distribution would need this many, and a t distribution needs a few more
-    n = max(2, math.floor((NORMAL_SHIFT / shift) ** 2))
-    while True:
-        degrees = (n - 1) * sum(variances) ** 2 / sum(one**2 for one in variances)
-        limit = stats.t.isf(LEVEL / 2, degrees)
-        if stats.nct.sf(limit, degrees, min(shift * math.sqrt(n), FAR)) >= POWER:
-            return n
-        n += 1
+    seeds = np.arange(2, MOST_SEEDS + 1)
+    degrees = (seeds - 1) * sum(variances) ** 2 / sum(one**2 for one in variances)
+    limit = stats.t.isf(LEVEL / 2, degrees)
+    power = stats.nct.sf(limit, degrees, np.minimum(shift * np.sqrt(seeds), FAR))
+    enough = seeds[power >= POWER]
+    return int(enough[0]) if len(enough) else None
 
 
 def corrected(results: dict[str, Difference]) -> dict[str, Difference]:

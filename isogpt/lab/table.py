@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from isogpt.common.console import aligned, visible
 from isogpt.lab.comparison import BITS, LOSS
-from isogpt.lab.significance import LEVEL, ONE_EACH
+from isogpt.lab.significance import LEVEL, MOST_SEEDS, ONE_EACH
 
 NAMES = {LOSS: "validation loss", BITS: "number of bits per byte"}
 
@@ -25,10 +25,8 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
         lines.append(f"compared by bits per byte, since the losses are over different tokens: {reason}")
     results = comparison["differences"]
     lines += [sentence(name, comparison) for name in results]
-    if comparison["parting"] is not None:
-        lines.append(
-            f"the first logged step at which their training losses differ is {comparison['parting']:,}"
-        )
+    if (step := comparison["parting"]) is not None:
+        lines.append(f"the first logged step at which their training losses differ is {step:,}")
     if [result["method"] for result in results.values()] == [ONE_EACH]:
         own = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
         lines += [f"To know, train with several seeds{own}:", *(f"    {command}" for command in more_seeds)]
@@ -76,8 +74,8 @@ def sentence(name: str, comparison: dict) -> str:
         return f"{text}; {result['method']}"
     text += f" (95% interval: {result['low']:+.4f} to {result['high']:+.4f})"
     text += f", {'p < 0.0001' if p < 1e-4 else f'p = {p:.2g}'}, {result['method']}"
-    chance = (
-        "This cannot be told from chance" if p >= LEVEL else "Chance alone rarely causes such a difference"
-    )
-    needed = f"about {result['seeds_needed']:,}" if result["seeds_needed"] else "more than a million"
+    chance = "Chance alone rarely causes such a difference"
+    if p >= LEVEL:
+        chance = "This cannot be told from chance"
+    needed = f"about {result['seeds_needed']}" if result["seeds_needed"] else f"more than {MOST_SEEDS:,}"
     return f"{text}. {chance}; to detect a difference of this size takes {needed} seeds each"

@@ -163,16 +163,6 @@ def facts_of_process(number: int) -> list[str]:
     return []
 
 
-def has_exited(process: tuple[str, int]) -> bool:
-    """
-    Whether a process, with the namespace("pid") that numbers it and its number, has exited; False if this
-    cannot be seen from here.
-    """
-    numbered_by, number = process
-    is_visible = numbered_by != "" and numbered_by == namespace("pid")
-    return is_visible and facts_of_process(number)[:1] in ([], ["Z"], ["X"])
-
-
 def allow_connections() -> None:
     """
     Let this process, and torchrun's agent, which may serve the store of all ranks, open as many files as they
