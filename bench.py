@@ -81,9 +81,10 @@ def say(text: str) -> None:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
-        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
-        rows.append(row)
+    processes = max(2, nproc)
+    for name, state, text in check_model(launches, GPT, workload.settings, workload.model_args(), processes):
+        say(f"{name:24} {state:8} {text}".rstrip())
+        rows.append({"name": name, "state": state, "text": text})
     return rows
 
 
