@@ -2,17 +2,21 @@
 
 import json
 import re
+import signal
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
-from runs import REPO, assert_same_curve
+from runs import REPO, assert_same_curve, train_defaults
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.parallelize import materialize
-from isogpt.speed.model_check import COMBINED, LAYOUTS
+from isogpt.speed import model_check
+from isogpt.speed.model_check import COMBINED, LAYOUTS, in_processes
 
 MODELS = {
     "gpt2": {"bias": True},
@@ -146,6 +150,17 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
     sample = ["--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
     run = zygote.start(sample, work, script="sample.py", repo=repo).wait(60)
     assert "---------------" in run.text()
+
+
+def test_a_comparison_that_fails_is_refused_with_the_reason(at):
+    zbv, args = {"pp": 2, "pp_schedule": "zbv"}, asdict(GPTConfig(n_layer=1))
+    plan = model_check.plan_with(zbv, train_defaults(), args, 2)
+    state, text = model_check.compare_layout(edited_gpt("token shift"), plan, train_defaults())
+    assert state == "refused" and text.startswith("pp_schedule 'zbv' makes 4 stages")
+    state, text = in_processes(1, partial(int, "x"))
+    assert state == "refused" and text.startswith("it cannot be computed: ValueError: invalid literal")
+    at.set(model_check, "LIMIT_S", 0.5)
+    assert in_processes(2, signal.pause) == ("refused", "no result within 0 s"), "it does not end"
 
 
 WHOLE = "Sliding windows in alternate layers"  # with a check of generation, which fails

@@ -100,8 +100,11 @@ def compare_layout(
     model_class: Callable[[GPTConfig], nn.Module], plan: Plan, config: dict
 ) -> tuple[str, str]:
     """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
-    settings.check_layout(plan)
-    check_degrees(plan)
+    try:
+        settings.check_layout(plan)
+        check_degrees(plan)
+    except ValueError as e:
+        return REFUSED, str(e)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
     return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
