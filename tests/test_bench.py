@@ -15,7 +15,6 @@ from test_launchers import FORKED
 from configurator import settings_of
 from isogpt.common.console import duration
 from isogpt.data import data_folder
-from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import reason_for
 from isogpt.speed.step_report import split_step
 from isogpt.speed.workload import choose_workload, described_for_bench
@@ -173,7 +172,7 @@ def test_the_parts_of_a_step(ms, wanted):
 def test_a_plan_keeps_a_layout_that_was_typed_at_its_default():
     settings = described_for_bench(settings_of(REPO / "train.py"))
     config = {"plan": True, "weak": False, "real_data": False, "n_layer": 2, "tp": 1, "zero": 0}
-    workload = choose_workload(config, settings, torch.device("cpu"), Request(8, [8], ["h100"]), GPT)
+    workload = choose_workload(config, settings, torch.device("cpu"), 8, ["h100"], GPT)
     assert workload.plan(8, "h100").kept == ["zero", "tp"]
 
 
