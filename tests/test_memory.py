@@ -53,7 +53,7 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
         assert set(run.codes) == {1} and text.count(": out of memory with micro-batches of") == 1, text
         if on == "1":
             assert "error: rank 1: out of memory with micro-batches of 8: injected: tried to all" in text
-            assert "rank 1 has failed (OutOfMemoryError: injected: tried to allocate 1 TiB), its" in text
+            assert "rank 1 has failed (out of memory: injected: tried to allocate 1 TiB), its" in text
         for part in ("weights", "gradients", "optimizer", "activations", "--activation_checkpointing=full"):
             assert part in text
         recorded = (work / "out" / "micro_batch.json").read_text()
@@ -337,10 +337,7 @@ def test_an_edited_file_changes_what_bench_says(zygote, work):
     assert edited["weights"] - usual["weights"] == pytest.approx(4 * added, abs=0.0011)
     assert edited["optimizer"] - usual["optimizer"] == pytest.approx(8 * added, abs=0.0011)
     plan = ["--plan=True", "--devices=1", "--hardware=h100", "--dtype=bfloat16", "--batch_size=1"]
-    text = zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy)
-    said = text.wait().text()
-    note = "the activations are estimated as if model.py were not edited in transformer.h.*.attn.values\n"
-    assert said.count(note) == 1
+    zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy).wait()
     assert json.loads((work / "plan.json").read_text())["plan"]["plans"][0]["gb"] > 16 * added
 
 

@@ -1,14 +1,11 @@
-"""The logger and its sinks, the policy for steps that are not finite, and the watchdog."""
+"""The logger and its sinks, and the watchdog."""
 
 import errno
-import json
 import os
 import signal
-import subprocess
 import sys
 import termios
 import threading
-from itertools import count
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -20,20 +17,16 @@ from runs import TINY, records, start_changed, steps_in, wait_for
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.launch import network
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
-from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
-from isogpt.monitor.spikes import SpikePolicy
-from isogpt.monitor.watchdog import Beat, Silence, Watchdog
+from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.clock import Clock
-from isogpt.training.recent_steps import RecentSteps
 from isogpt.training.step_numbers import StepNumbers
 
 
@@ -42,56 +35,6 @@ def numbers_of(loss, grad_square, loss_scale=1.0):
     facts = {name: torch.zeros(2).double() for name in StepNumbers._fields}
     facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2}
     return StepNumbers(**{name: torch.as_tensor(values).double() for name, values in facts.items()})
-
-
-FINITE, NAN_LOSS, NAN_GRADIENT = (1.0, 2.0), (float("nan"), 2.0), (1.0, float("inf"))
-
-
-@pytest.mark.parametrize(
-    "on_nan, steps, decisions",
-    [
-        ("stop", [FINITE, NAN_LOSS], ["take", "stop"]),
-        ("stop", [NAN_GRADIENT], ["stop"]),
-        ("skip", [NAN_LOSS, NAN_GRADIENT, FINITE, NAN_LOSS], ["skip", "skip", "take", "skip"]),
-        ("skip", [NAN_LOSS] * 3, ["skip", "skip", "stop"]),
-        # the loss scale may be the cause of a gradient, but not of a loss
-        ("stop", [(*NAN_GRADIENT, 256.0), (*NAN_LOSS, 256.0)], ["take", "stop"]),
-    ],
-)
-def test_the_policy_decides(on_nan, steps, decisions):
-    policy = NanPolicy(on_nan, SpikePolicy("report", RecentSteps(), Logger(Progress(1), [])))
-    for step, (numbers, decision) in enumerate(zip(steps, decisions, strict=True)):
-        is_taken = policy.takes(numbers_of(*numbers), step)
-        assert ("take" if is_taken else "stop" if policy.must_stop else "skip") == decision
-
-
-def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
-    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
-    codes, is_over, told = [], threading.Event(), []
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-
-    def leave(status):
-        codes.append(status)
-        dog.over.set()  # ends the thread
-        is_over.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
-    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
-    progress, store = Progress(1, step=4), dist.HashStore()
-    logger = Logger(progress, [])
-    dog = Watchdog(ranks, 600.0, progress, logger)
-    assert dog.position() == (0, "step 4, the start")
-    dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
-    logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
-    dog.start(store)
-    assert dog.position() == (0, "step 4, the first step")
-    store.set("failed", "yes")
-    assert is_over.wait(30)
-    dog.stop()
-    assert set(codes) == {1} and [record["event"] for record in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
-    assert said in capsys.readouterr().err
-    assert not any(thread.is_alive() for thread in dog.threads)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -269,30 +212,29 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
 # the watchdog
 
 
-def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not():
-    """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
-    exited = subprocess.Popen(["true"])
-    exited.wait()
-    here, number = network.namespace("pid"), os.getpid()
+def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
+    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
+    codes, is_over, told = [], threading.Event(), []
 
-    def beat_of(number, process, fate=None):
-        return json.dumps(Beat(number, "step 3, forward", process, fate)).encode()
+    def leave(status):
+        codes.append(status)
+        is_over.set()
 
-    def seconds_until_lost(process, timeout_s):
-        silence, beat = Silence(1.0), beat_of(17, process)
-        return next(second for second in count() if silence.is_too_long(beat, timeout_s))
-
-    assert seconds_until_lost((here, number), 600) == 600
-    assert seconds_until_lost(("elsewhere", exited.pid), 600) == 600
-    assert seconds_until_lost(("", exited.pid), 600) == 600, "not known, as on a Mac"
-    assert seconds_until_lost((here, number), 3) == 8
-    if here:
-        assert seconds_until_lost((here, exited.pid), 600) == 8
-    silence = Silence(1.0)
-    assert not any(silence.is_too_long(beat_of(n, (here, number)), 8) for n in range(99)), "it beats"
-    assert not any(silence.is_too_long(b"", 8) for _ in range(100)), "it has not begun"
-    left = beat_of(9, (here, exited.pid), "")
-    assert not any(silence.is_too_long(left, 8) for _ in range(100)), "it has left"
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
+    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
+    progress, store = Progress(1, step=4), dist.HashStore()
+    logger = Logger(progress, [])
+    dog = Watchdog(ranks, 600.0, progress, logger)
+    assert dog.position == "step 4, the start"
+    dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
+    logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
+    store.set("failed", "yes")
+    dog.start(store)
+    assert is_over.wait(30) and codes == [1] and [record["event"] for record in told] == ["failed"]
+    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
+    assert said in capsys.readouterr().err and not dog.beating.is_alive()
 
 
 def test_only_a_step_after_the_first_is_watched():
