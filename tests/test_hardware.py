@@ -12,7 +12,7 @@ import torch
 from runs import REPO, default_plan
 
 from isogpt.launch.device import collectives_timeout
-from isogpt.launch.together import Number, is_connection_lost
+from isogpt.launch.together import is_connection_lost
 from isogpt.monitor import signals
 from isogpt.monitor.signals import Stop
 from isogpt.nn import kernels
@@ -211,21 +211,12 @@ def test_the_data_set_is_not_counted_as_memory(zygote, tmp_path):
     assert float(run.text()) < 0.1, "of 0.4 GB"
 
 
-def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):
-    """The answer is read four micro-batches later, when it has arrived."""
-    asked, read = [], []
-
-    def gather(number, device):
-        mine = number.value
-        asked.append(mine)
-        answer = Number(torch.tensor([float(mine), 0.0]))
-        return SimpleNamespace(read=lambda: read.append(mine) or answer)
-
-    monkeypatch.setattr(signals, "gather_numbers", gather)
-    stop, gpu = Stop(), torch.device("cuda")
-    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(9))
-    assert asked == [0, 0, 0] and read == [0, 0]
+def test_an_evaluation_on_a_gpu_asks_now_and_then_for_a_stop(monkeypatch):
+    """Each time, it waits for the queued work."""
+    asked, stop, gpu = [], Stop(), torch.device("cuda")
+    monkeypatch.setattr(
+        signals, "gather_number", lambda code, _: asked.append(code) or torch.tensor([code, 0])
+    )
+    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(16)) and asked == [0, 0]
     stop.signal = 15
-    assert not stop.in_evaluation(12, gpu, 0.0) and stop.in_evaluation(16, gpu, 0.0) and stop.agreed == 15
-    stop.asked, stop.signal = None, 0
-    assert not stop.in_evaluation(0, gpu, 0.0), "no answer of an earlier evaluation is read"
+    assert not stop.in_evaluation(17, gpu, 0.0) and stop.in_evaluation(24, gpu, 0.0) and stop.agreed == 15

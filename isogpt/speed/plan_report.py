@@ -12,7 +12,7 @@ from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, typed
 from isogpt.speed.prediction import Prediction
-from isogpt.speed.sweep import Table
+from isogpt.speed.sweep import measure
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
@@ -142,11 +142,9 @@ def tune(predictor: Predictor, launches: Launches, card: str) -> dict:
     layouts = [prediction.settings for prediction in tried]
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
-    measured = Table(launches, tuple(varied), steps=5)
-    for layout in layouts:
-        measured.add(workload.settings | layout)
-    speeds = [run.get("tokens_per_s", 0.0) for run in measured.runs]
-    report = {"tried": measured.runs}
+    measured = measure(launches, [workload.settings | layout for layout in layouts], varied, steps=5)
+    speeds = [run.get("tokens_per_s", 0.0) for run in measured]
+    report = {"tried": measured}
     if max(speeds):
         report["command"] = predictor.command(tried[speeds.index(max(speeds))])
         print(f"\nthe fastest, {max(speeds):,.0f} tokens/s:\n{report['command']}")
