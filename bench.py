@@ -39,7 +39,7 @@ from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.devices import HARDWARE
 from isogpt.speed.launches import Launches
-from isogpt.speed.memory import about_edited_modules, memory_estimate
+from isogpt.speed.memory import memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
@@ -104,8 +104,6 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     device_gb = 0 if card == "this" else HARDWARE[card].memory_gb
     for name, gb in memory_estimate(planned, device_gb).items():
         say(f"  {name:12} {gb:8.3f}")
-    if note := about_edited_modules(planned):
-        say(note)
 
 
 def this_machine(local_device: torch.device) -> dict:

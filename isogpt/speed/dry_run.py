@@ -40,7 +40,7 @@ from isogpt.parallel.shares import share_of_plan
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.speed.devices import memory_of
 from isogpt.speed.launches import FIXED
-from isogpt.speed.memory import about_edited_modules, rank_estimate
+from isogpt.speed.memory import rank_estimate
 from isogpt.training.optim import moments_of
 from isogpt.training.optimizer_class import inner_optimizer
 
@@ -390,8 +390,6 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield f"\n  {'GB at the peak':28} {'counted':>10} {'predicted':>10}"
     for name, size in kept.items():
         yield f"  {MEANINGS[name]:28} {size / 1e9:10.4g} {predicted[name]:10.4g}"
-    if note := about_edited_modules(plan):
-        yield f"  {note}"
 
     sums: dict[tuple, list[Collective]] = {}
     for collective in counted.collectives:

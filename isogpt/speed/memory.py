@@ -13,17 +13,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from isogpt.nn.counts import Counts, ModelCounts
-from isogpt.nn.kernels import (
-    HALF_ATTENTION_CHUNK,
-    HALF_ATTENTION_KEEPS_UP_TO,
-    HALF_ATTENTION_UP_TO,
-    logits_at_once,
-)
+from isogpt.nn.kernels import logits_at_once
 from isogpt.parallel.integer_sums import COMPILED_CHUNK
 from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
@@ -31,6 +26,7 @@ from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
+from isogpt.speed.activations import activations_of, is_fused
 from isogpt.training.optim import moments_of
 
 USUAL_GB, MOST_GB = 80, 1e6  # of a GPU that is neither here nor described; of one without a limit
@@ -99,14 +95,7 @@ def memory_report(plan: Plan) -> str:
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
     text += f"; lower totals: {', '.join(lower)}" if lower else ""
-    note = about_edited_modules(plan)
-    return f"{text}\n{note}" if note else text
-
-
-def about_edited_modules(plan: Plan) -> str:
-    """A sentence that names the modules that the formulas of activations do not know; "" if they know all."""
-    names = ", ".join(plan.counts.edited)
-    return f"the activations are estimated as if model.py were not edited in {names}" if names else ""
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -181,6 +170,11 @@ def blocks_on(
     runs = cut_evenly(block_costs(counts, block_size, n_embd), n_stages)
     blocks = [astuple(counts.blocks[i]) for stage in stages for i in runs[stage]]
     return len(blocks), Counts(*map(sum, zip(*blocks, strict=True)))
+
+
+def mean_block(counts: ModelCounts) -> float:
+    """The mean number of parameters of a block."""
+    return sum(block.parameters for block in counts.blocks) / len(counts.blocks)
 
 
 def edges_on(counts: ModelCounts, stages: Sequence[int], n_stages: int, tied: bool) -> list[Counts]:
@@ -311,180 +305,53 @@ def pipeline_bytes(plan: Plan, part: RankPart, pp_rank: int, in_flight: float) -
     count = neighbors * micro_steps * len(stages) if len(stages) > 1 else neighbors * micro_steps + in_flight
     total = count * tokens * plan.stream_dtype.itemsize * plan.model_args["n_embd"]
     if splits_backward(plan.pp_schedule):  # a stage's gradients wait until those of its weights are computed
-        total += part.layers / len(stages) * tokens * block_activations(plan).linear
+        total += part.layers / len(stages) * tokens * activations_of(plan).matmuls[1]
     return total
 
 
 def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: float) -> float:
     """
-    Return the peak bytes of activations and of the backward pass's temporary tensors in a micro-step: the
-    largest of four moments.
+    Return the peak bytes of activations and other temporary tensors in a micro-step: the largest of three
+    moments.
 
     Args:
         in_flight: see `micro_batches_in_flight`.
         device_gb: see `memory_estimate`.
     """
-    args, tp = plan.model_args, plan.tp
-    L, C = part.layers, args["n_embd"]
-    size, stream = plan.torch_dtype.itemsize, plan.stream_dtype.itemsize
+    args, tp, size, kind = plan.model_args, plan.tp, plan.torch_dtype.itemsize, activations_of(plan)
+    C, mode, L = args["n_embd"], plan.activation_checkpointing, part.layers
     gathered_tokens = plan.micro_batch * args["block_size"] // plan.cp  # in attention, the MLP and the loss
     tokens = gathered_tokens / tp
 
-    # what the blocks keep; recomputed blocks keep a checkpoint
-    block = block_activations(plan)
-    # with tp, the inputs of attention and MLP are gathered, and each rank routes all tokens
-    kept = block.kept + (tp - 1) * (2 * size * C + routing_activations(args, size))
-    every = recompute_every(plan.activation_checkpointing)
+    # what blocks keep of each token; recomputed blocks keep their input, or the results of their matmuls too
+    kept = kind.block[1] + (tp - 1) * 2 * size * C  # with tp, the inputs of attention and MLP are gathered
+    checkpoint = kind.stream[1] + (kind.matmuls[1] if mode == "selective" else 0)
+    every = recompute_every(mode)
     recomputed = ceil(L / every) if every else 0
-    checkpoint = block.selective if plan.activation_checkpointing == "selective" else stream * C
     blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
-    if args.get("dropout"):
-        blocks += tokens * C * (stream if plan.device_type == "cpu" else 1)  # mask of the embeddings' dropout
-    last_norm = tokens * C * (stream + size)  # its input and output
 
-    # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy
-    # twice: for the forward pass, which frees them at its end, and for their recomputation
-    copied = 2 if size == 2 and plan.zero < 2 else 0  # bytes of a copy's element
-    dense_copy = copied * part.block
-    expert_copy = copied * part.block_experts  # a recomputed block frees it at once
-    copies = (L - recomputed) * (dense_copy + expert_copy)
-
-    # the head and the loss
-    head = ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # weights
-    loss_forward, loss_backward = (0, 0)
+    # autocast copies weights: for the forward pass, and for the backward pass of blocks that are not recomputed
+    copies = kind.block[0] * (part.block + part.block_experts) / mean_block(plan.counts)
+    edges = np.array([part.has_loss / tp, tokens])
+    loss = blocks + L * copies + kind.loss @ edges
     if part.has_loss:
-        loss_forward, loss_backward = loss_activations(plan, gathered_tokens, device_gb)
-
-    end_of_forward = blocks + last_norm + copies + recomputed * dense_copy + copied * head + loss_forward
-    start_of_backward = blocks + last_norm + copies + copied * head + loss_backward
-
-    temporary = block.temporary + 2 * size * C * (tp - 1)
-    # to the gradient of the head, that of the embeddings is added at the end of the backward pass
-    last_block = blocks + copies + 4 * head + tokens * temporary
-    # the gradient of the stacked experts
-    last_block += 4 * args.get("n_expert", 0) * C * args["n_hidden"] / (plan.ep * tp)
-    if recomputed:
-        last_block += dense_copy + expert_copy
+        loss += loss_activations(plan, gathered_tokens, device_gb)
+    backward = blocks + (L - recomputed) * copies + kind.backward @ edges
     if every and (L - 1) % every == 0:  # the last block is recomputed
-        last_block += tokens * (kept - checkpoint)
-
-    # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
-    end_of_backward = (3 if args["tied"] else 1) * 4 * head
-    if plan.exact and plan.zero < 2 and plan.device_type == "cuda":  # concatenated gradients
-        end_of_backward = max(end_of_backward, 4 * min(part.dense + part.experts, COMPILED_CHUNK))
-    return max(end_of_forward, start_of_backward, last_block, end_of_backward)
-
-
-def is_fused(plan: Plan) -> bool:
-    """
-    Whether compiled kernels compute what lies between two matmuls at once, so that only what matmuls read is
-    kept. On a CPU, training is not compiled.
-    """
-    return plan.compile and plan.device_type == "cuda"
-
-
-class BlockActivations(NamedTuple):
-    """
-    The activations of one block, in bytes per token.
-
-    Args:
-        kept: for the backward pass.
-        linear: results of the Linear layers and of the router.
-        selective: for the backward pass, with selective recomputation.
-        temporary: what the block's backward pass allocates beyond what it has freed by then.
-    """
-
-    kept: float
-    linear: float
-    selective: float
-    temporary: float
-
-
-def block_activations(plan: Plan) -> BlockActivations:
-    """
-    Return the activations of one block, as if tp and cp divided nothing.
-
-    The derivation follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), but without attention
-    scores if the attention kernel recomputes them.
-    """
-    args, size, stream = plan.model_args, plan.torch_dtype.itemsize, plan.stream_dtype.itemsize
-    arch, C, hidden = args["arch"], args["n_embd"], args["n_hidden"]
-    keys = C * args["n_kv_head"] // args["n_head"]  # width of the keys, and of the values
-    qkv = C + 2 * keys
-    attention_kept, attention_selective, score_gradients = attention_activations(plan)
-    if arch != "gpt2":
-        attention_kept += size * (C + keys)  # the rotated queries and keys
-
-    norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
-    is_gated, keeps_all = arch == "llama", not is_fused(plan)
-    if is_gated and keeps_all:
-        norms += 2 * size * C  # outputs before the multiplication by the weights
-
-    n_expert = args.get("n_expert", 0)
-    active = args["n_expert_active"] if n_expert else 1  # MLPs for each token
-    # the hidden layer before and after the activation function; SwiGLU keeps the gate, its SiLU, the other
-    # factor and the product
-    mlp = (3 + keeps_all if is_gated else 2) * size * hidden * active
-    mlp += routing_activations(args, size)
-
-    masks = 0
-    if args.get("dropout"):
-        masks = 2 * C * (size if plan.device_type == "cpu" else 1)  # torch's masks use 1 byte per element
-    # results of the Linear layers and of the router
-    linear = size * (qkv + C + active * (C + (2 if is_gated else 1) * hidden)) + 4 * n_expert
-    # gradients of the residual stream, the block's output and the hidden layer
-    mlp_gradients = stream * C + size * active * (C + (3 if is_gated else 1) * hidden)
-    attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
+        backward += copies + tokens * (kept - checkpoint)
     if plan.cp > 1:  # gathered keys and values with their gradients, on a CPU in float32
-        attention_gradients += 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
-    return BlockActivations(
-        kept=norms + attention_kept + mlp + masks,
-        linear=linear,
-        selective=stream * C + linear + attention_selective,
-        temporary=max(mlp_gradients, attention_gradients),
-    )
+        keys = C * args["n_kv_head"] // args["n_head"]
+        backward += tokens * 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
+    end = kind.end @ edges
+    if plan.exact and plan.zero < 2 and plan.device_type == "cuda":  # concatenated gradients
+        end = max(end, 4 * min(part.dense + part.experts, COMPILED_CHUNK))
+    return max(loss, backward, end)
 
 
-def attention_activations(plan: Plan) -> tuple[float, float, float]:
-    """
-    Return the activations of one attention by the kernel that the plan's device uses, in bytes per token:
-    `kept` and `selective` of BlockActivations, and the gradients of the scores.
-    """
-    args, size = plan.model_args, plan.torch_dtype.itemsize
-    C, H, T, dropout = args["n_embd"], args["n_head"], args["block_size"], args.get("dropout", 0)
-    on_cpu = plan.device_type == "cpu"
-    qkv = C + 2 * (C * args["n_kv_head"] // H)
-    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
-    if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
-        kept = size * (qkv + C)  # q, k, v and the output
-        if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
-            scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
-            kept += 2 * scores if dropout else scores  # probabilities, and dropout's factors
-        return kept, size * C, 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
-    if on_cpu and dropout:  # PyTorch's CPU kernels lack dropout: attention is composed in float32
-        kept = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
-        return kept, 4 * C + 4 * H * T, 4 * H * T
-    # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
-    return size * (qkv + C) + 4 * H, size * C + 4 * H, 0
-
-
-def routing_activations(model_args: dict, size: int) -> int:
-    """
-    Return the bytes per token that the router, dispatch and combine of a block with experts keep, if tokens
-    are distributed evenly; 0 without experts. With ep, received rows are kept instead of sent rows.
-    """
-    E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
-    if not E:
-        return 0
-    rows = 2 * size * active * C  # the experts' inputs and outputs
-    # the router's input in float32, scores, indices and weights
-    return rows + (4 - size) * C + 8 * E + 32 * active
-
-
-def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[int, int]:
+def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> int:
     """
     Return the bytes that the head and the loss (isogpt.nn.kernels.summed_loss) of a micro-batch's tokens
-    allocate in the forward pass and in the backward pass.
+    allocate: more in the forward pass, or in the backward pass.
     """
     args, size, on_cpu = plan.model_args, plan.torch_dtype.itemsize, plan.device_type == "cpu"
     V, C = ceil(args["vocab_size"] / plan.tp), args["n_embd"]
@@ -495,15 +362,14 @@ def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[i
     unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V, memory)
     if tokens <= max(1, unchunked // V):
         if is_fused(plan):  # the gradient takes the place of the logits
-            return size * tokens * V, size * tokens * V
-        # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
-        # gradients
-        return capped + 10 * tokens * V, capped + 12 * tokens * V
+            return size * tokens * V
+        return capped + 12 * tokens * V  # log_softmax and two gradients
     # gradients of the weight, in float32, and of the hidden states
     gradients = capped + 4 * V * C + size * tokens * C
-    logits = size * V * min(tokens, max(1, per_chunk // V))
     weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
     if size == 4:
-        return gradients + logits + weight_part, gradients + 4 * V * C
+        logits = 4 * V * min(tokens, max(1, per_chunk // V))
+        return gradients + max(logits + weight_part, 4 * V * C)
+    logits = V * (size * min(tokens, max(1, per_chunk // V)))
     logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
-    return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C
+    return gradients + max(logits + max(logits_float, weight_part), (4 + size) * V * C)

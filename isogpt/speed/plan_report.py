@@ -12,7 +12,6 @@ from isogpt.parallel.plan import Plan
 from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_here, measured_link
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, smallest_world, typed
-from isogpt.speed.memory import about_edited_modules
 from isogpt.speed.prediction import Prediction, calibrated, two_blocks
 from isogpt.speed.sweep import Table
 from isogpt.speed.workload import Workload
@@ -128,14 +127,7 @@ def print_layouts(predictor: Predictor, ranking: Ranking) -> None:
     devices = f"{wanted.world_size} x {ranking.card}, {min(wanted.world_size, per_node)} on each machine"
     print(f"the global batch of {count_text(wanted.sequences, 'sequence')} on {devices}, predicted:")
     print(table(ranking.predictions, predictor.flops))
-    print_note(wanted)
     check_fits(ranking.predictions, wanted, ranking.hardware, per_node)
-
-
-def print_note(plan: Plan) -> None:
-    """Print what the estimates of memory do not know about an edited model."""
-    if note := about_edited_modules(plan):
-        print(note)
 
 
 def table(predictions: list[Prediction], flops: float) -> str:
@@ -198,7 +190,6 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
                 text += f"; the fewest devices on which a layout fits: {fewest}"
         print(f"  {f'{n} x {ranking.card}':>15} {figures(best, predictor.flops)}  {text}")
         compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
-    print_note(rankings[0].wanted)
     fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
     print(f"\nfor all layouts of a line and its command, type for example {fastest}")
     return {"compared": compared}

@@ -16,8 +16,9 @@ from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
+from isogpt.speed.activations import activations_of
 from isogpt.speed.devices import Hardware
-from isogpt.speed.memory import RankPart, block_activations, memory_estimate, part_of
+from isogpt.speed.memory import RankPart, memory_estimate, part_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
@@ -115,7 +116,7 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
         (n_mlp, linear_s(hw, mlp_tokens, hidden / tp, C, size)),
     ]
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
-    traffic = traffic_s(hw, plan, block_activations(plan).kept * tokens / tp)
+    traffic = traffic_s(hw, plan, activations_of(plan).block[1] * tokens / tp)
     edited = matrices / unedited  # 1 without an edit
     forward = edited * sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
     backward = edited * sum(n * seconds.backward for n, seconds in linears)
