@@ -20,17 +20,17 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
 from isogpt.common import console
 from isogpt.common.files import write_whole
+from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import connect_store, own_cores
@@ -44,7 +44,7 @@ from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
-from model import GPT, GPTConfig
+from model import GPT
 
 # -- what to run ---------------------------------------------------------------------------------------------
 batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8) [>= 1]
@@ -65,7 +65,7 @@ plan = False  # predict time and memory of all layouts for the same global batch
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = ""  # to plan for: a number, or several (1,2,8), which are compared ("": the launched processes)
 per_node = 8  # devices of each machine [>= 1]
-hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
+hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (machine)
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
 network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
@@ -75,8 +75,7 @@ json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
 estimate_world_size = 0  # estimate for so many processes, launching none (0: the launched ones) [>= 0]
 # ------------------------------------------------------------------------------------------------------------
-BENCH_PY = Path(__file__).resolve()
-TRAIN_PY = BENCH_PY.with_name("train.py")
+TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 
 def say(text: str) -> None:
@@ -85,14 +84,12 @@ def say(text: str) -> None:
         console.print_result(text)
 
 
-def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:
+def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
-    worker = "import isogpt.launch.torch_import, sys; from isogpt.speed import model_check; "
-    worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
     rows = []
-    for row in check_model(launches, workload.settings, workload.model_args(), processes, worker):
-        say(f"{row.name:24} {row.state:8} {row.text}".rstrip())
-        rows.append(asdict(row))
+    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
+        rows.append(row)
     return rows
 
 
@@ -116,16 +113,6 @@ def this_machine(local_device: torch.device) -> dict:
     return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
 
 
-def with_random_data(workload: Workload, folder: Path) -> Workload:
-    """Write a data set of random tokens, and return the workload that reads it."""
-    length = max(2**20, 2 * workload.settings["block_size"])
-    ids = min(workload.settings["vocab_size"], 50257)
-    for split in ("train", "val"):
-        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16)
-        tokens.tofile(folder / f"{split}.bin")
-    return replace(workload, settings=workload.settings | {"dataset": str(folder)})
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, the workload
 try:
@@ -134,7 +121,8 @@ try:
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
     config = configure(globals(), extra=train_settings)
-    local_device = pick_device(device, 0, 1)
+    # processes that are forked after CUDA's start could not compile
+    local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
     request = read_request(config, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
@@ -165,24 +153,22 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     if workload.is_random and not comm:
         reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
         say(f"random tokens{reason}")
-        workload = with_random_data(workload, Path(folder))
+        length = max(2**20, 2 * workload.settings["block_size"])
+        write_random_tokens(Path(folder), workload.settings["vocab_size"], length)
+        workload = replace(workload, settings=workload.settings | {"dataset": folder})
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
     try:
         if plan or tune:
-            with torch.device("meta"):  # without memory
-                flops = GPT(GPTConfig(**workload.model_args())).flops_per_token()
-            predictor = plan_report.Predictor(
-                workload, launches, BENCH_PY, flops, per_node, network, device_memory_gb, device_tflops
-            )
+            described = network, device_memory_gb, device_tflops
+            predictor = plan_report.Predictor(workload, launches, per_node, *described)
         if check:
-            result["check"] = report_check(launches, workload, max(2, nproc))
+            result["check"] = report_check(launches, workload)
         elif sweep:
             result["sweep"] = run_sweep(launches, workload, request.swept, steps)
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:
-            ranking = predictor.rank(request.processes, request.cards[0])
-            result["tune"] = plan_report.tune(predictor, ranking)
+            result["tune"] = plan_report.tune(predictor, request.cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

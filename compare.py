@@ -14,13 +14,16 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 
 import signal
 import sys
+from json import dumps
 from pathlib import Path
 
 from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.common import console
-from isogpt.lab import pictures, table
-from isogpt.lab.comparison import compare, sweep_commands
+from isogpt.common.files import as_json
+from isogpt.lab import pictures
+from isogpt.lab.comparison import commands_for_seeds, compare, group_runs
 from isogpt.lab.runs import find_runs
+from isogpt.lab.table import report
 
 # -- what to compare -----------------------------------------------------------------------------------------
 loss = 0.0  # also print when each run has reached this validation loss (0: no) [>= 0]
@@ -38,25 +41,27 @@ train_settings = settings_of(Path(__file__).with_name("train.py"))
 defaults = {name: setting.default for name, setting in train_settings.items()}
 try:
     runs, left_out = find_runs(folders)
-    comparison = compare(runs, defaults, loss)
+    groups = group_runs(runs, defaults)
+    comparison = compare(groups, loss)
 except ValueError as e:
     fail(console.visible(str(e)))
-comparison.notes += [f"left out: {problem}" for problem in left_out]
+notes = comparison["notes"]
+notes += [f"left out: {problem}" for problem in left_out]
 
 # 2. the picture
 drawn = []
 try:
-    if picture and comparison.by:
+    if picture and comparison["compared_by"]:
         path = Path(picture)
-        drawn.append(pictures.draw(comparison.groups, x, path, comparison.by))
-        drawn.append(pictures.draw_statistics(comparison.groups, path.with_stem(f"{path.stem}-layers")))
+        drawn.append(pictures.draw(groups, x, path, comparison["compared_by"]))
+        drawn.append(pictures.draw_statistics(groups, path.with_stem(f"{path.stem}-layers")))
 except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
-    comparison.notes.append(f"no picture: {e}")
-drawn = [str(path) for path in drawn if path]
+    notes.append(f"no picture: {e}")
+comparison["pictures"] = [str(path) for path in drawn if path]
 
 # 3. the table, and what the difference means
 if json:
-    console.print_result(table.as_data(comparison, drawn))
+    console.print_result(dumps(as_json(comparison), indent=2))
 else:
-    lines = table.report(comparison, sweep_commands(comparison.groups, defaults))
-    console.print_result("\n".join([*lines, *(f"a picture: {path}" for path in drawn)]))
+    lines = report(comparison, commands_for_seeds(groups, defaults))
+    console.print_result("\n".join([*lines, *(f"a picture: {path}" for path in comparison["pictures"])]))

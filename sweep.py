@@ -16,152 +16,87 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 from configurator import apply_arguments, configure, fail, settings_of, with_equals_signs
-from isogpt.checkpoint.manifest import is_run
-from isogpt.common import console
-from isogpt.lab import combinations
-from isogpt.lab.forecast import print_forecast
-from isogpt.lab.queue import Queue
-from isogpt.lab.slots import make_slots
-from isogpt.lab.swept_runs import (
-    SweptRun,
-    incomplete,
-    problem_of_folder,
-    problems_of_settings,
-    read_state,
-    resumable,
-)
-from isogpt.launch.device import pick_device
-from isogpt.launch.launchers import adopt_launcher_variables
-from isogpt.parallel.plan import normalized
+from isogpt.common.console import count_text, print_line, print_result
+from isogpt.lab.combinations import Point, folder_name, part_of_task, points_of, read_lists, typed
+from isogpt.lab.queue import SweptRun, make_slots, time_left, train
 from isogpt.training.settings import report
-from model import GPT
 
 # -- sweep ---------------------------------------------------------------------------------------------------
-jobs = 0  # runs at the same time (0: on GPUs, as many as they suffice for; on a CPU, one) [>= 0]
+jobs = 0  # most runs at the same time (0: on GPUs, as many as they suffice for; on a CPU, one) [>= 0]
 each = False  # one setting at a time: the first values, then each other value alone, all with every seed
 dry_run = False  # list the runs, how far they are and the time they will take; train and write nothing
 # ------------------------------------------------------------------------------------------------------------
-SWEEP_PY = Path(__file__).resolve()
-TRAIN_PY = SWEEP_PY.with_name("train.py")
-COMPARE_PY = SWEEP_PY.with_name("compare.py")
+HERE = Path(__file__).resolve().parent
 
 
-def read_runs(words: list[str], points: list[combinations.Point], out: Path) -> list[SweptRun]:
+def make_run(point: Point) -> SweptRun:
     """
-    Return the run of each point, with the settings that train.py will have.
+    Return the run of a point, whose values apply after all other arguments.
 
     Raises:
-        ValueError: one line for each mistake in the settings.
+        ValueError: one line for each mistake in its settings.
     """
-    runs, problems = [], {}
-    defaults = {name: setting.default for name, setting in train_settings.items()}
-    for point in points:
-        name = combinations.folder_name(point, train_settings)
-        arguments = combinations.words_of(words, point, train_settings)
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # configs have printed their notes
-            config, mistakes = apply_arguments(arguments, defaults, {"__file__": __file__}, train_settings)
-        mistakes += [
-            f"{swept} is {config[swept]} in a config after --{swept}: type --{swept}= after the config"
-            for swept, text in point.items()
-            if config[swept] != train_settings[swept].parse(text)
-        ]
-        config |= {"init_from": resumable(config["init_from"]), "out_dir": str(out / name)}
-        problems[name] = mistakes or problems_of_settings(config)
-        arguments += [f"--{setting}={config[setting]}" for setting in ("init_from", "out_dir")]
-        if config["mirror"]:
-            arguments.append(f"--mirror={config['mirror'].rstrip('/')}/{name}")
-        runs.append(SweptRun(name, out / name, arguments, normalized(config)))
-    report(combinations.problems_by_run(problems))
-    return runs
-
-
-def compare(runs: list[SweptRun]) -> int:
-    """Print compare.py's table and draw its picture; returns its exit status."""
-    if not COMPARE_PY.exists():
-        console.print_to_stderr(f"note: the runs are not compared, since {COMPARE_PY} is missing")
-        return 0
-    console.flush()
-    try:
-        return subprocess.run(
-            [sys.executable, str(COMPARE_PY), *(str(run.folder) for run in runs)]
-        ).returncode
-    except KeyboardInterrupt:
-        return 130
+    config, mistakes = apply_arguments(typed(point), base, globals(), train_settings)
+    report(mistakes)
+    folder = out / folder_name({name: config[name] for name in point})
+    weights = config["init_from"].removeprefix("auto:")
+    own = {
+        "init_from": "auto" if weights in ("auto", "resume") else f"auto:{weights}",
+        "out_dir": str(folder),
+    }
+    if config["mirror"]:
+        own["mirror"] = f"{config['mirror'].rstrip('/')}/{folder.name}"
+    run = SweptRun(folder, [*words, *typed(point), *typed(own)], config | own)
+    run.check()
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the runs: every mistake is reported before the first one starts
+# the runs: mistakes are reported before the first one starts
 try:
-    adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    train_settings = settings_of(TRAIN_PY)
-    words = with_equals_signs(sys.argv[1:], settings_of(SWEEP_PY) | train_settings)
-    swept = combinations.swept_settings(words, train_settings)
-    report(combinations.problems_of_lists(swept, train_settings))
-    first_values = {name: values[0] for name, values in swept.items()}
-    first = combinations.words_of(words, first_values, train_settings)
-    config = configure(globals(), first, extra=train_settings)
-    if "RANK" in os.environ:
-        report(
-            ["sweep.py starts the processes of its runs: start it without a launcher, perhaps with --nproc="]
-        )
-    if not swept:
-        report(["no setting has several values: type a list such as --seed=1,2,3, or use train.py"])
-    out = Path(config.get("out_dir", train_settings["out_dir"].default))
-    if is_run(str(out)) or out.is_file():
-        what = "is a file" if out.is_file() else "contains a run"
-        report([f"out_dir {out} {what}: set --out_dir= to a folder for the runs of the sweep"])
-    of_sweep = tuple(f"--{name}=" for name in settings_of(SWEEP_PY))
-    words = [word for word in words if not word.startswith(of_sweep)]
-    runs = read_runs(words, combinations.points_of(swept, each), out)
-    # under Slurm, the part of this task of an array job
-    part = [runs[number] for number in combinations.part_of_task(len(runs), os.environ)]
-    report(combinations.problems_by_run({run.name: [problem_of_folder(run)] for run in part}))
-    on_device = runs[0].config["device"]
-    pick_device(on_device, 0, 1)  # is it available?
-    slots = make_slots(jobs, max(run.processes for run in runs), on_device)
+    train_settings, own_settings = settings_of(HERE / "train.py"), settings_of(__file__)
+    lists, words = read_lists(with_equals_signs(sys.argv[1:], own_settings | train_settings), train_settings)
+    config = configure(globals(), words, extra=train_settings)
+    if not lists:
+        fail("no setting has several values: type a list such as --seed=1,2,3, or use train.py")
+    words = [word for word in words if word[2:].partition("=")[0] not in own_settings]
+    base = {name: config.get(name, setting.default) for name, setting in train_settings.items()}
+    out = Path(base["out_dir"])
+    runs = [*{run.folder: run for run in map(make_run, points_of(lists, each))}.values()]
+    part = [runs[number] for number in part_of_task(len(runs), os.environ)]  # of an array job of Slurm
+    slots = make_slots(jobs, max(1, *(run.config["nproc"] for run in runs)), base["device"])
 except ValueError as e:
     fail(str(e))
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+
+if dry_run:
+    for run in part:
+        print_result(f"{run.folder}: {run.state}")
+    at_once = f"{len(slots)} at the same time"
+    print_result(f"{count_text(len(part), 'run')}, {at_once}: {time_left(part, len(slots))} left")
+    raise SystemExit
 
 # ------------------------------------------------------------------------------------------------------------
 # train them
-if dry_run:
-    try:
-        print_forecast(part, len(slots), TRAIN_PY.parent, GPT)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    raise SystemExit
-waiting = incomplete(part)
-of_task = f", {len(part)} of them in this task of the array job" if len(part) < len(runs) else ""
-console.print_line(
-    f"{console.count_text(len(runs), 'run')} in {out}{of_task}: {len(part) - len(waiting)} complete, "
+waiting = [run for run in part if not run.is_complete]
+print_line(
+    f"{len(part)} of {count_text(len(runs), 'run')} in {out}: {len(part) - len(waiting)} complete, "
     f"{len(waiting)} to train, {len(slots)} at the same time"
 )
-queue = Queue(TRAIN_PY, waiting, slots)
-queue.train()
-
-# the end
-missing = incomplete(part)
-if queue.received:
+try:
+    received = train(HERE / "train.py", part, slots)
+except OSError as e:  # out_dir cannot be written to, for instance
+    fail(str(e))
+missing = [run for run in part if not run.is_complete]
+if received:
     command = shlex.join(["python", *sys.argv])
-    console.print_line(
-        f"stopped with {len(missing)} of {len(part)} runs left; to continue, repeat the command:\n{command}"
-    )
-    raise SystemExit(128 + queue.received[0])
-complete = [run for run in runs if read_state(run).is_complete]
-if len(complete) + len(missing) < len(runs):
-    console.print_line(f"complete: {len(complete)} of {len(runs)} runs; other tasks train the others")
-status = compare(complete) if complete else 0
-for name in (run.name for run in missing):
-    console.print_error(
-        f"{name}: {queue.failures.get(name, 'stopped')}; its output: {out / name / 'train.log'}"
-    )
+    print_line(f"{len(missing)} of {len(part)} runs are left; to continue, repeat the command:\n{command}")
+    raise SystemExit(128 + received[0])
+complete = [str(run.folder) for run in runs if run.is_complete]
+if complete:
+    subprocess.run([sys.executable, str(HERE / "compare.py"), *complete])
 if missing:
-    fail(f"not complete: {len(missing)} of {len(part)} runs; to try them again, repeat the command")
-raise SystemExit(status)
+    lines = [f"{run.folder}: {run.ending}; see its train.log" for run in missing]
+    fail("\n".join([*lines, "to try them again, repeat the command"]))

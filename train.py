@@ -291,10 +291,10 @@ flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
-logger.print_lines(banner.about_updates(raw_model, optimizers, mesh))
+logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
+logger.print_lines([f"note:    {note}" for note in logger.notes])
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -313,10 +313,10 @@ logger.event(
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
 )
-statistics = LayerStatistics(stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast)
-report = run_report.RunReport(
-    logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak, statistics
+statistics = LayerStatistics(
+    stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
 )
+report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -333,7 +333,7 @@ else:
     # with DDP, a discarded forward and backward pass, after which the order of its buckets is final: without
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
-batches = reader.train(state.step, progress.position, progress.skipped)
+batches = reader.train(state.step, progress.position, progress.excluded)
 dry_run.watch(state, logger.sinks)  # in a dry run, counts what the second step takes
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
@@ -359,7 +359,7 @@ while not is_complete:
         sampler.report(state, autocast, logger)
     if is_complete:
         break
-    if step in progress.skipped:  # by a rollback; `batches` already omits what the step would have read
+    if step in progress.excluded:  # `batches` already omits what the step would have read
         progress.skip()
         continue
 
@@ -398,7 +398,7 @@ while not is_complete:
     # the batch
     gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
-    with statistics.of_update(step):  # every stats_interval steps, which the report writes later
+    with statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
     clock.lap("optimizer")
@@ -408,14 +408,15 @@ while not is_complete:
     # -- after the step
 
     if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
-        clock.forget_laps()  # the watchdog expects no progress: recovery waits for the disk
-        batches = nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
+        clock.forget_laps()  # the watchdog expects no progress: the end waits for the disk
+        nan_policy.recover(numbers, state, reader, saver, logger)  # skips the step, or exits
         clock.discard()
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    if record := report.step(numbers, lr):  # on rank 0, if the step is logged
-        logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
+    report.step(
+        numbers, lr
+    )  # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint that was written in the background, or could not be
     progress.advance()
     if stop.decide(numbers.stop):
@@ -434,7 +435,7 @@ saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
 weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
 if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
-report.end(out_dir, stop, clock, weights)  # closes the sinks: the plot, result.json
+report.end(out_dir, weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
 watchdog.stop()
 # a model that still refers to the process group can keep it from being destroyed

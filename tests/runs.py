@@ -331,9 +331,19 @@ def add_documents(folder):
 
 
 def records(out_dir):
-    """The lines of a run's metrics.jsonl, without a line that the run is writing now."""
+    """
+    The records of a run's metrics.jsonl that count: without steps that a resume has repeated, torn lines, and
+    a line that the run is writing now.
+    """
+    from isogpt.common.files import as_record
+
     text = (Path(out_dir) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    found = []
+    for record in filter(None, map(as_record, text[: text.rfind("\n") + 1].splitlines())):
+        if record.get("event") == "resume":
+            found = [r for r in found if "event" in r or r["iter"] < record["iter"] + ("val_loss" in r)]
+        found.append(record)
+    return found
 
 
 def column(out_dir, key):

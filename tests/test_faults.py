@@ -17,7 +17,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from runs import REPO, TINY, accepted, column, records, start_changed, steps_in, tiny_data
 
 import export
@@ -32,9 +31,7 @@ from isogpt.checkpoint.search import find_checkpoint
 from isogpt.common.files import load_pickle
 from isogpt.data.vocabulary import Vocabulary, of_characters
 from isogpt.launch.launchers import Launch, make_launch
-from isogpt.monitor.curves import read_curves
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.sink_plot import plot_loss
 from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -578,23 +575,6 @@ def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, tmp_path, failin
         assert text.count("the hook explains MemoryError") == 1 and "Traceback" not in text
     else:
         assert text.count("Traceback") == 1 and "Traceback" in Path(run.outs[int(first)]).read_text()
-
-
-def test_what_the_plot_shows(tmp_path, monkeypatch):
-    """All steps, smoothed if there are many, and the evaluations; the legend contains the last values."""
-    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
-    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
-    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
-    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
-    plot_loss(tmp_path, read_curves(tmp_path / "metrics.jsonl"))
-    (axes,) = figures[0].axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
-    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
-    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

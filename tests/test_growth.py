@@ -8,7 +8,6 @@ import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in
 import ctypes
 import gc
 import hashlib
-import itertools
 import json
 import math
 import mmap
@@ -49,13 +48,12 @@ from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile, as_record, read_records
+from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
@@ -64,10 +62,9 @@ from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import crashes, curves, sink_plot
+from isogpt.monitor import crashes, sink_plot
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import as_json
-from isogpt.monitor.sink_metrics import MetricsFile, cut_back
+from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
 from isogpt.monitor.watchdog import Watchdog, beat_interval_s, reporters
 from isogpt.nn import huggingface
@@ -437,20 +434,15 @@ def read_of_a_resume(folder, steps):
             if number % (steps // 100) == 0:
                 file.write(json.dumps({"iter": number} | evaluation) + "\n")
             file.write(json.dumps({"iter": number} | step) + "\n")
-    config = {"out_dir": str(folder), "max_iters": 2 * steps, "eval_interval": 10**9}
     tracemalloc.start()
     before = bytes_read("thread-self")
-    log, plot = MetricsFile(config, steps - 5), Plot(str(folder), steps - 5)
+    log = MetricsFile(str(folder))
     resumed = bytes_read("thread-self")
     for record in ({"iter": steps - 5} | step, {"iter": steps - 4} | evaluation):
         log.write(record, "")
-        plot.write(record, "")
     evaluated = bytes_read("thread-self")
-    plot.is_idle.wait()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    log.file.close()
-    assert "loss.png" in plot.result
     return resumed - before, evaluated - resumed, peak / 1e6
 
 
@@ -461,145 +453,49 @@ def test_training_reads_as_much_of_a_long_log_as_of_a_short_one(tmp_path):
     assert long[1] < 1000 and long[2] < 1.5 * short[2]
 
 
-def kept_by_definition(lines, step, repeats_evaluation):
-    """What metrics.jsonl keeps when it is cut back to `step`, from reading all of it."""
-    records = [r for r in map(as_record, lines) if r is not None]
-    kept = [r for r in records if "event" in r or r["iter"] < step]
-    evaluations = [r for r in records if "val_loss" in r and r["iter"] == step][-1:]
-    return kept + (evaluations if not repeats_evaluation else [])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_cutting_the_log_back_keeps_what_reading_all_of_it_would_keep(tmp_path, seed):
-    """Steps, evaluations and events in a run's order, and what a kill or somebody else leaves."""
-    rng, path, lines = random.Random(seed), tmp_path / "metrics.jsonl", []
-    for step in range(rng.choice([0, 1, 12])):
-        if step % 4 == 0:
-            lines.append(json.dumps({"iter": step, "train_loss": 1.0, "val_loss": rng.random()}))
-        lines.append(json.dumps({"iter": step, "loss": 1.0, "text": "x" * rng.randrange(300)}))
-        lines += [json.dumps({"event": "save", "iter": step})] * rng.randrange(3)
-    torn = rng.choice(["", '{"iter": 12, "lo', '{"iter": 12, "train_loss": 1.0, "val_loss": 2.0}', "\0\0"])
-    path.write_text("".join(line + "\n" for line in lines) + rng.choice(["", "\n"]) + torn)
-    for step in (13, 12, 8, 5, 0):
-        repeats = rng.random() < 0.5
-        expected = kept_by_definition(path.read_bytes().split(b"\n"), step, repeats)
-        cut_back(path, step, repeats)
-        kept = [json.loads(line) for line in path.read_text().splitlines() if line]
-        assert sorted(map(json.dumps, kept)) == sorted(map(json.dumps, expected))
-        assert [r["iter"] for r in kept if "loss" in r] == [r["iter"] for r in expected if "loss" in r]
-
-
-def test_a_log_that_is_cut_back_changes_no_other_file(tmp_path):
-    """It may be a link, or have a second name in a backup of the folder."""
-    text = "".join(json.dumps({"iter": step, "loss": 1.0}) + "\n" for step in range(9))
-    for name in ("symlink_to", "hardlink_to"):
-        out, other = tmp_path / name, tmp_path / f"{name}.jsonl"
-        out.mkdir()
-        other.write_text(text)
-        log = out / "metrics.jsonl"
-        getattr(log, name)(other)
-        MetricsFile({"out_dir": str(out), "max_iters": 9, "eval_interval": 9}, 5).file.close()
-        assert other.read_text() == text and not log.is_symlink()
-        assert [json.loads(line)["iter"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]
-
-
-def test_a_run_that_has_lost_its_folder_does_not_write_to_the_log(tmp_path):
-    config = {"out_dir": str(tmp_path), "max_iters": 99, "eval_interval": 9}
-    write_owner(tmp_path, "one", None)
-    one = MetricsFile(config, 0, "one")
-    for step in range(9):
-        one.write({"iter": step, "loss": 1.0}, "")
-    write_owner(tmp_path, "two", None)
-    two = MetricsFile(config, 5, "two")
-    with pytest.raises(ValueError, match="a different run was started"):
-        one.write({"iter": 9, "loss": 1.0}, "")
-    with open(tmp_path / "metrics.jsonl", "a") as file:  # as of somebody who ignores the owner
-        file.write("a note\n")
-    two.write({"iter": 5, "loss": 2.0}, "")
-    assert [r["iter"] for r in read_records(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_thinned_curve_is_that_of_the_whole_run(tmp_path):
-    """Whenever a run was stopped or rolled back, the points are the same; they are few and evenly spread."""
-    records = []
-    for step in range(0, 60_000, 3):
-        if step % 30 == 0:
-            records.append({"iter": step, "train_loss": step / 2, "val_loss": math.nan if step % 60 else 1.0})
-        records.append({"iter": step, "loss": step + 0.5, "loss_mean": 1.0})
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(as_json(r)) + "\n" for r in [{"event": "start"}, *records]))
-    whole = curves.Curves()
-    for record in records:
-        whole.add(record)
-    assert curves.read_curves(path) == whole
-    for began, rollback in ((12_000, 48_000), (48_000, 12_000), (59_994, 59_997)):
-        later, past = curves.Curves(), curves.read_curves(path, began)
-        for r in records:
-            if r["iter"] >= began:
-                later.add(r)
-        later, began = later.before(rollback), min(began, rollback)
-        for r in records:
-            if r["iter"] >= max(began, rollback):
-                later.add(r)
-        joined = past.before(began).followed_by(later)
-        assert {n: c.shown()[-1] for n, c in joined.by_name()} == {
-            n: c.shown()[-1] for n, c in whole.by_name()
-        }
-        if rollback > began:
-            assert joined == whole
-    steps = [step for step, _ in whole.loss.points]
-    assert 500 <= len(steps) <= 1000 and {b - a for a, b in itertools.pairwise(steps)} <= {63, 66}
-    assert whole.loss.shown()[-1] == (59_997, 59_997.5)
-
-
 class Slow(Plot):
     """A plot for which the test lets go."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.release, self.drawn = threading.Semaphore(0), []  # the last step of each plot
+        self.release, self.drawn = threading.Semaphore(0), 0
 
-    def draw(self, losses, began):
+    def draw(self):
         self.release.acquire(timeout=60)
-        self.drawn.append(losses.loss.last[0][0])
-        self.result = "the loss curve: loss.png"
+        self.drawn += 1
+        return "loss.png"
 
 
-def test_a_slow_plot_delays_no_step_and_the_last_one_is_complete(tmp_path, capsys):
-    plot = Slow(str(tmp_path), 0)
-    for step in range(8):
-        plot.write({"iter": step, "loss": 1.0, "step_ms": 1.0}, "")
-        if step in (1, 3, 5):
-            plot.write({"iter": step, "train_loss": 1.0, "val_loss": 1.0}, "")
+STEP, EVALUATION, END = {"iter": 5, "loss": 1.0}, {"iter": 6, "val_loss": 1.0}, {"event": "end"}
+
+
+def test_a_slow_plot_delays_no_step_and_the_end_draws_once_more(tmp_path, capsys):
+    plot = Slow(str(tmp_path))
+    for record in 3 * (STEP, EVALUATION):
+        plot.write(record, "")
     assert not plot.is_idle.is_set() and not plot.drawn
     for _ in range(2):
         plot.release.release()
-    plot.write({"event": "end"}, "")
-    assert plot.drawn == [1, 7], "one at a time, and the last steps are there"
+    plot.write(END, "")
+    assert plot.drawn == 2, "one at a time, and one after the last step"
     assert capsys.readouterr().out.count("the loss curve: loss.png") == 1
 
 
+def test_plots_take_a_small_part_of_the_time(tmp_path):
+    plot = Slow(str(tmp_path))
+    plot.write(EVALUATION, "")
+    plot.release.release()
+    plot.is_idle.wait()
+    plot.not_before = math.inf
+    plot.write(EVALUATION, "")
+    assert plot.is_idle.is_set() and plot.drawn == 1
+
+
 def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, monkeypatch):
-    (tmp_path / "loss.png").mkdir()
-    for kind in (Plot, Slow):
-        monkeypatch.setattr(sink_plot, "END_S", 60 if kind is Plot else 0.01)
-        plot = kind(str(tmp_path), 0)
-        plot.write({"iter": 0, "loss": 1.0, "step_ms": 1.0}, "")
-        plot.write({"event": "end"}, "")
+    for kind, seconds in ((Plot, 60), (Slow, 0.01)):
+        monkeypatch.setattr(sink_plot, "END_S", seconds)
+        kind(str(tmp_path)).write(END, "")
         assert "no plot of the loss curve: " in capsys.readouterr().out
-    plot.release.release()
-    assert plot.is_idle.wait(60)
-
-
-def test_the_end_waits_once_for_a_plot(tmp_path, monkeypatch):
-    """All waits for a plot that never ends take END_S together."""
-    plot, waits = Slow(str(tmp_path), 0), []
-    monkeypatch.setattr(sink_plot, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
-    monkeypatch.setattr(plot.is_idle, "wait", waits.append)
-    for record in ({"iter": 0, "loss": 1.0, "step_ms": 1.0}, {"iter": 1, "val_loss": 1.0}, {"event": "end"}):
-        plot.write(record, "")
-    assert sum(waits) == sink_plot.END_S
-    plot.release.release()
 
 
 # -- shuffle

@@ -20,67 +20,49 @@ from isogpt.nn import kernels
 from isogpt.parallel import context, gradients, mesh
 from isogpt.parallel import mesh as mesh_module
 from isogpt.parallel.mesh import Mesh
-from isogpt.speed import devices
 from isogpt.speed.clock import Clock
-from isogpt.speed.devices import GPUS, known_gpu
+from isogpt.speed.devices import CARDS, HARDWARE, hardware_of
 from isogpt.training import precision
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 
-# a device's name, its peak, and the entry of devices.HARDWARE for plans
-NAMES = [
-    ("NVIDIA L4", 121, ""),
-    ("NVIDIA L40S", 362, ""),
-    ("NVIDIA A10G", 70, ""),
-    ("NVIDIA A100-SXM4-40GB", 312, "a100"),
-    ("NVIDIA A100-PCIE-40GB", 312, ""),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, ""),
-    ("NVIDIA H100 80GB HBM3", 989, "h100"),
-    ("NVIDIA H100 PCIe", 756, ""),
-    ("NVIDIA H100 NVL", 835, ""),
-    ("NVIDIA H200", 989, "h200"),
-    ("NVIDIA RTX 6000 Ada Generation", 364, ""),
-    ("NVIDIA GeForce RTX 4090", 165, "4090"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None, ""),
-    ("NVIDIA GeForce RTX 3090", 71, ""),
-    ("NVIDIA GeForce RTX 5090", 209.5, ""),
-    ("AMD Instinct MI300X", 1307, ""),
-    ("Tesla V100-SXM2-16GB", 125, ""),
-    ("Tesla T4", 65, ""),
-    ("NVIDIA T400", None, ""),
-    ("NVIDIA GeForce GTX 1080", None, ""),
-]
+# what drivers call the cards
+NAMES = """
+h100=NVIDIA H100 80GB HBM3, h100-nvl=NVIDIA H100 NVL, h100-pcie=NVIDIA H100 PCIe, gh200=NVIDIA GH200 480GB
+h200=NVIDIA H200, h200-nvl=NVIDIA H200 NVL, b200=NVIDIA B200, a100=NVIDIA A100-SXM4-80GB
+a100-40gb=NVIDIA A100-SXM4-40GB, a100-pcie=NVIDIA A100 80GB PCIe, a100-pcie-40gb=NVIDIA A100-PCIE-40GB
+a10=NVIDIA A10, a10g=NVIDIA A10G, a6000=NVIDIA RTX A6000, 6000-ada=NVIDIA RTX 6000 Ada Generation
+l4=NVIDIA L4, l40=NVIDIA L40, l40s=NVIDIA L40S, t4=Tesla T4, mi300x=AMD Instinct MI300X
+v100=Tesla V100-SXM2-32GB, v100-pcie=Tesla V100-PCIE-32GB
+3090=NVIDIA GeForce RTX 3090, 4090=NVIDIA GeForce RTX 4090, 5090=NVIDIA GeForce RTX 5090
+"""
+NAMES = dict(pair.split("=") for pair in NAMES.strip().replace("\n", ", ").split(", "))
 
 
-@pytest.mark.parametrize("name, tflops, plan", NAMES)
-def test_what_is_known_of_a_device(monkeypatch, name, tflops, plan):
-    """All of its name counts: an L40 is not an L4, and an H100 for PCIe is not planned as one with NVLink."""
-    gpu = known_gpu(name)
-    assert (gpu and gpu.matmul) == (tflops and tflops * 1e12)
-    assert (gpu.plan if gpu else "") == plan
-    found = SimpleNamespace(name=name, total_memory=40e9)
+@pytest.mark.parametrize("card, name", NAMES.items())
+def test_a_card_in_the_machine_is_planned_like_that_of_its_name(monkeypatch, card, name):
+    usual = HARDWARE[card]
+    found = SimpleNamespace(name=name, total_memory=usual.memory_gb * 1e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(devices, "hardware_here", lambda *_: "measured")
-    hw = devices.hardware_of(torch.device("cuda"), "bfloat16", 8)
-    if plan:
-        usual = devices.HARDWARE[plan]
-        assert (hw.memory_gb, hw.matmul, hw.local) == (40, usual.matmul, usual.local)
-        assert hw.bytes_per_s == devices.BANDWIDTH * gpu.bytes_per_s
-        assert 0.6 < usual.matmul / gpu.matmul < 0.9  # both tables are of the same device
-    else:
-        assert hw == "measured"
+    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == usual
+    found.total_memory = 12e9
+    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == replace(usual, memory_gb=12)
 
 
-def test_a_planned_device_is_a_known_one():
-    """
-    The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory.
-    A device without published runs is planned only if the user names it: --layout=auto measures it.
-    """
-    for key in devices.HARDWARE.keys() - {"cpu"}:
-        alike = [gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key]
-        rates = [max(alike)] if alike else [gpu.bytes_per_s for gpu in GPUS.values()]
-        assert devices.HARDWARE[key].bytes_per_s in [devices.BANDWIDTH * rate for rate in rates]
+def test_each_card_has_a_name():
+    assert NAMES.keys() == CARDS.keys() == HARDWARE.keys() - {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA T400"]
+)
+def test_a_card_that_is_not_known_is_refused(monkeypatch, name):
+    """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""
+    found = SimpleNamespace(name=name, total_memory=5e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, cpu, this; to desc"):
+        hardware_of(torch.device("cuda"), "bfloat16", 8)
 
 
 def test_dtypes_of_gpus(monkeypatch):

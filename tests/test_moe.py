@@ -311,7 +311,7 @@ def test_dead_experts_are_named_on_the_console():
     assert text.endswith(", dead experts (layer.expert): 0.0, 0.2, 0.3 and 4 more")
     routing[:, 2:] = 0.2
     text = routing_text(routing_record(routing, 10))
-    assert text == ", tokens per expert 2 to 2, mean 2, entropy 0.10"
+    assert text == "tokens per expert 2 to 2, mean 2, entropy 0.10"
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from documented import arguments, commands, documents, files, script_of
 from runs import REPO, TINY, accepted, assert_same_curve, column, free_port, wait_for
 
 from configurator import settings_of, with_equals_signs
-from isogpt.lab.combinations import words_of
+from isogpt.lab.combinations import points_of, read_lists, typed
 
 SCRIPTS = {"train", "sample", "bench", "export", "compare", "sweep"}
 BANNED = r"DESIGN\.md|CONTRACT\.md|\.\./shared|(?i:\blaws? \d|\bthe contract\b|\bthe issues? asks?\b)"
@@ -226,7 +226,8 @@ def test_the_scripts_accept_every_command_in_the_docs(at):
             extra = settings_of(REPO / "train.py") if name in ("bench.py", "sweep.py") else None
             if name == "sweep.py":
                 args = with_equals_signs(args, settings_of(REPO / "sweep.py"))
-                args = words_of(args, {}, extra)  # of lists, the last value
+                lists, args = read_lists(args, extra)
+                args += typed(points_of(lists)[0])
             try:
                 accepted(name, *args, extra=extra)
             except (SystemExit, ValueError) as e:

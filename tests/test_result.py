@@ -1,19 +1,22 @@
-"""result.json, print_result, and the version of the code."""
+"""result.json, print_result, what records add up to over all launches, and the version of the code."""
 
 import json
 import math
 import re
 import signal
 import subprocess
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import REPO, column, records, start_faulty
 
 from isogpt.monitor import code_version
-from isogpt.monitor.sink_result import Totals, read_totals
 
-LAUNCH = ["--exact=True", "--max_iters=9", "--lr_decay_iters=9", "--eval_interval=5", "--print_result=True"]
+RESULT = ["--out_dir=out", "--print_result=True"]
+COMPLETE = [*RESULT, "--exact=True", "--max_iters=9", "--lr_decay_iters=9", "--eval_interval=5"]
+TOKENS = 256  # of a step
 
 
 def result_of(folder):
@@ -25,8 +28,10 @@ def last_line(run):
     return json.loads(open(run.outs[0]).read().splitlines()[-1])
 
 
-def events(folder, name):
-    return [r for r in records(folder) if r.get("event") == name]
+def speed_of(out, slow):
+    """Tokens per second over the logged steps that are not `slow`, since they follow a start."""
+    times = [ms for step, ms in column(out, "step_ms").items() if step not in slow]
+    return pytest.approx(len(times) * TOKENS / sum(times) * 1e3)
 
 
 def test_the_result_of_a_complete_run(zygote, work):
@@ -34,51 +39,49 @@ def test_the_result_of_a_complete_run(zygote, work):
     out = work / "out"
     # a byte a token
     (work / "data/tiny/meta.json").write_text(json.dumps({"val_bytes": 4000, "val_text": "0" * 64}))
-    run = zygote.train([*LAUNCH, "--out_dir=out"], work, nproc=2)
-    result = result_of(out)
+    run = zygote.train(COMPLETE, work, nproc=2)
+    result, losses = result_of(out), column(out, "val_loss")
     assert last_line(run) == result and not any(line.startswith("{") for line in open(run.outs[1]))
-    losses, memory = column(out, "val_loss"), column(out, "memory_gb_max")
-    assert result["val_loss"] == losses[10] and result["best_val_loss"] == min(losses.values())
-    assert result["best_step"] == min(losses, key=losses.get)
-    assert result["bits_per_byte"] == pytest.approx(losses[10] / math.log(2))
-    assert (result["steps"], result["tokens"]) == (10, 2560) and result["memory_gb"] == max(memory.values())
-    assert result["weights"] == re.search(r"weights: SHA-256 (\w+) before step 10", run.text())[1]
-    step_ms, speeds = column(out, "step_ms"), column(out, "tokens_per_s")
-    read = sum(speeds[i] * step_ms[i] for i in range(3, 10))
-    assert result["tokens_per_s"] == pytest.approx(read / sum(step_ms[i] for i in range(3, 10)))
-    assert result["seconds"] * 1e3 > sum(step_ms[i] for i in range(1, 10))
-    assert (result["exit_reason"], result["reason"]) == ("complete", "")
-    start = events(out, "start")[0]
-    for name in ("parameters", "commit", "changed"):
-        assert result[name] == start[name]
+    start = next(r for r in records(out) if r.get("event") == "start")
+    expected = {
+        "val_loss": losses[10],
+        "best_val_loss": min(losses.values()),
+        "best_step": min(losses, key=losses.get),
+        "bits_per_byte": pytest.approx(losses[10] / math.log(2)),
+        "steps": 10,
+        "tokens": 10 * TOKENS,
+        "tokens_per_s": speed_of(out, slow=(0, 1, 2)),
+        "memory_gb": max(column(out, "memory_gb_max").values()),
+        "weights": re.search(r"weights: SHA-256 (\w+) before step 10", run.text())[1],
+        "exit_reason": "complete",
+        "reason": "",
+        **{name: start[name] for name in ("parameters", "commit", "changed")},
+    }
+    assert expected.items() <= result.items() and 0 < result["mfu"] < 1
     if (REPO / ".git").exists():
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
         assert result["commit"] == head.stdout.strip()
 
-    again = last_line(zygote.train([*LAUNCH, "--out_dir=out", "--init_from=resume"], work))
-    assert again == result_of(out) == result | {"seconds": again["seconds"], "mfu": again["mfu"]}
-    assert again["seconds"] == pytest.approx(result["seconds"], abs=0.1)
-
-    evaluated = zygote.train([*LAUNCH, "--out_dir=out", "--init_from=resume", "--eval_only"], work)
+    again = last_line(zygote.train([*COMPLETE, "--init_from=resume"], work))
+    assert again == result_of(out) == result | {"seconds": again["seconds"]}
+    evaluated = zygote.train([*COMPLETE, "--init_from=resume", "--eval_only"], work)
     assert last_line(evaluated)["val_loss"] == result["val_loss"] and result_of(out) == again
-
-    shorter = last_line(zygote.train([*LAUNCH, "--out_dir=out", "--max_iters=0"], work))
+    shorter = last_line(zygote.train([*COMPLETE, "--max_iters=0"], work))
     assert shorter["tokens_per_s"] is None and shorter["steps"] == 1 and shorter == result_of(out)
     assert result_of(out / "previous_1") == again
 
 
 def test_the_result_of_a_run_that_stops(zygote, work):
-    """By a signal, by a kill, and at its end: seconds and speeds are those of all launches."""
-    out, args = work / "out", ["--max_iters=11", "--out_dir=out", "--print_result=True"]
+    """By a signal, by a kill, and at its end: speeds are those of all launches."""
+    out, args = work / "out", [*RESULT, "--max_iters=11"]
     run = start_faulty(zygote, args, work, WAIT=[4, 0])
     assert run.until(lambda text: "held by the test" in text)
     run.kill(sig=signal.SIGTERM)
     (work / "go").touch()
-    run.wait(ok=False)
-    first = result_of(out)
-    assert first == last_line(run) and (first["exit_reason"], first["reason"]) == ("preempted", "SIGTERM")
-    assert first["val_loss"] is None and first["best_val_loss"] == column(out, "val_loss")[0]
-    assert first["weights"] is None and first["bits_per_byte"] is None
+    first = last_line(run.wait(ok=False))
+    assert first == result_of(out) and (first["exit_reason"], first["reason"]) == ("preempted", "SIGTERM")
+    assert first["val_loss"] is first["weights"] is first["bits_per_byte"] is None
+    assert first["best_val_loss"] == column(out, "val_loss")[0]
     steps = first["steps"]
     assert 5 <= steps < 7 and steps == max(column(out, "loss")) + 1
 
@@ -92,63 +95,58 @@ def test_the_result_of_a_run_that_stops(zygote, work):
 
     end = last_line(zygote.train([*args, "--init_from=resume"], work))
     assert end == result_of(out) and (end["exit_reason"], end["steps"]) == ("complete", 12)
-    assert end["seconds"] >= first["seconds"] and len(column(out, "loss")) == 12
-    step_ms, speeds = column(out, "step_ms"), column(out, "tokens_per_s")
-    counted = [i for i in range(12) if i not in (0, 1, 2, steps, steps + 1, steps + 2)]  # slow after a start
-    read = sum(speeds[i] * step_ms[i] for i in counted)
-    assert end["tokens_per_s"] == pytest.approx(read / sum(step_ms[i] for i in counted))
+    assert end["tokens_per_s"] == speed_of(out, slow=(0, 1, 2, steps, steps + 1, steps + 2))
+    assert end["seconds"] >= first["seconds"]
 
 
 def test_the_result_of_a_run_that_fails(zygote, work):
-    run = start_faulty(zygote, ["--out_dir=out", "--print_result=True"], work, NAN=[3, 0]).wait(ok=False)
+    run = start_faulty(zygote, RESULT, work, NAN=[3, 0]).wait(ok=False)
     result = result_of(work / "out")
-    lines = [line for line in run.text().splitlines() if line.startswith("{")]
-    assert [json.loads(line) for line in lines] == [result]
+    assert [json.loads(line) for line in run.text().splitlines() if line.startswith("{")] == [result]
     assert result["exit_reason"] == "failed" and result["reason"].startswith("step 3: not finite")
-    assert result["tokens"] == 3 * 256 and result["val_loss"] is None
+    assert result["tokens"] == 3 * TOKENS and result["val_loss"] is None
 
 
-def test_the_seconds_of_several_launches(tmp_path):
-    """Neither the time between two launches counts, nor steps that were repeated."""
+def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work):
+    """Without a skipped step, and a pause; null after a checkpoint that does not say it."""
+    args = ["--eval_interval=3", "--on_nan=skip", "--out_dir=out"]
+    start_faulty(zygote, [*args, "--max_iters=3"], work, NAN=[2, 0]).wait()
+    zygote.train([*args, "--max_iters=4", "--init_from=resume"], work)
+    found = [r for r in records(work / "out") if "event" not in r]
+    assert [r["tokens"] // TOKENS for r in found if "step_ms" in r] == [1, 2, 3, 4], "after steps 0, 1, 3, 4"
+    evaluated = {r["iter"]: r["tokens"] // TOKENS for r in found if "val_loss" in r}
+    assert evaluated == {0: 0, 3: 2, 4: 3, 5: 4}
+    seconds = [r["seconds"] for r in found]
+    first, *_, last = (datetime.fromisoformat(r["time"]) for r in found)
+    assert seconds == sorted(seconds) and seconds[-1] - seconds[0] < (last - first).total_seconds()
 
-    def at(seconds):
-        return f"2026-01-01T00:{seconds // 60:02}:{seconds % 60:02}.000+00:00"
-
-    step = {"step_ms": 500.0, "tokens_per_s": 100.0, "mfu": 0.5, "memory_gb_max": 2.0}
-    lines = [{"event": "start", "iter": 0, "time": at(0)}]
-    lines += [{"iter": i, "time": at(10 + i), **step} for i in range(5)]  # cut back to step 5 after a kill
-    lines += [{"event": "save", "iter": 5, "time": at(60)}, {"event": "resume", "iter": 5, "time": at(200)}]
-    lines += [{"iter": i, "time": at(210 + i), **step | {"memory_gb_max": 3.0}} for i in range(5, 9)]
-    lines += [{"iter": 9, "val_loss": 1.0, "time": at(230)}, {"event": "end", "iter": 9, "time": at(300)}]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"iter": "torn\n{"iter": 3}\n')
-    whole = read_totals(path, 9, path.stat().st_size).summary(Totals())
-    assert whole == {"seconds": 14 + 30, "tokens_per_s": 100.0, "memory_gb": 3.0, "mfu": 0.5}
-    first = read_totals(path, 5, path.stat().st_size)
-    assert first.summary(Totals())["seconds"] == 14
-    assert read_totals(path, 9, 400).seconds < 14, "reads what this launch writes"
-    first.add({"iter": 8, **step, "mfu": None}, first.began + 6)
-    assert first.summary(Totals())["mfu"] is None and first.summary(first)["seconds"] == 40
+    state = torch.load(work / "out/ckpt.pt", weights_only=True)
+    del state["isogpt"]  # as nanoGPT writes it
+    (work / "old").mkdir()
+    torch.save(state, work / "old/ckpt.pt")
+    zygote.train(["--max_iters=6", "--out_dir=old", "--init_from=resume"], work)
+    assert column(work / "old", "tokens") == {step: min(step + 1, 7) * TOKENS for step in (5, 6, 7)}
+    assert {*column(work / "old", "seconds").values()} == {None}
 
 
 def test_the_version_of_the_code(at):
     def version(is_main=True):
-        at.set(code_version, "STATUS", ("git", "-C", str(at.path), "status"))
         return code_version.code_version(code_version.ask_git(SimpleNamespace(is_main=is_main)))
 
     def git(*args):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    unknown = {"commit": "", "changed": False}
+    at.set(code_version, "REPOSITORY", at.path)
     at.env("GIT_CEILING_DIRECTORIES", str(at.path.parent))
+    unknown = {"commit": "", "changed": False}
     assert version() == unknown
     git("init")
     assert version() == unknown
-    (at.path / "train.py").write_text("a\n")
+    for text in ("untracked", "train.py"):
+        (at.path / text).write_text(text)
     git("add", "train.py")
     git("commit", "-m", "a", "--no-verify")
-    (at.path / "untracked").write_text("")
     commit = git("rev-parse", "HEAD")
     assert version() == {"commit": commit, "changed": False} and version(is_main=False) == unknown
     (at.path / "train.py").write_text("b\n")

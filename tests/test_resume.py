@@ -161,6 +161,9 @@ def test_tensorboard_has_each_step_once(zygote, work):
         logged = column(work / "out", key)
         assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
     assert {"lr", "mfu", "train/loss", "grad_norm"} <= set(events.Tags()["scalars"])
+    # the last evaluation of a run that had come to its end
+    zygote.train([*args, "--init_from=resume", "--max_iters=20"], work)
+    assert [e.step for e in events.Reload().Scalars("val/loss")] == [0, 18, 21]
 
 
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):

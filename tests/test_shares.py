@@ -122,7 +122,8 @@ def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
 
 
 def test_the_banner_and_the_padding():
-    reader = SimpleNamespace(share=share_of(16, 0, 2, 4, speeds=(2, 1)), block_size=32)
+    share, plan = share_of(16, 0, 2, 4, speeds=(2, 1)), SimpleNamespace(batch_size=4, pp=1)
+    reader = SimpleNamespace(share=share, block_size=32, plan=plan)
     (line,) = about_step({"shares": "2,1"}, reader)
     assert line.endswith("on each rank 3 micro-steps x 4, 2 rows (2 rows of padding)")
 

@@ -163,10 +163,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
         if zero == 0:
             zygote.train(["--max_iters=1", f"--out_dir={without}"], work, nproc)
             state = torch.load(without / "ckpt.pt", weights_only=True)
-            state["isogpt"]["left_out"] = [2, 4]
             shutil.rmtree(without)
             without.mkdir()
             torch.save(state, without / "ckpt.pt")
+            (without / "excluded_steps.json").write_text("[2, 4]")
             args = ["--max_iters=6", f"--out_dir={without}", "--init_from=resume"]
             zygote.train(args, work, nproc)
             assert not different(tensors_in(out), tensors_in(without))
@@ -241,42 +241,35 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     assert (work / "out" / "step_00000004").is_dir()
 
 
-def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(faulty, zygote, work):
-    args = ["--save_interval=5", "--max_iters=14", "--on_nan=skip", "--keep_last=9"]
-    run = faulty([*args, "--out_dir=out"], 2, NAN=[[s, 1] for s in (7, 8, 9)]).wait()
-    assert "rolled back to step 5, excluding [7, 8, 9]" in run.text()
-    assert [e["to"] for e in events(work / "out", "rollback")] == [5]
-    assert len(events(work / "out", "not_finite")) == 3, "they are not repeated after the rollback"
-    assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (7, 8, 9)]
-    resumed = torch.load(work / "out" / "step_00000010" / "ckpt.pt", weights_only=True)
-    assert resumed["isogpt"]["left_out"] == [7, 8, 9]
-    run = faulty([*args, "--out_dir=hopeless"], 2, NAN=[[s, 0] for s in range(6, 40)]).wait(ok=False)
-    assert set(run.codes) == {1} and len(events(work / "hopeless", "rollback")) == 2
-    assert "no checkpoint was lost" in run.text()
+def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(faulty, zygote, work):
+    """By torchrun, by hand and to an older step; as if they had been left out from the start."""
+    args = ["--save_interval=3", "--max_iters=14", "--on_nan=skip", "--keep_last=9", "--init_from=auto"]
+    nan = [[step, 1] for step in (7, 8, 9)]
+    run = faulty([*args, "--out_dir=out"], 2, NAN=nan).wait(ok=False)
+    said = (
+        "Each resume leaves out steps 7, 8, 9. Resume with --init_from=resume and a lower --learning_rate\n"
+    )
+    assert set(run.codes) == {1} and run.text().count(said) == run.text().count("error:") == 1
+    assert len(events(work / "out", "not_finite")) == 3 and events(work / "out", "failed")
+    torchrun = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", str(REPO / "tests/faulty_train.py")]
+    env = {"FAULTS": json.dumps({"NAN": nan})}
+    zygote.start([*torchrun, *TINY, *args, "--out_dir=restarted"], work, script=FORKED, env=env).wait()
+    zygote.train([*args, "--max_iters=4", "--out_dir=clean"], work, 2)
+    shutil.copy(work / "out/excluded_steps.json", work / "clean")
+    for folder, flags in (("out", []), ("clean", []), ("out", ["--init_from=resume", "--resume_step=6"])):
+        zygote.train([*args, f"--out_dir={folder}", *flags], work, 2)
+        losses = column(work / folder, "loss")
+        assert sorted(losses) == [s for s in range(15) if s not in (7, 8, 9)]
+        assert losses == column(work / "restarted", "loss"), folder
+        assert not different(tensors_in(work / folder), tensors_in(work / "restarted")), folder
 
 
-def test_a_rollback_passes_over_a_damaged_checkpoint(faulty, work):
-    """The newest one, from which the run has resumed: the log is cut back behind the resumed step."""
-    args, out = ["--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"], work / "out"
-    faulty([*args, "--max_iters=9"]).wait()
-    args += ["--init_from=resume", "--max_iters=14"]
-    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]])
-    assert run.until(lambda text: "held by the test" in text)
-    os.truncate(out / "step_00000010" / "ckpt.pt", 5000)
-    (work / "go").touch()
-    text = run.wait().text()
-    assert "warning: out/step_00000010 is damaged: the checksum of ckpt.pt does not match\n" in text
-    assert "rolled back to step 5, excluding [11, 12, 13]" in text
-    assert (out / "damaged_step_00000010").is_dir() and (out / "step_00000010").is_dir(), "written again"
-    assert sorted(column(out, "loss")) == [s for s in range(15) if s not in (11, 12, 13)]
-
-
-def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
+def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(faulty, work):
     nan = [[step, 0] for step in (2, 3, 4)]
     run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    said = "there is no valid checkpoint to roll back to: start again with a lower --learning_rate\n"
-    assert run.text().count(said) == 1
+    assert run.text().count("lost. Start again with a lower --learning_rate\n") == 1
+    assert not (work / "out/excluded_steps.json").exists()
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):

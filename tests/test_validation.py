@@ -101,7 +101,7 @@ def evaluated(data, model, sequences=0):
         clock=Clock(CPU),
         stop=SimpleNamespace(agreed=0, in_evaluation=lambda *args: False),
         saver=SimpleNamespace(seconds_at_end=0.0, save_and_fail=print),
-        report=SimpleNamespace(evaluation=lambda values, digest: reported.append(values)),
+        report=SimpleNamespace(evaluation=lambda values: reported.append(values)),
     )
     evaluator.run()
     val_loss, values = reported

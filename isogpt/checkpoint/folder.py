@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from isogpt.checkpoint.owner import check_owner, read_owner, was_entered_by, wri
 from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint, no_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
-from isogpt.common.files import TEMPORARY, free_name, read_records, remove, write_whole
+from isogpt.common.files import TEMPORARY, free_name, read_records, read_utf8, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, is_main
@@ -38,6 +39,7 @@ from isogpt.parallel.slow_network import keeps_errors
 
 RESULT = "result.json"  # how the run has ended, see sink_result.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
+EXCLUDED = "excluded_steps.json"  # the steps that each resume leaves out
 
 
 def look_for_start(
@@ -197,6 +199,23 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
     write_whole(folder.path / MARK, f"{mark}\n")
 
 
+def exclude_steps(folder: RunFolder, steps: Iterable[int]) -> None:
+    """
+    Record that each resume leaves out these steps, which were not finite.
+
+    Raises:
+        ValueError: a different run has claimed the folder.
+    """
+    check_owner(folder.path, folder.owner)
+    write_whole(folder.path / EXCLUDED, json.dumps(sorted(steps)))
+
+
+def excluded_steps(out_dir: str) -> list[int]:
+    """The steps that a resume leaves out."""
+    path = Path(out_dir, EXCLUDED)
+    return json.loads(read_utf8(path)) if path.exists() else []
+
+
 def continue_from(out: Path, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
@@ -221,7 +240,7 @@ def set_aside(out: Path) -> Path | None:
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()
-    names = ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard", RESULT)
+    names = ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard", RESULT, EXCLUDED)
     others = [out / name for name in names if os.path.lexists(out / name)]
     for path in [*step_folders(out), *others, *out.glob("metrics*")]:
         os.rename(path, previous / path.name)

@@ -1,4 +1,4 @@
-"""Save a run on any layout, in the background, and go back to what was saved."""
+"""Save a run on any layout, in the background."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.folder import RunFolder, continue_from, is_sharded, mark_preempted
+from isogpt.checkpoint.folder import RunFolder, is_sharded, mark_preempted
 from isogpt.checkpoint.manifest import make_manifest, read_manifest, step_folder, unfinished_folder
 from isogpt.checkpoint.mirror import Mirror
 from isogpt.checkpoint.owner import check_owner
-from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
-from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
+from isogpt.checkpoint.source import names_of_not_finite
 from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.common.console import shortened
@@ -227,28 +226,3 @@ class Saver:
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
         return self.pending is not None and not self.group
-
-    def roll_back(self, state: TrainState, reason: str) -> None:
-        """
-        Go back to the newest checkpoint that is not damaged (all ranks). Exits if there is none, with a
-        message that begins with `reason`.
-        """
-        self.wait()
-        stored, reports = find_checkpoint(str(self.run_folder.path))
-        for report in reports:
-            self.log.print(f"warning: {report}")
-        do_together(self.load, state, stored, reason, on_error=self.log.failed)
-        self.step = state.step
-
-    def load(self, state: TrainState, stored: StoredCheckpoint | None, reason: str) -> None:
-        """
-        This rank's part of `roll_back`. Raises ValueError if there is no checkpoint, or a different run has
-        claimed the folder.
-        """
-        if not stored:
-            advice = "start again with a lower --learning_rate"
-            raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        if is_main():
-            check_owner(self.run_folder.path, self.run_folder.owner)
-            continue_from(self.run_folder.path, stored)
-        state.load(open_checkpoint(stored))

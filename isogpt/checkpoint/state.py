@@ -35,15 +35,14 @@ class TrainState:
 
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
-        Continue with a checkpoint's state, on any layout; the best loss and the skipped steps stay. Each rank
-        reads what it holds, and ranks do not communicate. What the checkpoint lacks of the slow network's
-        state starts anew; on a different number of ranks, each of them starts with the mean.
+        Continue with a checkpoint's tensors, on any layout, after `Progress.begin`. Each rank reads what it
+        holds, and ranks do not communicate. What the checkpoint lacks of the slow network's state starts
+        anew; on a different number of ranks, each of them starts with the mean.
 
         Raises:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
         """
         restore_checkpoint(checkpoint, self.model, self.optimizers, island=self.slow_network.island)
-        self.progress.rewind(checkpoint)
         if scaler := checkpoint.run["isogpt"].get("scaler"):
             self.scaler.load_state_dict(scaler)
         # begins with the weights that were read, and allocates what shards hold of the slow network

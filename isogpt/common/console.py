@@ -15,6 +15,7 @@ from typing import TextIO
 ERASE = "\r\x1b[J"
 # control characters, and those that change the order in which a line is shown
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+NUMBER = re.compile(r"[+-]?\d")
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 RANKS_SHOWN = 8  # in a message; a job can have thousands
@@ -76,6 +77,22 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds + 0.5), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def aligned(columns: dict[str, Sequence[str]]) -> list[str]:
+    """
+    The lines of a table, whose first one is the headings.
+
+    Args:
+        columns: {heading: cells}. A column in which a cell begins with a number is aligned to the right.
+    """
+    shown = []
+    for heading, cells in columns.items():
+        cells = [visible(cell) for cell in (heading, *cells)]
+        width = max(map(len, cells))
+        is_number = any(NUMBER.match(cell) for cell in cells[1:])
+        shown.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
 
 
 def is_blocked(stream: TextIO | None, patience_s: float = PATIENCE_S) -> bool:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
+METRICS = "metrics.jsonl"  # a line for each logged step, evaluation and event of a run
 TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
 
@@ -167,6 +168,11 @@ def reason_of(error: BaseException) -> str:
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(cause or error).split()) or type(error).__name__
+
+
+def as_json(record: dict) -> dict:
+    """Return the record with nan and infinity as the strings 'nan' and 'inf', since JSON has neither."""
+    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
 
 
 def as_record(line: str | bytes) -> dict | None:

@@ -6,6 +6,8 @@ from fnmatch import filter as matching
 from glob import glob
 from pathlib import Path
 
+import numpy as np
+
 from isogpt.common.console import shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, path_of_script, read_utf8
 from isogpt.data.token_files import Tokens, open_files
@@ -114,3 +116,15 @@ def read_dict(path: Path) -> dict:
         return dict(load_pickle(path, allowed={}) if is_pickle else json.loads(read_utf8(path)))
     except Exception as e:  # a damaged pickle raises nearly anything
         raise ValueError(f"{path} cannot be read: {e}") from e
+
+
+# ------------------------------------------------------------------------------------------------------------
+# without a data set
+
+
+def write_random_tokens(folder: Path, vocab_size: int, length: int) -> None:
+    """Write a data set of random tokens, `length` in each split."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.uint32)
+    for split in ("train", "val"):
+        tokens.tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32"}))

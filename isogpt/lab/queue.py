@@ -1,197 +1,262 @@
-"""Train the runs of a sweep: start train.py in free slots, pass signals on, report how each run ends."""
+"""The runs of a sweep: how far each is, where they are trained at the same time, and how each ends."""
 
+import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from isogpt.common import console
-from isogpt.common.console import duration
-from isogpt.common.files import reason_of
-from isogpt.lab.slots import Slot, enter
-from isogpt.lab.swept_runs import State, SweptRun, open_log, read_state, record_settings
+import torch
+
+from isogpt.checkpoint.folder import RESULT
+from isogpt.checkpoint.manifest import steps_in
+from isogpt.common.console import duration, print_line, print_to_stderr
+from isogpt.common.files import lock, parse_json, read_utf8, write_whole
+from isogpt.data.dataset import open_dataset
+from isogpt.lab.comparison import NOT_COMPARED
+from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import environment_without_launcher, stop_signals
-from isogpt.speed.launches import reason_for
+from isogpt.launch.network import own_cores
+from isogpt.training.budget import limits_of
+from isogpt.training.settings import check_training
 
+LOG = "train.log"  # what a run printed; the file is locked while the run is trained
+SETTINGS = "sweep.json"  # the settings with which a run was started
+# settings that may differ when a run continues: they change neither the weights nor the figures
+MAY_CHANGE = NOT_COMPARED - {"seed"} | {"nproc", "backend", "alert_command"}
 POLL_S = 0.05  # seconds between two looks at the processes
-LOOK_AGAIN_S = 1.0  # seconds between two looks at runs that a different sweep trains
-LOG_TAIL = 2**16  # bytes of a log in which the reason of a failure is looked for
 
 
-@dataclass
+# ------------------------------------------------------------------------------------------------------------
+# a run, and what its folder shows
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """A run of a sweep: train.py with `arguments`, which give the settings `config`."""
+
+    folder: Path
+    arguments: list[str]
+    config: dict
+
+    @property
+    def result(self) -> dict:
+        """How the run has ended: its result.json. {}: it is new, it is training, or it was killed."""
+        return read_json(self.folder / RESULT)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has taken its last step."""
+        return self.result.get("exit_reason") == "complete"
+
+    @property
+    def step(self) -> int:
+        """The step at which the run would resume."""
+        return max(steps_in(str(self.folder)), default=0)
+
+    @property
+    def state(self) -> str:
+        """How far the run is, as text."""
+        if self.is_complete:
+            return f"complete, val loss {float(self.result['val_loss']):.4f}"
+        return f"at step {self.step}" if self.step else "new"
+
+    @property
+    def ending(self) -> str:
+        """How the run has ended before its last step: what it has recorded, or else the last line printed."""
+        if result := self.result:
+            return f"{result['exit_reason']}: {result['reason']}"
+        lines = (self.folder / LOG).read_text(errors="replace").splitlines()
+        return f"failed, its last line: {(lines or [''])[-1]}"
+
+    def check(self) -> None:
+        """
+        Check the settings. Those that a budget of tokens or epochs determines become part of `config`.
+
+        Raises:
+            ValueError: train.py cannot train a run with these settings, or cannot continue the one in the
+                folder.
+        """
+        c = self.config
+        if c["eval_only"] or c["dry_run_ranks"]:
+            raise ValueError("eval_only and dry_run_ranks train nothing: omit them, or use train.py")
+        check_training(c)
+        data = open_dataset(c["dataset"], c["block_size"], c["vocab_size"], data_order=c["data_order"])
+        c.update(limits_of(c, len(data.train)).settings())
+        if not self.step and not self.is_complete:
+            return  # train.py moves aside what is in the folder
+        before = read_json(self.folder / SETTINGS)
+        changed = [f"--{name}={value}" for name, value in before.items() if c.get(name, value) != value]
+        if changed or not before:
+            text = " ".join(changed) or "unknown settings"
+            raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
+
+    def prepare(self) -> None:
+        """Record the settings that must stay the same, and remove the result of an earlier start."""
+        kept = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
+        write_whole(self.folder / SETTINGS, json.dumps(kept, indent=1) + "\n")
+        (self.folder / RESULT).unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict:
+    """The content of a JSON file; {} if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        return parse_json(read_utf8(path))
+    return {}
+
+
+def time_left(runs: list[SweptRun], at_once: int) -> str:
+    """
+    The time until these runs are complete, as text, from the mean time of a step of those that are.
+
+    Args:
+        at_once: runs that are trained at the same time.
+    """
+    left = [run for run in runs if not run.is_complete]
+    timed = [run.result for run in runs if run.is_complete and run.result["seconds"]]
+    if not timed:
+        return "time n/a"
+    step_s = sum(result["seconds"] for result in timed) / sum(result["steps"] for result in timed)
+    steps = sum(run.config["max_iters"] + 1 - run.step for run in left)
+    return f"about {duration(steps * step_s / max(1, min(at_once, len(left))))}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# where runs are trained
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one run at a time uses: GPUs, as in CUDA_VISIBLE_DEVICES, or cores. None: not limited."""
+
+    gpus: str | None = None
+    cores: list[int] | None = None
+
+
+def make_slots(jobs: int, processes: int, device: str) -> list[Slot]:
+    """
+    Divide this machine between runs. Each run gets a GPU for each of its processes, or, on a CPU, a share of
+    the cores, on which the bits of a run may depend.
+
+    Args:
+        jobs: the most slots; 0: on GPUs, as many as these suffice for, else one.
+        processes: of each run.
+        device: as for train.py.
+
+    Raises:
+        ValueError: the device is not available, or there are too few GPUs.
+    """
+    kind = pick_device(device, 0, 1).type
+    if kind == "cpu":
+        cores = own_cores()
+        jobs = min(jobs or 1, len(cores))
+        share = len(cores) // jobs
+        return [Slot(cores=cores[share * slot : share * (slot + 1)]) for slot in range(jobs)]
+    if kind == "mps" or device.startswith("cuda:"):
+        return [Slot()] * (jobs or 1)  # which all runs share
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    if processes > len(gpus):
+        raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
+    firsts = range(0, len(gpus) - processes + 1, processes)
+    return [Slot(gpus=",".join(gpus[first : first + processes])) for first in firsts][: jobs or None]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# training
+
+
+@dataclass(frozen=True)
 class Job:
-    """A run that is trained now."""
+    """A run that is trained now, and its locked log."""
 
     run: SweptRun
     slot: Slot
-    process: subprocess.Popen
     log: BinaryIO
-    log_size: int  # before this start
-    start: State
-    began: float = field(default_factory=time.monotonic)
-    signals: int = 0  # how many have been passed on
-
-    def output(self) -> str:
-        """The end of what the run has printed since its start."""
-        with open(self.log.name, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self.log_size, size - LOG_TAIL))
-            return file.read().decode(errors="replace")
+    process: subprocess.Popen
 
 
-@dataclass
-class Queue:
+def train(train_py: Path, runs: list[SweptRun], slots: list[Slot]) -> list[int]:
     """
-    The runs of a sweep on this machine.
+    Train the runs that are not complete, and print how each ends. After a signal, they save and stop.
 
     Args:
         train_py: the script.
-        waiting: runs that are not complete, as far as is known. Those that a different sweep trains stay
-            here, and are checked again.
-        slots: those that are free.
-        received: the signals so far. After the first one no more runs are started; all are passed on to the
-            runs.
+        slots: for the runs that are trained at the same time.
+
+    Returns:
+        the signals that were received.
     """
-
-    train_py: Path
-    waiting: list[SweptRun]
-    slots: list[Slot]
-    received: list[int] = field(default_factory=list)
-    running: list[Job] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # {name of a run: why it failed}
-    stopped: list[str] = field(default_factory=list)  # names of runs that stopped before their end
-    elsewhere: set[str] = field(default_factory=set)  # names of runs that a different sweep was seen to train
-    steps: int = 0  # taken in `seconds` by runs that ended
-    seconds: float = 0.0
-    number_of_slots: int = 0
-    look_again: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.number_of_slots = len(self.slots)
-
-    def train(self) -> None:
-        """Train all runs, unless a signal arrives before."""
-        with recorded_signals(self.received):
-            while self.running or (self.waiting and not self.received):
-                self.start_runs()
-                self.pass_signals_on()
-                for job in [job for job in self.running if job.process.poll() is not None]:
-                    self.finish(job)
-                time.sleep(POLL_S)
-
-    def start_runs(self) -> None:
-        """Start runs while slots are free."""
-        if not self.slots or time.monotonic() < self.look_again:
-            return
-        for run in [*self.waiting]:
-            if not self.slots or self.received:
-                return
-            try:
-                self.start(run)
-            except (OSError, ValueError) as e:  # a full disk, for instance
-                self.waiting.remove(run)
-                self.fail(run, reason_of(e))
-
-    def start(self, run: SweptRun) -> None:
-        """Start a run, unless a different sweep trains it now or has completed it."""
-        log = open_log(run)
-        if log is None:
-            if run.name not in self.elsewhere:
-                console.print_line(
-                    f"{run.name}: a different sweep, or a process that one left behind, trains it now"
-                )
-            self.elsewhere.add(run.name)
-            self.look_again = time.monotonic() + LOOK_AGAIN_S
-            return
-        self.waiting.remove(run)
-        state = read_state(run)
-        if state.is_complete:
-            console.print_line(f"complete  {run.name}: {state.loss_text}")
-            log.close()
-            return
-        try:
-            record_settings(run)
-            log_size = os.fstat(log.fileno()).st_size
-            process = start_process(self.train_py, run, self.slots[0], log)
-        except (OSError, ValueError):
-            log.close()
-            raise
-        self.running.append(Job(run, self.slots.pop(0), process, log, log_size, state))
-        console.print_line(f"start     {run.name}: {state.text}{self.left_text()}")
-
-    def pass_signals_on(self) -> None:
-        """Send each run the signals that it has not received. A second SIGINT ends a run at once."""
-        for job in self.running:
-            for number in self.received[job.signals :]:
+    waiting, running, free = [run for run in runs if not run.is_complete], [], [*slots]
+    received, passed_on = [], 0
+    for number in stop_signals():
+        signal.signal(number, lambda number, frame: received.append(number))
+    while running or (waiting and not received):
+        if waiting and free and not received:
+            run = waiting.pop(0)
+            if job := start(train_py, run, free[0]):
+                running.append(job)
+                free.remove(job.slot)
+            elif not run.is_complete:  # a different sweep trains it: look again later
+                waiting.append(run)
+        for number in received[passed_on:]:  # to each run once: a second SIGINT would end it immediately
+            print_to_stderr(f"{signal.Signals(number).name}: the runs save and stop")
+            for job in running:
                 job.process.send_signal(number)
-            job.signals = len(self.received)
+            passed_on += 1
+        for job in [job for job in running if job.process.poll() is not None]:
+            running.remove(job)
+            free.append(job.slot)
+            left = f"{len(waiting) + len(running)} left, {time_left(runs, len(slots))}"
+            ending = "" if job.run.is_complete else f", {job.run.ending}"
+            print_line(f"end       {job.run.folder}: {job.run.state}{ending}; {left}")
+            job.log.close()  # unlocks the run, after its end was printed
+        time.sleep(POLL_S)
+    return received
 
-    def finish(self, job: Job) -> None:
-        """Report how a run has ended, and free its slot."""
-        self.running.remove(job)
-        self.slots.append(job.slot)
-        state, seconds = read_state(job.run), time.monotonic() - job.began
-        if state.is_complete:
-            self.steps += state.step - job.start.step
-            self.seconds += seconds
-            text = f"end       {job.run.name}: {state.loss_text}, {duration(seconds)}{self.left_text()}"
-            console.print_line(text)
-        elif self.received or state.ending == "preempted":
-            self.stopped.append(job.run.name)
-            console.print_line(f"stopped   {job.run.name}: {state.text}")
-        else:
-            self.fail(job.run, reason_for(job.process.returncode, job.output()))
-        job.log.close()  # unlocks the run, after it was reported
 
-    def fail(self, run: SweptRun, reason: str) -> None:
-        """Report that a run has failed. The others go on."""
-        self.failures[run.name] = reason
-        console.print_line(f"failed    {run.name}: {reason}")
-
-    def left_text(self) -> str:
-        """How many runs are left, and in how much time they will be complete, if this is known."""
-        left = len(self.waiting) + len(self.running)
-        if not left or not self.steps:
-            return f"; {left} left"
-        step_s, now = self.seconds / self.steps, time.monotonic()
-        rest = sum(step_s * (run.steps - read_state(run).step) for run in self.waiting)
-        for job in self.running:
-            rest += max(0.0, step_s * (job.run.steps - job.start.step) - (now - job.began))
-        return f"; {left} left, about {duration(rest / min(left, self.number_of_slots))}"
+def start(train_py: Path, run: SweptRun, slot: Slot) -> Job | None:
+    """Start a run; None: it is complete, or a different sweep trains it now."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = open(run.folder / LOG, "ab")
+    if lock(log) and not run.is_complete:
+        print_line(f"start     {run.folder}: {run.state}")
+        run.prepare()
+        return Job(run, slot, log, start_process(train_py, run, slot, log))
+    log.close()
+    return None
 
 
 def start_process(train_py: Path, run: SweptRun, slot: Slot, log: BinaryIO) -> subprocess.Popen:
-    """Start train.py for a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep."""
+    """
+    Start train.py for a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. The log
+    stays locked until all processes of the run have exited, even if the sweep is killed.
+    """
+    sweep = os.getpid()
+    gpus = {} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": slot.gpus}
     return subprocess.Popen(
         [sys.executable, str(train_py), *run.arguments],
-        stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=environment_without_launcher() | slot.variables,
+        env=environment_without_launcher() | gpus,
         start_new_session=True,
-        preexec_fn=partial(enter, slot, os.getpid()) if os.name == "posix" else None,
+        preexec_fn=(lambda: enter(slot, sweep)) if sys.platform == "linux" else None,
     )
 
 
-@contextmanager
-def recorded_signals(received: list[int]) -> Iterator[None]:
-    """In this context, signals that ask a process to stop are only recorded in the list."""
-
-    def record(number: int, frame: object) -> None:
-        received.append(number)
-        name = signal.Signals(number).name
-        console.print_to_stderr(f"{name}: the runs save and stop; nothing more is started")
-
-    before = {number: signal.signal(number, record) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def enter(slot: Slot, sweep: int) -> None:
+    """
+    Prepare a process that will become train.py (Linux): it receives SIGTERM when the sweep, whose process id
+    is `sweep`, is killed, and runs on the slot's cores.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != sweep:  # it was killed before this call
+        os._exit(1)
+    if slot.cores:
+        os.sched_setaffinity(0, slot.cores)

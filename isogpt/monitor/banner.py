@@ -2,9 +2,6 @@
 
 from collections import Counter
 
-import torch
-from torch import nn
-
 from isogpt.common.console import RANKS_SHOWN, count_text, shortened
 from isogpt.data.dataset import Dataset
 from isogpt.data.mixture import PER
@@ -16,16 +13,14 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
 from isogpt.speed.devices import Peak
-from isogpt.training import optim
 
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
     """The data and the model; `origin` says where the weights come from."""
-    args, active = plan.model_args, ""
+    args, active, folders = plan.model_args, "", str(data.folder)
     if experts := plan.counts.experts:
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
-    folders = str(data.folder)
     if data.parts:
         parts = [f"{one.folder} {quota}" for one, quota in zip(data.parts, data.quotas, strict=True)]
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
@@ -38,10 +33,12 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
 
 def topology(ranks: Ranks) -> str:
     """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
-    sizes = [str(count) for count in Counter(ranks.machines).values()]
-    names = shortened([*dict.fromkeys(ranks.hosts)], 4)
-    nodes = f"{len(sizes)} nodes ({names})" if len(sizes) > 1 else "1 node"
-    return f"{ranks.world_size} = {nodes} x {sizes[0] if len(set(sizes)) == 1 else '+'.join(sizes)}"
+    sizes = list(Counter(ranks.machines).values())
+    nodes = "1 node"
+    if len(sizes) > 1:
+        nodes = f"{len(sizes)} nodes ({shortened([*dict.fromkeys(ranks.hosts)], 4)})"
+    processes = sizes[0] if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+    return f"{ranks.world_size} = {nodes} x {processes}"
 
 
 def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> list[str]:
@@ -74,25 +71,22 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
     return lines
 
 
-def about_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> list[str]:
-    """Which optimizer updates which parameters (all ranks)."""
-    return [f"optim:   {optim.describe_updates(model, optimizers, mesh)}"]
-
-
 def about_step(config: dict, reader: Reader) -> list[str]:
-    """The sequences of a step."""
+    """The sequences of a step, and a warning if ranks have nothing to compute."""
     share, length = reader.share, reader.block_size
     tokens = share.sequences * length
     rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
     rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
-    padding = f" ({count_text(share.padding(), 'row')} of padding)" if share.padding() else ""
     rows += " row" if rows == "1" else " rows"
+    padding = f" ({count_text(share.padding(), 'row')} of padding)" if share.padding() else ""
     lines = [
         f"step:    {count_text(share.sequences, 'sequence')} x {length} = {tokens:,} tokens, on each "
         f"rank {count_text(share.micro_steps, 'micro-step')} x {rows}{padding}"
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")
+    if unused := about_unused_ranks(share, reader.plan.batch_size, reader.plan.pp):
+        lines.append(f"warning: {unused}")
     return lines
 
 
@@ -118,9 +112,3 @@ def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> list[str]:
     if torch_import.NOTE:
         lines.append(f"threads: {torch_import.NOTE}")
     return lines
-
-
-def warnings(reader: Reader) -> list[str]:
-    """A warning if ranks have nothing to compute."""
-    unused = about_unused_ranks(reader.share, reader.plan.batch_size, reader.plan.pp)
-    return [f"warning: {unused}"] if unused else []

@@ -7,19 +7,19 @@ from isogpt.common.files import REPOSITORY
 from isogpt.launch.process_group import Ranks
 
 PATIENCE_S = 5.0  # seconds that a start waits for git: a repository on a network file system can be slow
-# one command prints the commit and the changed files. It neither writes to the repository nor starts a daemon
-STATUS = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(REPOSITORY), "status")
-OPTIONS = ("--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no")
-COMMIT = "# branch.oid "  # the beginning of the line with the commit
+# neither writes to the repository nor starts a daemon
+OPTIONS = ("--no-optional-locks", "-c", "core.fsmonitor=false")
+DESCRIBE = ("describe", "--always", "--exclude=*", "--abbrev=64", "--dirty")  # the commit, not a tag
 
 
 def ask_git(ranks: Ranks) -> subprocess.Popen | None:
     """Start git, which runs while the run starts; None on ranks other than 0, and without git."""
     if not ranks.is_main:
         return None
+    command = ["git", *OPTIONS, "-C", str(REPOSITORY), *DESCRIBE]
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with suppress(OSError):
-        return subprocess.Popen([*STATUS, *OPTIONS], text=True, errors="replace", **pipes)
+        return subprocess.Popen(command, text=True, errors="replace", **pipes)
     return None
 
 
@@ -34,8 +34,5 @@ def code_version(git: subprocess.Popen | None) -> dict:
             output, _ = git.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             git.kill()
-            git.communicate()
-    lines = output.splitlines()
-    commits = [line.removeprefix(COMMIT) for line in lines if line.startswith(COMMIT)]
-    commit = "".join(commits).replace("(initial)", "")  # of a repository without a commit
-    return {"commit": commit, "changed": any(not line.startswith("# ") for line in lines)}
+    name = output.strip()
+    return {"commit": name.removesuffix("-dirty"), "changed": name.endswith("-dirty")}

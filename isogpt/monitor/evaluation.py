@@ -52,9 +52,10 @@ class Evaluator:
             return
         losses = self.means(sums)
         self.state.progress.evaluated(self.reader.data.val_loss(losses))
-        is_exact = self.reader.plan.exact
-        digest = weights_digest(self.state.model, self.reader.mesh) if is_exact else ""
-        self.report.evaluation(evaluation_values(losses, self.reader.data), digest)
+        values = evaluation_values(losses, self.reader.data)
+        if self.reader.plan.exact:
+            values["weights"] = weights_digest(self.state.model, self.reader.mesh)
+        self.report.evaluation(values)
 
     @torch.no_grad()
     def sum_losses(self) -> dict[str, Tensor | float]:

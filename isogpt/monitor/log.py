@@ -31,9 +31,7 @@ class Logger:
     - an evaluation, which alone contains val_loss;
     - the statistics of a step's layers: iter and statistics, {kind: {name: number}}. This record is written
       after the step's record or before it, and before those of later steps;
-    - an event: event (its name), iter and facts, with a sentence for the user, or "". After a rollback, a
-      sink removes what it contains of the step `to` and later ones, which will be repeated. A sink whose
-      files outlive a run does the same when it is constructed;
+    - an event: event (its name), iter and facts, with a sentence for the user, or "";
     - a line for the user: the record is empty.
 
     A sink that raises an exception loses the record, and gets the next one, so that a full disk or a service
@@ -50,18 +48,20 @@ class Logger:
 
     def write(self, record: dict, text: str = "") -> None:
         """Pass a record and its line for the user to all sinks."""
-        failures = {}
         for sink in self.sinks:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                failures[type(sink).__name__] = reason_of(e)
-        for name, reason in failures.items():
-            if name not in self.failed_sinks:
-                self.failed_sinks.add(name)
-                text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
-                console.print_to_stderr(text)
-                self.event("sink_failed", sink=name, reason=reason)
+                self.sink_failed(type(sink).__name__, reason_of(e))
+
+    def sink_failed(self, name: str, reason: str) -> None:
+        """Report the first failure of a sink."""
+        if name in self.failed_sinks:
+            return
+        self.failed_sinks.add(name)
+        text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
+        console.print_to_stderr(text)
+        self.event("sink_failed", sink=name, reason=reason)
 
     def print(self, text: str) -> None:
         """Report a line for the user."""
@@ -91,10 +91,14 @@ class Logger:
                 check_tensorboard()
         if config["wandb_log"]:
             what = "has started wandb: if this does not end, set WANDB_MODE=offline or --wandb_log=False"
-            service = do_together(start_wandb, config, self.progress.wandb_id, has_done=what)
-            if service:
-                self.progress.wandb_id = service.run.id
-                self.insert(service)
+            do_together(self.start_wandb, config, has_done=what)
+
+    def start_wandb(self, config: dict) -> None:
+        """Start wandb on rank 0."""
+        if is_main():
+            service = Wandb(config, self.progress.wandb_id)
+            self.progress.wandb_id = service.run_id
+            self.insert(service)
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
@@ -105,33 +109,23 @@ class Logger:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
             data: of the validation losses.
         """
-        for sink in do_together(open_sinks, config, self.progress, owner, data):
-            self.insert(sink)
+        out_dir = config["out_dir"]
+        with exit_together():
+            if is_main():
+                result = Result(out_dir, self.progress, data, owner)
+                if owner:
+                    self.insert(MetricsFile(out_dir, owner))
+                self.insert(result)  # before the plot, for which a stopped run may lack the time
+                if owner:
+                    self.insert(Plot(out_dir))
+                if owner and config["tensorboard_log"]:
+                    self.insert(TensorBoard(out_dir, self.progress))
+                if config["print_result"]:
+                    self.insert(ResultLine(result))
 
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
         self.sinks.insert(len(self.sinks) - 1, sink)
-
-
-def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
-    """Start wandb on rank 0."""
-    return Wandb(config, run_id) if is_main() else None
-
-
-def open_sinks(config: dict, progress: Progress, owner: str, data: Dataset) -> list[Any]:
-    """
-    Return the sinks that write to the run's folder, if there is an owner, and print the result (rank 0).
-    """
-    if not is_main() or not (owner or config["print_result"]):
-        return []
-    out_dir, step = config["out_dir"], progress.step
-    files = [MetricsFile(config, step, owner)] if owner else []
-    result = Result(out_dir, progress, data, owner)
-    pictures = [Plot(out_dir, step)] if owner else []
-    if owner and config["tensorboard_log"]:
-        pictures.append(TensorBoard(out_dir, step))
-    # the result is written before the plot, for which a stopped run may lack the time, and printed after it
-    return [*files, result, *pictures, *([ResultLine(result)] if config["print_result"] else [])]
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:

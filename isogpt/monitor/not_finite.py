@@ -1,4 +1,4 @@
-"""The policy for steps whose loss or gradient is not finite: skip the step, roll back, or stop."""
+"""The policy for steps whose loss or gradient is not finite: skip the step, or stop."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,19 +7,19 @@ from functools import partial
 import numpy as np
 import torch.nn as nn
 
+from isogpt.checkpoint.folder import RunFolder, exclude_steps
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import RANKS_SHOWN, ranks_text, shortened
-from isogpt.data.reader import Batches, Reader
+from isogpt.data.reader import Reader
 from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.log import Logger
 from isogpt.monitor.spikes import SpikePolicy
 from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.step_numbers import StepNumbers
 
-PATIENCE = 3  # consecutive steps that are not finite until a rollback
-MAX_ROLLBACKS = 2
+PATIENCE = 3  # consecutive steps that are not finite until the run ends
 
 
 @dataclass
@@ -31,8 +31,7 @@ class NanPolicy:
 
     on_nan: str  # stop or skip
     spikes: SpikePolicy
-    not_finite: list[int] = field(default_factory=list)  # the steps since the last finite step or rollback
-    rollbacks: int = 0
+    not_finite: list[int] = field(default_factory=list)  # the steps since the last finite step
 
     def takes(self, numbers: StepNumbers, step: int) -> bool:
         """
@@ -50,21 +49,17 @@ class NanPolicy:
         self.not_finite = []
         return self.spikes.takes(numbers, step) if is_finite else True
 
-    def decide(self) -> str:
-        """Return what follows a step that is not taken: skip the step, roll back, or stop."""
-        if self.on_nan == "stop":
-            return "stop"
-        if len(self.not_finite) < PATIENCE:
-            return "skip"
-        return "roll back" if self.rollbacks < MAX_ROLLBACKS else "stop"
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run ends after a step that is not finite."""
+        return self.on_nan == "stop" or len(self.not_finite) == PATIENCE
 
     def recover(
         self, numbers: StepNumbers, state: TrainState, reader: Reader, saver: Saver, logger: Logger
-    ) -> Batches:
+    ) -> None:
         """
-        Report a step that is not finite, while the gradients are still there. Then skip the step, or go back
-        to the last checkpoint and exclude the steps that were not finite, or exit with a message (all ranks).
-        A spike, which `takes` has reported, is skipped. Returns the batches to continue with.
+        Report a step that is not finite, while the gradients are still there. Then skip the step, or exit
+        with a message (all ranks). A spike, which `takes` has reported, is skipped.
 
         If the step is not finite because a rank could not read its data, the state before the step is saved,
         and the run exits with a message.
@@ -73,42 +68,34 @@ class NanPolicy:
         with exit_together(partial(saver.save_and_fail, state)):
             if reader.problems:
                 raise reader.problems[0]
-        if numbers.is_finite:  # a spike
-            return skip_step(state, reader)
-        decision = self.decide()
-        problem, facts = describe_not_finite(state.step, numbers, state.model, reader)
-        text = f"warning: {problem}: the step is skipped" if decision == "skip" else ""
-        logger.event("not_finite", text, **facts)
-        batches = skip_step(state, reader)
-        if decision == "stop":
-            saver.wait()  # a checkpoint may be under way
-            with exit_together(logger.failed):
-                if is_main():  # rank 0 prints the message
-                    raise ValueError(f"{problem}; {self.advice(is_run(str(saver.run_folder.path)))}")
-        if decision == "roll back":
-            saver.roll_back(state, problem)
-            state.progress.skipped.update(self.not_finite)
-            self.rollbacks += 1
-            text = f"warning: {len(self.not_finite)} steps were not finite: rolled back to step {state.step}"
-            text += f", excluding {self.not_finite}"
-            excluded = sorted(state.progress.skipped)
-            logger.event("rollback", text, to=state.step, left_out=excluded, rollback=self.rollbacks)
-            self.not_finite = []
-            batches = reader.train(state.step, state.progress.position, state.progress.skipped)
-        return batches
+        if not numbers.is_finite:  # else it is a spike
+            problem, facts = describe_not_finite(state.step, numbers, state.model, reader)
+            text = "" if self.must_stop else f"warning: {problem}: the step is skipped"
+            logger.event("not_finite", text, **facts)
+            if self.must_stop:
+                saver.wait()  # a checkpoint may be under way
+                with exit_together(logger.failed):
+                    if is_main():  # rank 0 prints the message
+                        raise ValueError(
+                            f"{problem}; {self.advice(state.progress.excluded, saver.run_folder)}"
+                        )
+        state.progress.skip()
+        state.model.reset_routing(reader.device)  # the routers' sums contain the step's, perhaps not finite
 
-    def advice(self, can_resume: bool) -> str:
-        """Return what a user can do when the run ends."""
-        command = "Resume with --init_from=resume and" if can_resume else "Start again with"
+    def advice(self, excluded: set[int], folder: RunFolder) -> str:
+        """
+        Return what a user can do when the run ends, after steps that were skipped and are not finite either
+        have been excluded from each resume.
+        """
+        has_checkpoint = is_run(str(folder.path))
+        advice = "the step was not taken and no checkpoint was lost. "
+        if has_checkpoint and self.on_nan == "skip":
+            exclude_steps(folder, excluded.union(self.not_finite))
+            left_out = ", ".join(map(str, self.not_finite))
+            advice += f"Each resume leaves out steps {left_out}. "
+        command = "Resume with --init_from=resume and" if has_checkpoint else "Start again with"
         skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
-        return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
-
-
-def skip_step(state: TrainState, reader: Reader) -> Batches:
-    """Leave out a step that the optimizers have not taken; returns the batches to continue with."""
-    state.progress.skip()
-    state.model.reset_routing(reader.device)  # the routers' sums contain the step's, perhaps not finite
-    return reader.train(state.step, state.progress.position, state.progress.skipped)
+        return f"{advice}{command} a lower --learning_rate{skip}"
 
 
 def describe_not_finite(

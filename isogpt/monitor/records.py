@@ -1,13 +1,12 @@
 """The records of metrics.jsonl and the lines of the console."""
 
-import json
 import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.common.console import duration
+from isogpt.common.console import duration, shortened
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.training.step_numbers import StepNumbers
 
@@ -35,11 +34,6 @@ class Means:
         return means
 
 
-def as_json(record: dict) -> dict:
-    """Return the record with nan and infinity as the strings 'nan' and 'inf', since JSON has neither."""
-    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
-
-
 def step_record(
     progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
 ) -> dict:
@@ -50,23 +44,21 @@ def step_record(
     Args:
         numbers: tensors (world_size,).
     """
-    mean = StepNumbers(*(values.mean().item() for values in numbers))
-    most = StepNumbers(*(values.max().item() for values in numbers))
-    step_s = mean.step_ms / 1e3
-    return {
+    step_s = numbers.step_ms.mean().item() / 1e3
+    record = {
         "iter": progress.step,
-        "loss": mean.loss,
+        "loss": numbers.loss.mean().item(),
         "grad_norm": numbers.grad_norm.item(),
         "lr": lr,
-        "step_ms": mean.step_ms,
-        "step_ms_max": most.step_ms,
-        "data_ms": mean.data_ms,
-        "data_ms_max": most.data_ms,
-        "memory_gb": mean.memory_gb,
-        "memory_gb_max": most.memory_gb,
+    }
+    for name in ("step_ms", "data_ms", "memory_gb"):
+        values = getattr(numbers, name)
+        record |= {name: values.mean().item(), f"{name}_max": values.max().item()}
+    return record | {
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": fraction_of_peak(flops_per_step / step_s, peak_flops),
         "tokens": progress.tokens + progress.tokens_per_step,
+        "seconds": progress.seconds,
     }
 
 
@@ -110,7 +102,9 @@ def chart_values(record: dict) -> dict:
         kinds = record["statistics"].items()
         values = {f"{kind}/{name}": value for kind, named in kinds for name, value in named.items()}
         return values | {"iter": record["iter"]}
-    values = {chart_name(name): value for name, value in record.items()}
+    # the tokens and the seconds of an evaluation are in the record of the step with the same iter, too
+    left_out = ("tokens", "seconds") if "val_loss" in record else ()
+    values = {chart_name(name): value for name, value in record.items() if name not in left_out}
     if values.get("mfu"):
         values["mfu"] *= 100
     return values
@@ -154,34 +148,34 @@ def evaluation_line(record: dict) -> str:
     line = f"step {record['iter']}: train loss {record['train_loss']:.4f}, val loss {record['val_loss']:.4f}"
     if "val_bpb" in record:
         line += f", {record['val_bpb']:.4f} bits per byte"
-    further = {
-        name.partition("/")[2]: value for name, value in record.items() if name.startswith("val_loss/")
-    }
-    return line + "".join(f", {name} loss {value:.4f}" for name, value in further.items())
+    for name, value in record.items():
+        if name.startswith("val_loss/"):
+            line += f", {name.removeprefix('val_loss/')} loss {value:.4f}"
+    return line
 
 
 def step_line(record: dict) -> str:
     """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
-    left = "" if record["left_s"] is None else f", {duration(record['left_s'])} left"
-    waiting = f", {text}" if (text := waiting_text(record)) else ""
-    mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
-    return (
-        f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
-        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr "
-        f"{record['lr']:.1e}, data "
-        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB{left}{waiting}"
-        f"{routing_text(record) if 'dead_experts' in record else ''}"
-    )
+    mfu = "n/a" if record["mfu"] is None else f"{record['mfu'] * 100:.2f}%"
+    parts = [
+        f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}",
+        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.1e}, data {record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB",
+    ]
+    if record["left_s"] is not None:
+        parts.append(f"{duration(record['left_s'])} left")
+    if waiting := waiting_text(record):
+        parts.append(waiting)
+    if "dead_experts" in record:
+        parts.append(routing_text(record))
+    return ", ".join(parts)
 
 
 def routing_text(record: dict) -> str:
     """Return the end of the line of a step with experts."""
     least, mean, most = (record[f"expert_tokens_{name}"] for name in ("min", "mean", "max"))
-    text = (
-        f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy "
-        f"{record['router_entropy']:.2f}"
-    )
-    if not (dead := record["dead_experts"]):
-        return text
-    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
-    return f"{text}, dead experts (layer.expert): {', '.join(dead[:3])}{more}"
+    text = f"tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}"
+    text += f", entropy {record['router_entropy']:.2f}"
+    if dead := record["dead_experts"]:
+        text += f", dead experts (layer.expert): {shortened(dead)}"
+    return text

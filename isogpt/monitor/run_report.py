@@ -9,22 +9,13 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.common.console import count_text, duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
-from isogpt.monitor import banner
+from isogpt.monitor import banner, records
 from isogpt.monitor.anomalies import Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
-from isogpt.monitor.records import (
-    SLOW_STEPS,
-    Means,
-    routing_record,
-    step_record,
-    waiting_percent,
-    waiting_text,
-)
-from isogpt.monitor.signals import Stop
-from isogpt.monitor.statistics import LayerStatistics
+from isogpt.monitor.records import SLOW_STEPS, Means
 from isogpt.parallel.compilation import compile_report
-from isogpt.speed.clock import Clock, over_ranks
+from isogpt.speed.clock import over_ranks
 from isogpt.speed.devices import Peak
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
@@ -48,9 +39,7 @@ class RunReport:
     log_interval: int
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
-    statistics: LayerStatistics
-    steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
-    began: float = field(default_factory=time.perf_counter)
+    steps_taken: int = 0  # by this process
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
@@ -59,59 +48,51 @@ class RunReport:
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
+        self.progress.began = time.perf_counter()
 
-    def evaluation(self, values: dict[str, float], digest: str = "") -> None:
-        """
-        Report an evaluation, with its evaluation_values and the digest of the weights if there is one.
-        """
-        self.write_statistics()
-        record = {"iter": self.progress.step, **values}
-        self.logger.write(record | ({"weights": digest} if digest else {}))
+    def evaluation(self, values: dict[str, float | str]) -> None:
+        """Report an evaluation: its losses, and with exact the digest of the weights."""
+        p = self.progress
+        self.logger.write({"iter": p.step, "tokens": p.tokens, "seconds": p.seconds, **values})
 
-    def step(self, numbers: StepNumbers, lr: float) -> dict | None:
-        """
-        Return the record of a step that is logged; None for other steps, and on ranks other than 0. Reports a
-        slow rank if there is one (all ranks).
-        """
+    def step(self, numbers: StepNumbers, lr: float) -> None:
+        """Report a step that was taken, if it is logged, and what is wrong with it (all ranks)."""
         self.steps_taken += 1
-        self.write_statistics()
-        if self.progress.step % self.log_interval == 0:
+        is_logged = self.progress.step % self.log_interval == 0
+        if is_logged:
             self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
         if not self.ranks.is_main:
-            return None
+            return
         if self.steps_taken == 1 and (report := compile_report()):
             self.logger.print(report)
         if self.steps_taken == SLOW_STEPS:
             self.at_full_speed = time.perf_counter()
         if self.overflows.seen(bool(numbers.is_finite)):
             self.overflowed(numbers.loss_scale.max().item())
-        waiting = waiting_percent(numbers)
+        waiting = records.waiting_percent(numbers)
         self.throughout.add(waiting)
         self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
-        if self.progress.step % self.log_interval:
-            return None
-        record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak.flops)
+        if is_logged:
+            self.look_for_slow_ranks(numbers)
+            self.logger.write(self.record(numbers, lr))
+
+    def record(self, numbers: StepNumbers, lr: float) -> dict:
+        """Return the record of a step that is logged."""
+        record = records.step_record(self.progress, numbers, lr, self.flops_per_step, self.peak.flops)
+        self.progress.totals.add(record, is_timed=self.steps_taken > SLOW_STEPS)
         record["gpu_percent"] = utilization(self.ranks.device)
         record |= self.since_log.read()
         if self.meter.routing is not None:
-            record |= routing_record(self.meter.routing, self.progress.tokens_per_step)
-        record["left_s"] = self.seconds_left()
-        self.look_for_slow_ranks(numbers)
-        return record
-
-    def write_statistics(self) -> None:
-        """Write the statistics of layers that have arrived, before the records of later steps."""
-        for record in self.statistics.records(self.progress.step):
-            self.logger.write(record)
+            record |= records.routing_record(self.meter.routing, self.progress.tokens_per_step)
+        return record | {"left_s": self.seconds_left()}
 
     def check_peak(self, flops_per_s: float) -> None:
         """Measure the peak again if a step was faster: the machine was then busy at the start (all ranks)."""
-        if not self.peak.is_doubtful(flops_per_s):
-            return
-        self.meter.clock.pause()  # not a part of a step
-        self.peak.measure()
-        text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
-        self.logger.event("peak", text, peak_flops=self.peak.flops)
+        if self.peak.is_doubtful(flops_per_s):
+            self.meter.clock.pause()  # not a part of a step
+            self.peak.measure()
+            text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
+            self.logger.event("peak", text, peak_flops=self.peak.flops)
 
     def seconds_left(self) -> float | None:
         """
@@ -135,11 +116,11 @@ class RunReport:
     def look_for_slow_ranks(self, numbers: StepNumbers) -> None:
         """Report slow ranks."""
         columns = {
-            "forward ms": numbers.forward_ms,
-            "data wait ms": numbers.data_ms,
-            "memory GB": numbers.memory_gb,
+            "forward ms": numbers.forward_ms.numpy(),
+            "data wait ms": numbers.data_ms.numpy(),
+            "memory GB": numbers.memory_gb.numpy(),
         }
-        for slow in self.slow_ranks.seen({name: values.numpy() for name, values in columns.items()}):
+        for slow in self.slow_ranks.seen(columns):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
     def is_stopped(self) -> bool:
@@ -150,38 +131,37 @@ class RunReport:
         """Report the end of training, and advice for the user; nothing if no step was taken."""
         if not self.steps_taken:
             return
-        self.write_statistics()
-        p, took = self.progress, duration(time.perf_counter() - self.began)
-        best = last = ""
+        if waiting := records.waiting_text(self.throughout.read()):
+            self.logger.print(waiting)
+        p, took = self.progress, duration(time.perf_counter() - self.progress.began)
+        verb = "stopped" if self.is_stopped() else "done"
+        text = f"{verb}: {count_text(self.steps_taken, 'step')} in {took}"
         # a loss that is as low as the best to the last digit is not repeated
         if p.val_loss is not None and f"{p.val_loss:.4f}" != f"{p.best_val_loss:.4f}":
-            last = f", val loss {p.val_loss:.4f}"
+            text += f", val loss {p.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
-            best = f", best val loss {p.best_val_loss:.4f}{at_step}"
+            text += f", best val loss {p.best_val_loss:.4f}{at_step}"
             if bits := self.meter.reader.data.bits_per_byte(p.best_val_loss):
-                best += f", {bits:.4f} bits per byte"
-        if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
-            self.logger.print(text)
-        verb = "stopped" if self.is_stopped() else "done"
-        self.logger.print(f"{verb}: {count_text(self.steps_taken, 'step')} in {took}{last}{best}")
+                text += f", {bits:.4f} bits per byte"
+        self.logger.print(text)
         if advice:
             self.logger.print(advice)
 
-    def end(self, out_dir: str, stop: Stop, clock: Clock, weights: str | None) -> None:
+    def end(self, out_dir: str, weights: str | None) -> None:
         """
         Report the end of the run, or that it stopped early, and close the sinks (all ranks).
 
         Args:
             weights: the digest of the final weights; None: not known.
         """
-        spans_ms = over_ranks(gather_objects(clock.medians()))
-        if self.is_stopped():
-            hint = "there is no checkpoint to resume"
-            if is_run(out_dir):
-                hint = "resume with --init_from=resume or auto"
-            text = f"stopped on request before step {self.progress.step}: {hint}"
-            facts = {"signal": stop.agreed, "reason": stop.reason()}
-            self.logger.event("preempted", text, spans_ms=spans_ms, weights=weights, **facts)
-        else:
-            self.logger.event("end", spans_ms=spans_ms, weights=weights)
+        stop, medians = self.meter.stop, gather_objects(self.meter.clock.medians())
+        facts = {"spans_ms": over_ranks(medians), "weights": weights}
+        if not self.is_stopped():
+            self.logger.event("end", **facts)
+            return
+        hint = "there is no checkpoint to resume"
+        if is_run(out_dir):
+            hint = "resume with --init_from=resume or auto"
+        text = f"stopped on request before step {self.progress.step}: {hint}"
+        self.logger.event("preempted", text, signal=stop.agreed, reason=stop.reason(), **facts)

@@ -37,12 +37,11 @@ class Sampler:
     """
 
     tokenizer: Tokenizer | None  # None on other ranks
-    prompt: list[int]
     seed: int
 
     def write(self, model: nn.Module, autocast: AbstractContextManager) -> str:
         """
-        Return a sample with the prompt. The other ranks wait at their next collective until it is written.
+        Return a sample. The other ranks wait at their next collective until it is written.
 
         Args:
             model: a GPT, which is not changed.
@@ -55,7 +54,7 @@ class Sampler:
         twin.load_state_dict(model.state_dict(), assign=True)
         twin.tie_weights()
         twin.eval()
-        idx = torch.tensor([self.prompt], device=device)  # (1, T)
+        idx = torch.tensor([prompt_of(self.tokenizer)], device=device)  # (1, T)
         with autocast:
             ids = twin.generate(idx, TOKENS, 0.8, 200, vocab_size=self.tokenizer.n_ids, seed=self.seed)
         return self.tokenizer.decode(ids[0].tolist())
@@ -81,13 +80,11 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
             console.print_line(f"note:    {problem}")
         return None
     with exit_together():
-        if ranks.is_main:
-            try:
-                tokenizer = load_tokenizer(vocabulary)
-            except ValueError as e:
-                raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
-            return Sampler(tokenizer, prompt_of(tokenizer), config["seed"])
-    return Sampler(None, [], config["seed"])
+        try:
+            tokenizer = load_tokenizer(vocabulary) if ranks.is_main else None
+        except ValueError as e:
+            raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
+    return Sampler(tokenizer, config["seed"])
 
 
 def prompt_of(tokenizer: Tokenizer) -> list[int]:

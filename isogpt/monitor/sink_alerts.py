@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from contextlib import suppress
 
+from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
-from isogpt.monitor.records import as_json
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
-FINAL = ("end", "preempted", "failed")  # the commands get time to finish before the process exits
-FINAL_S = 10  # seconds after which they are ended
+FINAL = ("end", "preempted", "failed")  # after these, the process exits
+LIMIT_S = 10  # seconds that a command may take
 
 
 class Alerts:
@@ -24,35 +22,34 @@ class Alerts:
 
     def __init__(self, config: dict) -> None:
         self.command, self.out_dir = config["alert_command"], config["out_dir"]
-        self.running: list[tuple[subprocess.Popen, threading.Thread]] = []
+        self.threads: list[threading.Thread] = []
 
     def write(self, record: dict, text: str) -> None:
-        """Pass an event to the command."""
+        """Pass an event to the command, in a thread; at the end of the run, wait for all commands."""
         if not self.command or "event" not in record or record["event"] in QUIET:
             return
-        process = subprocess.Popen(
-            self.command,
-            shell=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # an endless output would fill the disk of the run's log
-            text=True,
-            env=environment_without_launcher(),
-            start_new_session=True,  # a process group, which can be ended
-        )
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
-        # a thread, so that a command that does not read its input cannot block the run; it also reaps the
-        # process
-        thread = threading.Thread(target=process.communicate, args=(line,), daemon=True)
+        thread = threading.Thread(target=run_command, args=(self.command, line), daemon=True)
         thread.start()
-        self.running = [pair for pair in self.running if pair[1].is_alive()] + [(process, thread)]
+        self.threads = [other for other in self.threads if other.is_alive()] + [thread]
         if record["event"] in FINAL:
-            self.end()
+            for thread in self.threads:
+                thread.join()
 
-    def end(self) -> None:
-        """Wait for the commands for up to FINAL_S, and end those that still run: nobody else would."""
-        deadline = time.monotonic() + FINAL_S
-        for process, thread in self.running:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+
+def run_command(command: str, line: str) -> None:
+    """Run a command for up to LIMIT_S; then it is killed, with what it has started."""
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # an endless output would fill the disk of the run's log
+        text=True,
+        env=environment_without_launcher(),
+        start_new_session=True,  # a process group, which can be killed
+    )
+    try:
+        process.communicate(line, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

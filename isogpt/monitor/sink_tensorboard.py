@@ -1,14 +1,10 @@
 """TensorBoard: the steps and the evaluations."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from isogpt.checkpoint.progress import Progress
 from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
-from isogpt.monitor.sink_metrics import METRICS, evaluation_at
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 def check_tensorboard() -> None:
@@ -21,50 +17,37 @@ class TensorBoard:
     """
     Writes the numbers of steps and evaluations to the folder `tensorboard` in the run's folder.
 
-    metrics.jsonl must already have been cut back to the step. After an error, such as a full disk, the next
-    evaluation begins a new file, because SummaryWriter's thread prints the error and ends.
+    After an error, such as a full disk, the next evaluation begins a new file, because SummaryWriter's thread
+    prints the error and ends.
+
+    Args:
+        progress: the run's, at the step at which it continues.
     """
 
-    def __init__(self, out_dir: str, step: int) -> None:
-        self.out_dir = Path(out_dir)
-        self.open(step)
+    def __init__(self, out_dir: str, progress: Progress) -> None:
+        self.folder = Path(out_dir, "tensorboard")
+        self.open(purge_step=progress.step)  # readers then ignore what earlier files contain from there on
+        if progress.val_loss is not None:  # of the state before this step, which need not be evaluated again
+            self.writer.add_scalar("val/loss", progress.val_loss, progress.step)
 
-    def open(self, step: int) -> None:
-        """
-        Begin a new file. Readers then ignore what earlier files contain of this and later steps.
-
-        An evaluation of this step is written again if metrics.jsonl still contains it, because it will not be
-        repeated.
-        """
-        self.writer = self.begin_file(purge_step=step)
-        if evaluation := evaluation_at(self.out_dir / METRICS, step):
-            self.add(evaluation)
-
-    def begin_file(self, purge_step: int | None = None) -> "SummaryWriter":
+    def open(self, purge_step: int | None = None) -> None:
         """Begin a new file, which replaces what earlier files contain from purge_step on."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self.out_dir / "tensorboard", purge_step=purge_step)
+        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
 
     def write(self, record: dict, text: str) -> None:
         """Write the values of a record that are numbers."""
         if not self.writer:
-            if "val_loss" not in record and record.get("event") != "rollback":
+            if "val_loss" not in record:
                 return
-            self.writer = self.begin_file()
+            self.open()
         try:
-            self.add(record)
+            for name, value in chart_values(record).items():
+                if name != "iter" and isinstance(value, int | float):
+                    self.writer.add_scalar(name, value, record["iter"])
+            if record.get("event") in CLOSING:
+                self.writer.close()
         except Exception:
             self.writer = None
             raise
-
-    def add(self, record: dict) -> None:
-        """`write` to the open file."""
-        for name, value in chart_values(record).items():
-            if name != "iter" and isinstance(value, int | float):
-                self.writer.add_scalar(name, value, record["iter"])
-        event = record.get("event")
-        if event == "rollback" or event in CLOSING:
-            self.writer.close()
-        if event == "rollback":
-            self.open(record["to"])

@@ -29,7 +29,8 @@ class Wandb:
 
     def __init__(self, config: dict, run_id: str | None) -> None:
         self.config = config
-        self.run = start_run(config, run_id)
+        self.run = start_run(config, run_id)  # None: its process is gone
+        self.run_id = self.run.id
         self.records: Queue[dict] = Queue(WAITING)
         self.failure: Exception | None = None  # the last one that `write` has not raised
         self.thread = threading.Thread(target=self.send, daemon=True, name="wandb")
@@ -52,21 +53,17 @@ class Wandb:
 
     def send(self) -> None:
         """Send the numbers of records (in the thread). wandb keeps the first of two values for a step."""
-        is_lost, is_last = False, False
-        while not is_last:
+        record = {}
+        while record.get("event") not in CLOSING:
             record = self.records.get()
-            is_last = record.get("event") in CLOSING
             try:
-                if is_lost:
-                    self.run = restart_run(self.config, self.run.id)
-                    is_lost = False
+                self.run = self.run or restart_run(self.config, self.run_id)
                 if values := chart_values(record):
                     self.run.log(values, step=record["iter"])
-                if is_last:
+                if record.get("event") in CLOSING:
                     self.run.finish()
             except Exception as e:  # Exception is the only common base class of wandb's errors
-                is_lost = True
-                self.failure = e
+                self.run, self.failure = None, e
 
 
 def start_run(config: dict, run_id: str | None) -> "Run":
@@ -77,9 +74,6 @@ def start_run(config: dict, run_id: str | None) -> "Run":
     try:
         with needed_by("wandb_log", "wandb"):
             import wandb
-    except ValueError as e:
-        raise ValueError(f"{e}, or set --wandb_log=False") from e
-    try:
         return wandb.init(
             project=config["wandb_project"],
             name=config["wandb_run_name"],
@@ -90,16 +84,8 @@ def start_run(config: dict, run_id: str | None) -> "Run":
         )
     except Exception as e:
         reason = " ".join(str(e).split())
-        raise ValueError(f"wandb cannot start ({reason}): {advice_on(reason)} or --wandb_log=False") from e
-
-
-def advice_on(reason: str) -> str:
-    """What to type if wandb cannot start, besides --wandb_log=False."""
-    if "project name" in reason.lower():
-        return "set a different --wandb_project="
-    if "run id" in reason.lower():
-        return "unset WANDB_RUN_ID,"
-    return "set WANDB_MODE=offline"
+        advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
+        raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
 
 
 def restart_run(config: dict, run_id: str) -> "Run":

@@ -3,12 +3,14 @@ Statistics of the layers: norms of weights, gradients and updates, the size of a
 attention logits. They are the same numbers on any layout, up to rounding, and change no bit of a run.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,12 @@ from torch import Tensor, nn
 
 from isogpt.data.reader import Reader
 from isogpt.launch.together import exit_together, gather_objects, number_dtype
+from isogpt.monitor.log import Logger
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel.compilation import is_compiled
 from isogpt.parallel.data_parallel import reshard
 from isogpt.parallel.gradients import parameters_by_replica_count
-from isogpt.parallel.local_parts import copy_to_cpu, local
-from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.local_parts import local
 from isogpt.parallel.sequence_collectives import gathered
 
 LOGITS_AT_ONCE = 2**24  # attention logits in memory at once, 64 MiB in float32
@@ -31,30 +33,6 @@ def short_name(name: str) -> str:
     """The name of a parameter in a record: transformer.h.3.attn.c_attn.weight becomes 3.attn.c_attn."""
     name = re.sub(r"^h\.(?=\d)", "", name.removeprefix("transformer."))
     return name.removesuffix(".weight")
-
-
-def parts_with_output(model: nn.Module) -> dict[str, nn.Module]:
-    """
-    Return this rank's blocks ("3") and those of their parts that consist of modules, such as attention and
-    MLP ("3.attn").
-    """
-    parts = {}
-    for number, block in model.transformer.h.named_children():
-        parts[number] = block
-        for name, part in block.named_children():
-            if any(True for _ in part.children()):
-                parts[f"{number}.{name}"] = part
-    return parts
-
-
-def parts_with_attention(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of this rank's blocks that may call `attention` of model.Seams."""
-    return {
-        f"{number}.{name}".rstrip("."): module
-        for number, block in model.transformer.h.named_children()
-        for name, module in block.named_modules()
-        if hasattr(module, "seams")
-    }
 
 
 @dataclass
@@ -118,14 +96,20 @@ def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor
 
 @contextmanager
 def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
-    """In the block, the model's forward passes add to `observed`; they run uncompiled."""
-    parts = parts_with_output(model)
-    hooks = [part.register_forward_hook(partial(observed.add_output, name)) for name, part in parts.items()]
-    seams = []
-    for name, module in parts_with_attention(model).items():
-        seams.append((module, module.seams))
-        attend = partial(observed.attend, name, module.seams.attention)
-        module.seams = replace(module.seams, attention=attend)
+    """
+    In the block, the model's forward passes add to `observed` what its blocks ("3") return, and those of
+    their parts that consist of modules, such as attention ("3.attn"). They run uncompiled.
+    """
+    hooks, seams = [], []
+    for number, block in model.transformer.h.named_children():
+        for path, part in block.named_modules():
+            name = f"{number}.{path}".rstrip(".")
+            if "." not in path and any(True for _ in part.children()):
+                hooks.append(part.register_forward_hook(partial(observed.add_output, name)))
+            if hasattr(part, "seams"):
+                seams.append((part, part.seams))
+                attend = partial(observed.attend, name, part.seams.attention)
+                part.seams = replace(part.seams, attention=attend)
     try:
         # torch.compile would trace the hooks. The import takes a second where nothing is compiled
         with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
@@ -133,29 +117,8 @@ def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for module, before in reversed(seams):  # two names of one module: the first is restored last
-            module.seams = before
-
-
-@dataclass(eq=False)
-class Sums:
-    """
-    A step's numbers over all ranks, which a GPU may not have computed yet.
-
-    Args:
-        copy: what `LayerStatistics.over_ranks` returns, on the CPU once it has arrived.
-        arrived: None: the copy is complete.
-    """
-
-    step: int
-    copy: Tensor
-    arrived: torch.cuda.Event | None
-
-    def read(self) -> Tensor:
-        """Return the numbers. Waits for the GPU if they have not arrived."""
-        if self.arrived and not self.arrived.query():
-            self.arrived.synchronize()
-        return self.copy.double()
+        for part, before in reversed(seams):  # two blocks may share a module: the first is restored last
+            part.seams = before
 
 
 @dataclass
@@ -169,8 +132,7 @@ class LayerStatistics:
     without dropout over `sequences` of the training data, the same in every step.
 
     Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
-    compiled. The host does not wait for a GPU, except once with cpu_offload, because `records` returns what
-    has arrived.
+    compiled. The host waits for the GPU once.
 
     Args:
         model: the model as evaluations call it.
@@ -183,56 +145,53 @@ class LayerStatistics:
     reader: Reader
     sequences: int
     autocast: AbstractContextManager
-    waiting: list[Sums] = field(default_factory=list)
+    logger: Logger
+    names: dict[str, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by kind
 
     def __post_init__(self) -> None:
         if not self.interval:
             return
-        mesh, self.device = self.reader.mesh, self.reader.device
+        mesh, device = self.reader.mesh, self.reader.device
         with exit_together():
             self.batches = [
                 (x, y, (y != IGNORE).any(1)) for x, y in self.reader.evaluation("train", self.sequences)
             ]
-        self.queries, self.keys = positions_of(mesh, self.reader.block_size, self.device)
-        parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
-        held = (list(parameters), list(parts_with_output(self.raw_model)))
-        held += (list(parts_with_attention(self.raw_model)),)
-        # those of all ranks: a stage of a pipeline contains only some
-        lists = zip(*gather_objects(held), strict=True)
-        self.names, self.outputs, self.attentions = (list(dict.fromkeys(chain(*names))) for names in lists)
-        self.parameters = list(parameters.values())
-        self.places = torch.tensor([self.names.index(name) for name in parameters], device=self.device)
+        self.group, length = mesh.group("cp"), self.reader.block_size
+        self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
+        self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
+        self.parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
         groups = parameters_by_replica_count(self.raw_model, mesh)
         copies = {p: n for n, params in groups.items() for p in params}
         self.copies = torch.tensor(
-            [copies[p] for p in self.parameters], dtype=number_dtype(self.device), device=self.device
+            [copies[p] for p in self.parameters.values()], dtype=number_dtype(device), device=device
         )
 
     @contextmanager
     def of_update(self, step: int) -> Iterator[None]:
-        """Measure the layers before the block, and the update that is made in the block (all ranks)."""
+        """
+        Measure the layers before the block, and the update that is made in the block, and write the record
+        (all ranks).
+        """
         if not self.interval or step % self.interval:
             yield
             return
         observed = self.observe()
-        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in self.parameters]
-        squares = [self.squares(self.weights()), self.squares([local(grad) for grad in grads])]
+        grads = [p.new_zeros(()) if p.grad is None else local(p.grad) for p in self.parameters.values()]
+        squares = {"weight_norm": self.squares(self.weights()), "grad_norm": self.squares(grads)}
         before = [weight.clone() for weight in self.weights()]
         yield
         torch._foreach_sub_(before, self.weights())
-        squares.append(self.squares(before))
-        sums = copy_to_cpu(self.over_ranks(squares, observed))
-        arrived = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        self.waiting.append(Sums(step, sums, arrived))
+        squares["update_norm"] = self.squares(before)
+        self.logger.write({"iter": step, "statistics": self.over_ranks(squares, observed)})
 
     def weights(self) -> list[Tensor]:
         """This rank's parts of the parameters."""
-        return [local(p.detach()) for p in self.parameters]
+        return [local(p.detach()) for p in self.parameters.values()]
 
     @torch.no_grad()
     def observe(self) -> Observed:
         """Run the forward pass over this rank's sequences (all ranks)."""
-        observed = Observed(self.queries, self.keys, self.reader.mesh.group("cp"))
+        observed = Observed(self.queries, self.keys, self.group)
         self.model.eval()
         with observing(self.raw_model, observed), self.autocast:
             for x, y, is_read in self.batches:
@@ -240,75 +199,42 @@ class LayerStatistics:
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)
-        if self.device.type == "cuda" and self.weights()[0].device.type == "cpu":
-            # with cpu_offload, the update must not change weights that are still being copied to the GPU
+        if self.queries.is_cuda:  # with cpu_offload, the update must not change weights that are being copied
             torch.cuda.current_stream().synchronize()
         return observed
 
     @torch.no_grad()
-    def squares(self, tensors: list[Tensor]) -> Tensor:
-        """This rank's share of the squared norms of all parameters, in the order of `names`."""
-        norms = torch.stack(torch._foreach_norm(tensors))
-        if norms.device.type != self.device.type:  # cpu_offload; any other copy waits for the GPU
-            norms = norms.pin_memory().to(self.device, non_blocking=True)
-        shares = norms.to(self.copies.dtype).square() / self.copies
-        return shares.new_zeros(len(self.names)).index_copy_(0, self.places, shares)
+    def squares(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the squared norm of each parameter."""
+        norms = torch.stack(torch._foreach_norm(tensors)).to(self.copies)
+        return dict(zip(self.parameters, norms.square() / self.copies, strict=True))
 
-    def over_ranks(self, squares: list[Tensor], observed: Observed) -> Tensor:
+    def over_ranks(self, squares: dict[str, dict[str, Tensor]], observed: Observed) -> dict[str, dict]:
         """
-        Return the numbers of all ranks in two small collectives (all ranks): the sums of the squared norms,
-        of the squares and the counts of the outputs; then the largest logits.
+        Return the statistics, {kind: {name: number}} (all ranks).
+
+        Args:
+            squares: of weights, gradients and updates, by kind.
         """
-        zero = squares[0].new_zeros(2)
-        outputs = torch.stack([observed.outputs.get(name, zero) for name in self.outputs], 1)
-        sums = torch.cat([*squares, outputs.flatten()])
-        largest = sums.new_full((len(self.attentions),), -torch.inf)
-        for place, name in enumerate(self.attentions):
-            if name in observed.logits:
-                largest[place] = observed.logits[name]
+        zero, statistics = self.copies.new_zeros(()), {}
+        for kind, shares in squares.items():
+            sums = self.reduced(kind, shares, zero)
+            statistics[kind] = {name: math.sqrt(square) for name, square in sums.items()}
+        outputs = self.reduced("activation_rms", observed.outputs, self.copies.new_zeros(2))
+        statistics["activation_rms"] = {name: math.sqrt(s / count) for name, (s, count) in outputs.items()}
+        logits = self.reduced("attention_logit", observed.logits, zero - math.inf, dist.ReduceOp.MAX)
+        return statistics | {"attention_logit": logits}
+
+    def reduced(
+        self, kind: str, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> dict[str, Any]:
+        """Reduce the numbers of a kind by name; a rank that has none has the neutral one (all ranks)."""
+        if kind not in self.names:  # a stage of a pipeline has only some
+            self.names[kind] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
+        names = self.names[kind]
+        if not names:
+            return {}
+        table = torch.stack([numbers.get(name, neutral).to(neutral) for name in names])
         if dist.is_initialized():
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return torch.cat((sums, largest))
-
-    def records(self, step: int) -> list[dict]:
-        """
-        Return the records of earlier steps, and on a CPU of this one; steps that a rollback to `step` will
-        repeat are forgotten.
-        """
-        ready = [
-            sums for sums in self.waiting if sums.step < step or (sums.step == step and not sums.arrived)
-        ]
-        self.waiting = [sums for sums in self.waiting if sums.step == step and sums.arrived]
-        return [{"iter": sums.step, "statistics": self.named(sums.read())} for sums in ready]
-
-    def named(self, sums: Tensor) -> dict[str, dict[str, float]]:
-        """Return the statistics by name, from the numbers of all ranks, without parts that were not seen."""
-        n, m = len(self.names), len(self.outputs)
-        norms, outputs, largest = sums.split((3 * n, 2 * m, len(self.attentions)))
-        kinds = zip(
-            ("weight_norm", "grad_norm", "update_norm"), norms.sqrt().view(3, n).tolist(), strict=True
-        )
-        statistics = {kind: dict(zip(self.names, values, strict=True)) for kind, values in kinds}
-        squares, counts = outputs.view(2, m)
-        means = zip(self.outputs, (squares / counts).sqrt().tolist(), counts.tolist(), strict=True)
-        statistics["activation_rms"] = {name: rms for name, rms, count in means if count}
-        statistics["attention_logit"] = {
-            name: logit
-            for name, logit in zip(self.attentions, largest.tolist(), strict=True)
-            if logit > -torch.inf or logit != logit
-        }
-        return statistics
-
-
-def positions_of(mesh: Mesh, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """
-    Return the positions of the queries of this rank, and of the keys of all ranks with which it divides each
-    sequence, in the order of these ranks.
-    """
-    places = torch.arange(length)
-    if mesh.cp == 1:
-        return places.to(device), places.to(device)
-    chunks = places.chunk(2 * mesh.cp)
-    keys = torch.cat([chunks[c] for rank in range(mesh.cp) for c in mesh.chunks(rank)])
-    return mesh.own_positions(length).to(device), keys.to(device)
+            dist.all_reduce(table, how)
+        return dict(zip(names, table.tolist(), strict=True))

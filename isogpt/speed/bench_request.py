@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from isogpt.speed.devices import HARDWARE
+from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.training.settings import report
 
 
@@ -47,10 +47,9 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     swept = {name: values.split(",") for name, _, values in pairs}
 
     problems = []
-    known_cards = (*HARDWARE, "this")
     for card in cards:
-        if card not in known_cards:
-            problems.append(f"hardware is {card!r}; choose from {', '.join(known_cards)}")
+        if card not in (*HARDWARE, "this"):
+            problems.append(f"hardware is {card!r}, which is not known: {KNOWN_CARDS}")
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
         problems.append(f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8")
     problems += problems_of_prediction(c, cards)

@@ -15,9 +15,8 @@ from isogpt.launch.process_group import Ranks
 from isogpt.parallel.plan import Plan
 
 TIMED_ON_CPU = ("data",)  # the CPU waits for data; in the GPU's queue there is nothing to see
-WAITING = "after the last gradient"  # the end of a backward pass, see Clock.find_waiting
-NOT_OF_STEPS = ("evaluation", "save")
-INSIDE_OTHERS = (WAITING, "stages")  # parts of laps
+WAITING = "waiting"  # for other ranks, while nothing is computed: a part of the lap backward or pipeline
+COMMUNICATION = (WAITING, "reduce", "agree")  # which no computation hides
 
 
 class Mark(NamedTuple):
@@ -57,11 +56,11 @@ class Clock:
         self, device: torch.device, nvtx: bool = False, profiler: torch.profiler.profile | None = None
     ) -> None:
         self.on_gpu = device.type == "cuda"
-        self.nvtx = nvtx and self.on_gpu and has_nvtx()
+        self.nvtx = nvtx and self.on_gpu
         self.profiler = profiler
         # for the watchdog: a number that grows with each mark, and what the main thread does
         self.count, self.doing = 0, "the first step"
-        self.finds_waiting = False
+        self.waits_in_pipeline = False
         self.is_in_step = False
         self.began = time.perf_counter()  # when the step began
         self.paused_at: float | None = None
@@ -71,8 +70,7 @@ class Clock:
         self.laps: list[str] = []  # of this step
         self.laps_of_a_step: list[str] = []  # of the step before
         self.spans: dict[str, list[tuple[Mark, Mark]]] = {}  # of this step
-        self.cpu: dict[str, float] = {}  # ms of this step's laps that are timed on the CPU
-        self.pending = deque()  # (spans, cpu) of steps whose events the GPU may not have passed
+        self.pending = deque()  # the spans of steps whose events the GPU may not have passed
         self.steps = deque(maxlen=1000)  # {part: ms} of each step
 
     def pause(self) -> None:
@@ -86,7 +84,7 @@ class Clock:
             self.began += time.perf_counter() - self.paused_at
             self.paused_at = None
         self.is_in_step = True
-        self.laps, self.last_gradient = [], None
+        self.last_gradient = None
         self.begin_lap(self.mark())
 
     def lap(self, name: str) -> None:
@@ -94,11 +92,8 @@ class Clock:
         now = self.mark()
         self.range.close()
         self.laps.append(name)
-        if name in TIMED_ON_CPU:
-            self.cpu[name] = self.cpu_ms(name) + (now.seconds - self.previous.seconds) * 1e3
-        else:
-            self.add(name, self.previous, now)
-        if name == "backward" and self.last_gradient:
+        self.add(name, self.previous, now)
+        if self.last_gradient:
             self.add(WAITING, self.last_gradient, now)
             self.last_gradient = None
         self.begin_lap(now)
@@ -143,20 +138,6 @@ class Clock:
         if self.nvtx:
             shown.enter_context(torch.cuda.nvtx.range(name))
 
-    def find_waiting(self, last: nn.Parameter | None) -> None:
-        """
-        From here on, measure the share of a step in which this rank communicates or waits for other ranks,
-        see `waiting_share`. This is not for layouts that communicate inside the forward and backward passes,
-        unless they only average gradients or send a pipeline's messages.
-
-        Args:
-            last: the parameter whose gradient is the last that a backward pass computes; None with a
-                pipeline, which times the computation as `stages`. A hook notes when the gradient is there.
-        """
-        self.finds_waiting = True
-        if last is not None:
-            last.register_hook(self.note_gradient)
-
     def note_gradient(self, gradient: Tensor) -> None:
         """Note that the backward pass has computed all gradients: what follows is communication."""
         self.last_gradient = self.mark()
@@ -165,29 +146,17 @@ class Clock:
         """
         Return the share of the latest step whose times are known in which this rank communicated or waited
         for other ranks, and no computation hid it; nan if the share is not known.
-
-        This is the time from the last gradient to the end of the backward pass, in `reduce` and in `agree`;
-        with a pipeline, also the time outside of `stages`.
         """
-        if not self.finds_waiting or not self.steps:
+        ms = self.steps[-1] if self.steps else {}
+        if WAITING not in ms:
             return math.nan
-        ms = self.steps[-1]
-        exposed = sum(ms.get(name, 0.0) for name in (WAITING, "reduce", "agree"))
-        if "pipeline" in ms:
-            exposed += max(0.0, ms["pipeline"] - ms["stages"])
-        elif "backward" in ms and WAITING not in ms:
-            return math.nan
-        total = sum(value for name, value in ms.items() if name not in (*NOT_OF_STEPS, *INSIDE_OTHERS))
-        return min(1.0, exposed / total)
+        total = sum(ms[name] for name in set(self.laps_of_a_step))
+        return sum(ms[name] for name in COMMUNICATION) / total
 
     def step_s(self) -> float:
         """Return the seconds of the step that ends now; the next step begins."""
         before, self.began = self.began, time.perf_counter()
         return self.began - before
-
-    def cpu_ms(self, name: str) -> float:
-        """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
-        return self.cpu.get(name, 0.0)
 
     def mark(self) -> Mark:
         """Return the present point in time."""
@@ -196,23 +165,23 @@ class Clock:
             event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return Mark(time.perf_counter(), event)
 
-    def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Return the milliseconds between two marks."""
-        if self.on_gpu:
-            return start.event.elapsed_time(end.event)
-        return (end.seconds - start.seconds) * 1e3
+    def cpu_ms(self, name: str) -> float:
+        """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
+        return milliseconds(self.spans.get(name, []), on_gpu=False)
 
     def step(self) -> None:
         """End a step."""
         self.laps_of_a_step = self.laps
         if self.profiler:
             self.profiler.step()
-        self.pending.append((self.spans, self.cpu))
+        self.pending.append(self.spans)
         self.forget_laps()
         if len(self.pending) > 2:  # the GPU has passed all events of the step before the last one
-            spans, cpu = self.pending.popleft()
-            ms = {name: sum(self.elapsed_ms(*span) for span in marks) for name, marks in spans.items()}
-            self.steps.append(ms | cpu)
+            spans = self.pending.popleft()
+            ms = {name: milliseconds(spans[name], self.on_gpu and name not in TIMED_ON_CPU) for name in spans}
+            if self.waits_in_pipeline:
+                ms[WAITING] = ms["pipeline"] - ms["stages"]
+            self.steps.append(ms)
 
     def discard(self) -> None:
         """Forget a step that is not taken; the next step begins."""
@@ -223,7 +192,7 @@ class Clock:
         """Forget the laps of this step."""
         self.is_in_step = False
         self.range.close()
-        self.laps, self.spans, self.cpu = [], {}, {}
+        self.laps, self.spans = [], {}
 
     def last(self, name: str) -> float:
         """Return a part's milliseconds in the latest step whose times are known; 0 if there is none."""
@@ -235,13 +204,11 @@ class Clock:
         return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
 
 
-def has_nvtx() -> bool:
-    """Whether this PyTorch can mark NVTX ranges."""
-    try:
-        torch.cuda.nvtx.mark("clock")
-    except RuntimeError:
-        return False
-    return True
+def milliseconds(spans: list[tuple[Mark, Mark]], on_gpu: bool) -> float:
+    """Return the sum of spans of time, of the GPU's queue or of the CPU's clock."""
+    if on_gpu:
+        return sum(start.event.elapsed_time(end.event) for start, end in spans)
+    return sum(end.seconds - start.seconds for start, end in spans) * 1e3
 
 
 def make_clock(
@@ -258,10 +225,10 @@ def make_clock(
     """
     clock = Clock(ranks.device, nvtx=profile, profiler=profiler)
     if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
+        clock.waits_in_pipeline = plan.pp > 1
         # the gradient of wte is the last that the backward pass computes: then only communication is left
-        last = None if plan.pp > 1 else model.transformer.wte.weight
-        if last is None or last.requires_grad:
-            clock.find_waiting(last)
+        if plan.pp == 1 and model.transformer.wte.weight.requires_grad:
+            model.transformer.wte.weight.register_hook(clock.note_gradient)
     return clock
 
 

@@ -1,21 +1,23 @@
-"""Speeds of devices and of the links between them: data sheets of GPUs, and measurements of this machine."""
+"""Speeds of devices and of the links between them: a table of GPUs, and measurements of this machine."""
 
-import math
 import os
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, log2
 
 import torch
 
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import gather_objects
 from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated, set_numerics
+
+BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
+REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, where nothing else is known
+DATA_SHEET = "data sheet"  # a source of peaks
+MOST_MEASUREMENTS = 4  # of a peak that steps exceed
+START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,10 @@ class Link:
 @dataclass(frozen=True)
 class Hardware:
     """
-    The speeds that a device reaches in large operations. Figures for GPUs are data sheets' peaks, times the
-    fraction that training programs reach. Those of `h100`, `a100` and `a100-40gb` were fitted to published
-    runs (docs/scaling.md compares them with the predictions).
+    The speeds that a device reaches in large operations.
 
     Args:
-        memory_gb: of the device; for H100, H200 and A100 as their driver reports it, else as they are sold.
+        memory_gb: of the device.
         matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
         half: the size of a matmul's smallest dimension at which the matmul reaches half of this speed.
         attention: the speed of attention as a fraction of `matmul`.
@@ -67,155 +67,134 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Card:
     """
-    A GPU's data sheet.
+    A GPU: its data sheet, and what programs reach of it.
 
     Args:
-        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
-            at half.
-        bytes_per_s: memory bandwidth; 0: not needed.
-        plan: the entry of HARDWARE that describes the GPU with the usual links; "": there is none.
+        name: a pattern of the device's whole name without 'NVIDIA': laptops' GPUs, MIG slices and cards for
+            PCIe are slower than the GPUs whose names they contain.
+        tflops: peak of dense matmuls in bfloat16 (V100, T4: float16). TF32, where it exists, runs at half.
+        tb_per_s: peak of the memory.
+        memory_gb: for H100, H200 and A100 (SXM) as their driver reports it, else as the largest card of the
+            name is sold.
+        reached: the fraction of `tflops` that a large matmul reaches.
+        local, network, attention: see Hardware.
     """
 
-    matmul: float
-    bytes_per_s: float = 0
-    plan: str = ""
+    name: str
+    tflops: float
+    tb_per_s: float
+    memory_gb: float
+    local: Link
+    network: Link
+    reached: float = REACHED
+    attention: float = Hardware.attention
+
+    @property
+    def hardware(self) -> Hardware:
+        """The speeds that programs reach."""
+        matmul = self.reached * self.tflops * 1e12
+        traffic = BANDWIDTH * self.tb_per_s * 1e12
+        return Hardware(self.memory_gb, matmul, traffic, self.local, self.network, attention=self.attention)
 
 
-MI300X = "AMD Instinct MI300X( OAM)?"
-# data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
-# and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
-# measured. GeForce: the peak with accumulation in float32, which is half of the peak with accumulation in
-# float16. That of an RTX 5090 is a quarter of the advertised 838 TFLOP/s, which are with sparsity and
-# accumulation in float16. Compared with copies of the data sheets in November 2026: A100, B200, L40S, MI300X,
-# V100, T4. Compared with quotations: RTX 3090 and 5090 (NVIDIA's RTX Blackwell whitepaper, table 3: 71.2 and
-# 209.5 TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity).
-GPUS = {
-    "B200": Gpu(2250e12, 8.0e12),
-    "H200": Gpu(989e12, 4.8e12, "h200"),
-    "H200 NVL": Gpu(835e12),
-    "GH200 480GB": Gpu(989e12),
-    "H100( 80GB HBM3)?": Gpu(989e12, 3.35e12, "h100"),
-    "H100 NVL": Gpu(835e12),
-    "H100 PCIe": Gpu(756e12),
-    "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
-    "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
-    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # lacks the links of SXM
-    "A10": Gpu(125e12),
-    "A10G": Gpu(70e12),
-    "RTX 6000 Ada Generation": Gpu(364e12),
-    "RTX A6000": Gpu(155e12),
-    "L40S": Gpu(362e12, 0.864e12),
-    "L40": Gpu(181e12),
-    "L4": Gpu(121e12, 0.3e12),
-    "RTX 5090": Gpu(209.5e12, 1.792e12),
-    "RTX 4090": Gpu(165e12, 1.0e12, "4090"),
-    "RTX 3090": Gpu(71e12, 0.936e12),
-    "V100-SXM2-(16|32)GB": Gpu(125e12, 0.9e12),
-    "V100-PCIE-(16|32)GB": Gpu(112e12),
-    "T4": Gpu(65e12, 0.32e12),
-    MI300X: Gpu(1307e12, 5.3e12),
+# between the devices of a machine
+PCIE_3, PCIE_4, PCIE_5 = Link(1e-5, 10e9), Link(1e-5, 20e9), Link(1e-5, 40e9)
+NVLINK_2, NVLINK_3 = Link(1e-5, 120e9), Link(8e-6, 230e9)
+NVLINK_4, NVLINK_5 = Link(8e-6, 350e9), Link(8e-6, 700e9)
+XGMI = Link(1e-5, 310e9)
+# between machines: of eight or four devices with an adapter each, in Gbit/s, and a usual one, see --network
+EIGHT_400, EIGHT_200, FOUR_100 = Link(2e-5, 8 * 45e9), Link(2e-5, 8 * 22e9), Link(2e-5, 4 * 11e9)
+ONE_10 = Link(5e-5, 1.2e9)
+
+# GeForce: the peak with accumulation in float32, which is half of the peak with accumulation in float16. That
+# of an RTX 5090 is a quarter of the advertised 838 TFLOP/s, which are with sparsity and accumulation in
+# float16. Compared with copies of the data sheets in November 2026: A100, B200, L40S, MI300X, V100, T4.
+# Compared with quotations: RTX 3090 and 5090 (NVIDIA's RTX Blackwell whitepaper, table 3: 71.2 and 209.5
+# TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity), and the bandwidths of H100 PCIe and NVL, H200
+# NVL, A100 PCIe, V100 PCIe and RTX A6000.
+CARDS = {
+    # What these reach was fitted to published runs (docs/scaling.md compares them with the predictions). The
+    # runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11 uses cuDNN's,
+    # which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
+    "h100": Card("H100( 80GB HBM3)?", 989, 3.35, 84.9, NVLINK_4, EIGHT_400, 0.71, attention=0.26),
+    "h200": Card("H200", 989, 4.8, 150.1, NVLINK_4, EIGHT_400, 0.71, attention=0.42),
+    "a100": Card("A100-SXM4-80GB", 312, 2.0, 85.0, NVLINK_3, EIGHT_200, 0.82),
+    "a100-40gb": Card("A100-SXM4-40GB", 312, 1.555, 42.3, NVLINK_3, EIGHT_200, 0.82),
+    # No published run was compared with what these are assumed to reach, and with their links. Cards for PCIe
+    # are taken to have no bridges.
+    "b200": Card("B200", 2250, 8.0, 180, NVLINK_5, EIGHT_400, 0.65),
+    "h200-nvl": Card("H200 NVL", 835, 4.8, 141, PCIE_5, ONE_10),
+    "gh200": Card("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400),
+    "h100-nvl": Card("H100 NVL", 835, 3.9, 94, PCIE_5, ONE_10),
+    "h100-pcie": Card("H100 PCIe", 756, 2.0, 80, PCIE_5, ONE_10),
+    "a100-pcie": Card("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80, PCIE_4, ONE_10),
+    "a100-pcie-40gb": Card("A100-PCIE-40GB", 312, 1.555, 40, PCIE_4, ONE_10),
+    "a10": Card("A10", 125, 0.6, 24, PCIE_4, ONE_10),
+    "a10g": Card("A10G", 70, 0.6, 24, PCIE_4, ONE_10),
+    "6000-ada": Card("RTX 6000 Ada Generation", 364, 0.96, 48, PCIE_4, ONE_10),
+    "a6000": Card("RTX A6000", 155, 0.768, 48, PCIE_4, ONE_10),
+    "l40s": Card("L40S", 362, 0.864, 48, PCIE_4, ONE_10, 0.65),
+    "l40": Card("L40", 181, 0.864, 48, PCIE_4, ONE_10),
+    "l4": Card("L4", 121, 0.3, 24, PCIE_4, ONE_10, 0.5),
+    "5090": Card("RTX 5090", 209.5, 1.792, 32, PCIE_5, ONE_10, 0.85),
+    "4090": Card("RTX 4090", 165, 1.0, 24, PCIE_4, ONE_10, 0.85),
+    "3090": Card("RTX 3090", 71, 0.936, 24, PCIE_4, ONE_10, 0.85),
+    "v100": Card("V100-SXM2-(16|32)GB", 125, 0.9, 32, NVLINK_2, FOUR_100),
+    "v100-pcie": Card("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3, ONE_10),
+    "t4": Card("T4", 65, 0.32, 16, PCIE_3, ONE_10, 0.4),
+    "mi300x": Card("AMD Instinct MI300X( OAM)?", 1307, 5.3, 192, XGMI, EIGHT_400, 0.45),
 }
+# one core, with gloo; `--hardware=this` measures
+CPU = Hardware(
+    memory_gb=4,
+    matmul=40e9,
+    bytes_per_s=8e9,
+    local=Link(5e-4, 1e9),
+    network=Link(1e-3, 0.12e9),
+    half=16,
+    attention=0.4,
+    kernel_s=8e-6,
+    micro_step_s=0.0,
+    gather=1.6,
+    scatter=3.4,
+    overlap=0.0,
+    fixed_gb=0.42,
+)
+HARDWARE = {name: card.hardware for name, card in CARDS.items()} | {"cpu": CPU}  # by names for --hardware
+KNOWN_CARDS = (
+    f"choose --hardware= from {', '.join(HARDWARE)}, this; to describe another card, name the closest one, "
+    "with --device_tflops, --device_memory_gb and --network"
+)
 
-BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
-REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
-DATA_SHEET = "data sheet"  # a source of peaks
-MOST_MEASUREMENTS = 4  # of a peak that steps exceed
-START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
-PCIE_4, SLOW_NETWORK = Link(1e-5, 20e9), Link(5e-5, 1.2e9)
 
-
-def described(name: str, memory_gb: float, reached: float, local: Link, network: Link) -> Hardware:
-    """The Hardware of a key of GPUS. `reached`: the fraction of the peak that a large matmul reaches."""
-    sheet = GPUS[name]
-    return Hardware(memory_gb, reached * sheet.matmul, BANDWIDTH * sheet.bytes_per_s, local, network)
-
-
-NVLINK_3, NVLINK_4 = Link(8e-6, 230e9), Link(8e-6, 350e9)
-HARDWARE = {
-    # the published runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11
-    # uses cuDNN's, which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
-    "h100": replace(
-        described("H100( 80GB HBM3)?", 84.9, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.26
-    ),
-    "h200": replace(described("H200", 150.1, 0.71, NVLINK_4, Link(2e-5, 8 * 45e9)), attention=0.42),
-    "a100": described("A100-SXM4-80GB", 85.0, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
-    "a100-40gb": described("A100-SXM4-40GB", 42.3, 0.82, NVLINK_3, Link(2e-5, 8 * 22e9)),
-    "4090": described("RTX 4090", 24, 0.85, PCIE_4, SLOW_NETWORK),
-    # The fractions and links from here to "5090" are assumptions: no published run was compared. PCIe has
-    # version 3 on a T4, 5 on a 5090 and 4 on the other cards. Without NVLink, 10 Gbit/s between machines are
-    # assumed, see --network.
-    "b200": described("B200", 180, 0.65, Link(8e-6, 700e9), Link(2e-5, 8 * 45e9)),
-    "mi300x": described(MI300X, 192, 0.45, Link(1e-5, 310e9), Link(2e-5, 8 * 45e9)),
-    "v100": described("V100-SXM2-(16|32)GB", 32, 0.7, Link(1e-5, 120e9), Link(2e-5, 4 * 11e9)),
-    "l40s": described("L40S", 48, 0.65, PCIE_4, SLOW_NETWORK),
-    "l4": described("L4", 24, 0.5, PCIE_4, SLOW_NETWORK),
-    "t4": described("T4", 16, 0.4, Link(1e-5, 10e9), SLOW_NETWORK),
-    "3090": described("RTX 3090", 24, 0.85, PCIE_4, SLOW_NETWORK),
-    "5090": described("RTX 5090", 32, 0.85, Link(1e-5, 40e9), SLOW_NETWORK),
-    # one core, with gloo; `--hardware=this` measures
-    "cpu": Hardware(
-        memory_gb=4,
-        matmul=40e9,
-        bytes_per_s=8e9,
-        local=Link(5e-4, 1e9),
-        network=Link(1e-3, 0.12e9),
-        half=16,
-        attention=0.4,
-        kernel_s=8e-6,
-        micro_step_s=0.0,
-        gather=1.6,
-        scatter=3.4,
-        overlap=0.0,
-        fixed_gb=0.42,
-    ),
-}
+def known_gpu(device_name: str) -> Card | None:
+    """The card with this name, such as 'NVIDIA A100-SXM4-80GB'; None if it is not in the table."""
+    name = re.sub(r"^((NVIDIA|Tesla|GeForce) )*", "", device_name)
+    return next((card for card in CARDS.values() if re.fullmatch(card.name, name)), None)
 
 
 def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
-    """The Hardware of a known GPU, or this device as measured now, with usual links."""
+    """
+    The speeds of this machine's devices: of a GPU, those of its card; otherwise those of a CPU, in proportion
+    to a matmul measured now on the cores that `nproc` processes share.
+
+    Raises:
+        ValueError: the GPU is not in the table, so its links are not known.
+    """
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = known_gpu(properties.name)
-        if gpu and gpu.plan:
-            bandwidth = BANDWIDTH * gpu.bytes_per_s
-            memory_gb = properties.total_memory / 1e9
-            return replace(HARDWARE[gpu.plan], memory_gb=memory_gb, bytes_per_s=bandwidth)
-    return hardware_here(device, dtype, nproc)
-
-
-def hardware_here(device: torch.device, dtype: str, nproc: int, local: Link | None = None) -> Hardware:
-    """
-    Measure a large matmul and a copy on this machine, whose cores `nproc` processes share. Other figures are
-    the usual ones.
-
-    Args:
-        local: the link between its devices, if it was measured.
-    """
+        gpu = torch.cuda.get_device_properties(device)
+        if card := known_gpu(gpu.name):
+            return replace(card.hardware, memory_gb=gpu.total_memory / 1e9)
+        raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(own_cores()))
     set_numerics(device, dtype, False)
-    is_gpu, threads = device.type == "cuda", torch.get_num_threads()
-    if not is_gpu:
-        torch.set_num_threads(len(own_cores()))
-    devices = 1 if is_gpu else nproc
-    usual = HARDWARE["4090" if is_gpu else "cpu"]
-    machine = replace(
-        usual,
-        memory_gb=memory_of(device) / 1e9 / devices,
-        matmul=measured_matmul(device, dtype) / devices,
-        bytes_per_s=measured_copy(device) / devices,
-        local=local or usual.local,
-    )
+    speed = measured_matmul(device, dtype) / nproc / CPU.matmul
     torch.set_num_threads(threads)
-    return machine
-
-
-def measured_link(collectives: list[dict]) -> Link:
-    """The link between the devices of this machine, from the result of measure_collectives."""
-    reductions = [cell for cell in collectives if cell["operation"] == "all-reduce"]
-    smallest = reductions[0]
-    latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
-    return Link(latency, max(cell["gb_per_s"] for cell in reductions) * 1e9)
+    memory_gb = memory_of(device) / 1e9 / nproc
+    return replace(CPU, memory_gb=memory_gb, matmul=speed * CPU.matmul, bytes_per_s=speed * CPU.bytes_per_s)
 
 
 def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
@@ -231,23 +210,14 @@ def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops
     return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, matmul=matmul)
 
 
-def known_gpu(device_name: str) -> Gpu | None:
-    """The data sheet of a device with this name: 'NVIDIA A100-SXM4-80GB'; None if it is not known."""
-    name = re.sub(r"^((NVIDIA|Tesla|GeForce) )*", "", device_name)
-    return next((gpu for pattern, gpu in GPUS.items() if re.fullmatch(pattern, name)), None)
-
-
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """
     (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    if is_pretended():  # a dry run reports no speeds
-        return None, "unknown"
-    if device.type == "cuda" and dtype != "float32":
-        gpu = known_gpu(torch.cuda.get_device_name(device))
-        if gpu:
-            return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), DATA_SHEET
+    card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if card and dtype != "float32":
+        return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), DATA_SHEET
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
@@ -256,7 +226,9 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     except RuntimeError:
         return None, "unknown"
     finally:
-        forget_peak_memory(device)  # up to 0.8 GB that no step needs
+        if device.type == "cuda":  # up to 0.8 GB that no step needs
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass
@@ -304,16 +276,17 @@ def fraction_of_peak(flops_per_s: float, peak: float | None) -> float | None:
 
 
 def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> float:
-    """FLOP/s of a square matmul, of which as many are computed as fit into `budget` seconds."""
+    """FLOP/s of a square matmul: the fastest of as many as fit into `budget` seconds."""
     n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
-    return 2 * n**3 / fastest(a.matmul, b, budget)
-
-
-def measured_copy(device: torch.device) -> float:
-    """Bytes/s read and written by a copy of 256 MiB."""
-    source = torch.ones(2**26, device=device)
-    return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
+    times, end = [], time.perf_counter() + budget
+    while not times or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        a.matmul(b)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
 
 
 def memory_of(device: torch.device) -> int:
@@ -321,29 +294,3 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def fastest(
-    function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15
-) -> float:
-    """Seconds of the fastest call of function(argument), among as many calls as fit into `budget` seconds."""
-    best, end = math.inf, time.perf_counter() + budget
-    while best == math.inf or time.perf_counter() < end:
-        synchronize(argument.device)
-        start = time.perf_counter()
-        function(argument)
-        synchronize(argument.device)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def forget_peak_memory(device: torch.device) -> None:
-    """
-    Give cached memory back to the GPU, and restart the peak of memory_gb at what is allocated now. Does
-    nothing on a CPU.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    if device.type == "mps":
-        torch.mps.empty_cache()

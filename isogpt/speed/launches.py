@@ -10,10 +10,10 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from isogpt.common.files import read_records
+from isogpt.lab.runs import read_run
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.speed.memory import OUT_OF_MEMORY
-from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
+from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
 
 # settings of train.py with which a launch only takes steps and logs each
 FIXED = {
@@ -27,15 +27,11 @@ FIXED = {
     "eval_datasets": "",
     "eval_only": False,
     "save_checkpoint": False,
-    "always_save_checkpoint": False,
-    "save_interval": 0,
-    "keep_last": 0,
     "mirror": "",
     "time_limit_s": 0,
     "wandb_log": False,
     "tensorboard_log": False,
     "alert_command": "",
-    "print_result": False,
     "sample_interval": 0,
     "stats_interval": 0,
 }
@@ -68,9 +64,7 @@ class Launches:
         {"problem": why the launch failed}.
         """
         nproc = int(settings["nproc"])
-        # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
-        divides_activations = any(str(settings[name]) != "1" for name in ("tp", "cp", "ep"))
-        is_traced = (self.profile and show) or (settings["grad_sync"] == "never" and divides_activations)
+        is_traced = self.profile and show
         warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, steps // 4)
         out = self.folder / f"launch{next(self.numbers)}"
         settings = settings | FIXED
@@ -112,12 +106,10 @@ def reason_for(code: int, errors: str) -> str:
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    text = re.sub(r"^\[rank\d+\]: ?", "", without_torchrun(errors), flags=re.M)
-    lines = [
-        line for line in text.splitlines() if re.match(r"\S", line) and "lost the connection" not in line
-    ]
-    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (messages or lines or [f"exit status {code}"])[-1]
+    if message := re.search(r"^error: (.*)", errors, re.M):  # the first: other ranks may have lost this one
+        return message[1]
+    lines = re.findall(r"^(?:\[rank\d+\]: ?)?(\S.*)", without_torchrun(errors), re.M)
+    return lines[-1] if lines else f"exit status {code}"
 
 
 def figures(out: Path, steps: int) -> dict:
@@ -125,24 +117,18 @@ def figures(out: Path, steps: int) -> dict:
     Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
     mean and maximum.
     """
-    records = list(read_records(out / "metrics.jsonl"))
-    start = next(record for record in records if record.get("event") == "start")
-    timed = [record for record in records if "step_ms" in record][-steps:]
-    config, step_ms = start["config"], median(record["step_ms"] for record in timed)
-    tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    # a later event contains a better measurement
-    peak = [record["peak_flops"] for record in records if "peak_flops" in record][-1]
-    flops_per_s = start["flops_per_step"] / step_ms * 1e3
-    return {name: start[name] for name in ("dtype", "micro_batch", "parameters")} | {
-        "processes": start["world_size"],
+    run = read_run(out)
+    timed, facts = run.steps[-steps:], run.facts
+    step_ms = median(step["step_ms"] for step in timed)
+    tokens, flops_per_s = facts["tokens_per_step"], facts["flops_per_step"] / step_ms * 1e3
+    return {name: facts[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
+        "processes": facts["world_size"],
         "tokens_a_step": tokens,
         "tokens_per_s": tokens / step_ms * 1e3,
-        "step_ms": {"mean": step_ms, "max": median(record["step_ms_max"] for record in timed)},
-        "spans_ms": records[-1]["spans_ms"],
-        "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
+        "step_ms": {"mean": step_ms, "max": median(step["step_ms_max"] for step in timed)},
+        "spans_ms": run.ending["spans_ms"],
         "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
         "flops_per_s": flops_per_s,
-        "peak_flops": peak,
-        "mfu": fraction_of_peak(flops_per_s, peak),
-        "settings": config,
+        "mfu": fraction_of_peak(flops_per_s, facts["peak_flops"]),
+        "settings": run.settings,
     }

@@ -3,23 +3,19 @@ The layouts that a number of devices allows, ranked by predicted speed: for `ben
 `train.py --layout=auto`. Settings of the layout that differ from the defaults, or were typed, are kept.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from isogpt.common.console import count_text
-from isogpt.parallel.mesh import make_mesh, stages_per_rank
+from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED, Plan
-from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout
 
-MOST_DOUBLINGS = 15  # of a machine, to look for a number of devices on which the model fits
-BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed in a command
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
 
@@ -35,33 +31,21 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
     of HSDP are machines: other choices communicate more over slower links.
     """
     args, devices = plan.model_args, plan.world_size
-    machines = devices // per_node
-    degrees = {
+    choices = {
         "tp": divisors(per_node, args["n_kv_head"]),
         "pp": divisors(devices, args["n_layer"]),
         "cp": divisors(devices, max(1, args["block_size"] // 256)),
         "ep": divisors(devices, max(1, args.get("n_expert", 0))),
+        "zero": [0, 1, 2, 3],
+        "dp_replicate": sorted({1, devices // per_node}),
     }
-    for tp, pp, cp, ep in product(*(fixed_or(plan, name, values) for name, values in degrees.items())):
-        left, rest = divmod(devices, plan.islands * tp * pp * cp * ep)
-        if rest or left * ep * plan.islands > plan.sequences:
-            continue
-        replicas = fixed_or(plan, "dp_replicate", sorted({1, machines} if left % machines == 0 else {1}))
-        for zero, dp_replicate in product(fixed_or(plan, "zero", [0, 1, 2, 3]), replicas):
-            layout = replace(
-                plan,
-                tp=tp,
-                pp=pp,
-                cp=cp,
-                ep=ep,
-                zero=zero,
-                dp_replicate=dp_replicate,
-                pp_schedule=UNDIVIDED.pp_schedule,
-                activation_checkpointing=UNDIVIDED.activation_checkpointing,
-            )
-            shards = left * ep * cp if zero == 1 else left // dp_replicate
-            is_zero_0 = zero not in (0, plan.zero) and shards == 1
-            if not is_zero_0 and is_valid(layout):
+    for degrees in product(*(fixed_or(plan, name, values) for name, values in choices.items())):
+        layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
+        if is_valid(layout):
+            mesh = make_mesh(0, layout)
+            shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
+            is_zero_0 = layout.zero not in (0, plan.zero) and shards == 1
+            if mesh.data_size <= plan.sequences and not is_zero_0:
                 yield layout
 
 
@@ -90,19 +74,18 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware, per_node: int) -> I
         wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
     schedules = fixed_or(wanted, "pp_schedule", SCHEDULES if layout.pp > 1 else ["1f1b"])
-    possible = [s for s in schedules if wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(s)]
     modes = fixed_or(wanted, "activation_checkpointing", RECOMPUTE)
     fits = 0  # sizes that fit with the least recomputation
-    for schedule, size in product(possible, micro_batches(wanted, layout)):
+    for schedule, size in product(schedules, micro_batches(wanted, layout)):
         steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
-        for mode in modes:
-            if not fits_schedule(mode, layout.pp, schedule):
-                continue
-            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
+        plans = (
+            replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps) for mode in modes
+        )
+        for plan in filter(is_valid, plans):
             prediction = predict(plan, hw, per_node)
             yield prediction
             if not prediction.problem:
-                fits += mode == modes[0]
+                fits += plan.activation_checkpointing == modes[0]
                 break  # with this micro-batch, more recomputation only costs time
         if layout.pp == 1 and fits == 2:
             return  # smaller micro-batches are slower
@@ -116,70 +99,35 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
     return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
 
 
-def all_predictions(plan: Plan, hw: Hardware, per_node: int) -> Iterator[Prediction]:
-    """The predictions for plan.world_size devices."""
-    per_node = min(per_node, plan.world_size)
-    for layout in layouts(plan, per_node):
-        yield from predictions_of(plan, layout, hw, per_node)
-
-
 def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     """
-    Predict all layouts, fastest first; layouts that do not fit are last.
+    Predict all layouts on plan.world_size devices, fastest first; layouts that do not fit are last.
 
     Raises:
         ValueError: there are no layouts, or the settings do not describe the model.
     """
     check_layout(plan)
     check_degrees(plan)
-    predictions = all_predictions(plan, hw, per_node)
-    fastest_first = sorted(predictions, key=lambda prediction: (prediction.total_s, prediction.gb))
-    if not fastest_first:
+    on_machine = min(per_node, plan.world_size)
+    steps = [
+        step for layout in layouts(plan, on_machine) for step in predictions_of(plan, layout, hw, on_machine)
+    ]
+    if not steps:
         raise ValueError(
             f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
             f"({plan.world_size}), or the settings exclude all layouts"
         )
-    return fastest_first
+    return sorted(steps, key=lambda step: (step.total_s, step.gb))
 
 
-def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node: int) -> None:
-    """
-    Raise ValueError if none of the ranked predictions fits, with the number of devices that would suffice,
-    and on GPUs whether the memory of the CPU would.
-    """
-    if not predictions[0].problem:
-        return
-    advice = []
-    if fewest := smallest_world(plan, hw, per_node):
-        advice.append(f"start with {fewest}, the fewest that suffice")
-    can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
-    if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
-        advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
-    hint = f": {', or '.join(advice)}" if advice else ""
-    raise ValueError(f"no layout fits on {count_text(plan.world_size, 'device')}{hint}")
-
-
-def fits(plan: Plan, hw: Hardware, per_node: int) -> bool:
-    """Whether a layout fits on plan.world_size devices."""
-    return any(not prediction.problem for prediction in all_predictions(plan, hw, per_node))
-
-
-def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
-    """
-    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
-    is none.
-    """
-
-    def fits_on(devices: int) -> bool:
-        return fits(replace(plan, world_size=devices), hw, per_node)
-
-    for devices in range(1, per_node):
-        if fits_on(devices):
-            return devices
-    doubled = (per_node * 2**k for k in range(MOST_DOUBLINGS))
-    enough = next((devices for devices in doubled if fits_on(devices)), 0)
-    between = range(enough // 2 + per_node, enough, per_node)
-    return (*between, enough)[bisect_left(between, True, key=fits_on)]
+def check_fits(predictions: list[Prediction]) -> None:
+    """Raise ValueError if none of the ranked predictions fits, with what to try."""
+    fastest = predictions[0]
+    if fastest.problem:
+        raise ValueError(
+            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: bench.py --plan "
+            "--devices=1,2,4,8 predicts on which numbers one does; on GPUs, try --zero=3 --cpu_offload=True"
+        )
 
 
 def degrees(prediction: Prediction) -> tuple[int, ...]:
@@ -197,11 +145,8 @@ def best_of_layouts(predictions: list[Prediction]) -> list[Prediction]:
 
 def typed(settings: dict) -> str:
     """The settings of a layout that differ from the defaults, in the form in which they are typed."""
-    return " ".join(
-        f"--{name}={value}"
-        for name, value in settings.items()
-        if value != getattr(UNDIVIDED, name) or name in BATCH
-    )
+    changed = {name: value for name, value in settings.items() if value != getattr(UNDIVIDED, name)}
+    return " ".join(f"--{name}={value}" for name, value in changed.items())
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:

@@ -2,30 +2,26 @@
 What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, resumed, in
 generation and exported, each with what one process computes without any of this.
 
-Processes that bench.py starts write a line for each comparison to a file. A comparison that crashes ends its
-processes, and bench.py starts new ones for the rest.
+Each comparison takes place in new processes, so that one that crashes, or waits forever, ends no other. They
+are forked from bench.py, which has computed nothing.
 """
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import time
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.common.files import read_records
+from isogpt.data.data_folder import write_random_tokens
+from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import GPTConfig
@@ -34,25 +30,18 @@ from isogpt.nn.kernels import IGNORE
 from isogpt.parallel.compilation import compile_parts, trial_compilation
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.parallelize import init_weights, materialize
+from isogpt.parallel.pipeline import SCHEDULES
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
-from isogpt.training import settings
+from isogpt.training import layout_check, settings
 from isogpt.training.degrees import check_degrees
-from isogpt.training.layout_check import (
-    NUMBER_LIMIT,
-    ROWS,
-    Trial,
-    crash_of,
-    difference_of,
-    first_problem,
-    small_plan,
-)
+from isogpt.training.layout_check import Trial, difference_of, small_plan
 from isogpt.training.optim import describe_updates, make_optimizers
 
 CPU = torch.device("cpu")
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
-LIMIT_S = 300.0  # for the processes of some comparisons
-TIMEOUT = timedelta(seconds=20)  # of a collective: ranks that wait for different ones
+LIMIT_S = 600.0  # for a comparison
+TIMEOUT_S = 60.0  # for a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
     "ddp": {},
@@ -61,11 +50,7 @@ LAYOUTS = {
     "zero 3": {"zero": 3},
     "tp 2": {"tp": 2},
     "cp 2": {"cp": 2},
-    "pp 2, gpipe": {"pp": 2, "pp_schedule": "gpipe"},
-    "pp 2, 1f1b": {"pp": 2},
-    "pp 2, interleaved": {"pp": 2, "pp_schedule": "interleaved"},
-    "pp 2, zero_bubble": {"pp": 2, "pp_schedule": "zero_bubble"},
-    "pp 2, zbv": {"pp": 2, "pp_schedule": "zbv"},
+    **{f"pp 2, {schedule}": {"pp": 2, "pp_schedule": schedule} for schedule in SCHEDULES},
     "ep 2": {"ep": 2},
     "islands 2": {"islands": 2},
     "exact": {"exact": True},
@@ -85,123 +70,40 @@ COMBINED = {
     "ep 2, tp 2": {"ep": 2, "tp": 2},
     "ep 2, zero 3": {"ep": 2, "zero": 3},
 }
-
-
-# of train.py, before a layout changes them
+# settings of train.py before a layout changes them
 UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
 UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
-UNDIVIDED_SETTINGS |= {"batch_size": ROWS, "gradient_accumulation_steps": 8}
+UNDIVIDED_SETTINGS |= {"batch_size": layout_check.ROWS, "gradient_accumulation_steps": 8}
+# those of a run that is resumed in the middle
+SHORT_RUN = UNDIVIDED_SETTINGS | FIXED
+SHORT_RUN |= {"device": "cpu", "dtype": "float32", "nproc": 0, "max_iters": 5, "eval_interval": 3}
+SHORT_RUN |= {"save_checkpoint": True, "always_save_checkpoint": True}
 
 
-SAVED_STEP = 3  # of the run that is resumed
-SHORT_RUN = {
-    "device": "cpu",
-    "dtype": "float32",
-    "nproc": 0,
-    "max_iters": 5,
-    "max_tokens": 0.0,
-    "max_epochs": 0.0,
-    "eval_interval": SAVED_STEP,
-    "save_checkpoint": True,
-    "always_save_checkpoint": True,
-}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a comparison has shown: it holds, it is refused with a reason, or it differs at a place."""
-
-    name: str
-    state: str
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Request:
-    """
-    What a group of processes compares.
-
-    Args:
-        config: train.py's settings.
-        model_args: the fields of GPTConfig.
-        names: of the comparisons, see `compare`.
-    """
-
-    config: dict
-    model_args: dict
-    names: list[str]
-    processes: int = 1
-
-    def plan(self, changes: dict) -> Plan:
-        """The plan of a layout, in which settings of the config that divide the work are not kept."""
-        config = self.config | UNDIVIDED_SETTINGS | changes
-        return plan_of(
-            config,
-            config["islands"],
-            world_size=self.processes,
-            device_type="cpu",
-            dtype="float32",
-            model_args=self.model_args,
-        )
-
-
-def layouts_for(processes: int, n_expert: int) -> list[str]:
-    """The names of the layouts to compare on this many processes."""
-    names = LAYOUTS | (COMBINED if processes % 4 == 0 else {})
-    return [name for name, changes in names.items() if n_expert or "ep" not in changes]
+def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1) -> Plan:
+    """The plan of a layout. Settings of the config that divide the work are not kept."""
+    config = config | UNDIVIDED_SETTINGS | changes
+    facts = {"world_size": processes, "device_type": "cpu", "dtype": "float32", "model_args": model_args}
+    return plan_of(config, config["islands"], **facts)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# in the processes
+# the comparisons: each returns a state and a text
 
 
-def work(model_class: Callable[[GPTConfig], nn.Module], folder: str) -> None:
-    """
-    Make the comparisons of folder/request.json (all ranks), and append the results to folder/results.jsonl.
-    """
-    request = Request(**json.loads((Path(folder) / "request.json").read_text()))
-    rank = int(os.environ.get("RANK", 0))
-    if request.processes > 1:
-        choose_interface()
-        store = dist.FileStore(f"{folder}/store", request.processes)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=request.processes, timeout=TIMEOUT)
-
-    def write(name: str, state: str, text: str = "") -> None:
-        with open(Path(folder) / "results.jsonl", "a") as file:
-            file.write(json.dumps([name, state, text]) + "\n")
-
-    for name in request.names:
-        try:
-            state, text = compare(model_class, request, name, rank)
-        except LayoutError as e:  # on all ranks
-            state, text = REFUSED, str(e)
-        except Exception as e:  # whatever an edited model raises; the other ranks may wait for this one
-            write(name, REFUSED, f"it cannot be computed: {crash_of(e)}")
-            break
-        if rank == 0:
-            write(name, state, text)
-    # not destroy_process_group: other ranks may have left after a crash
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def compare(
-    model_class: Callable[[GPTConfig], nn.Module], request: Request, name: str, rank: int
-) -> tuple[str, str]:
-    """Return the state and text of a Result (all ranks)."""
-    if name in ALONE:
-        plan = small_plan(request.plan({}))
-        return ALONE[name](Trial(model_class, plan, Mesh(), CPU, request.config, draw=0))
-    changes = (LAYOUTS | COMBINED)[name]
-    plan = request.plan(changes)
-    try:
-        settings.check_layout(plan)
-        check_degrees(plan)
-    except ValueError as e:
-        return REFUSED, str(e)
-    mesh = connect_mesh(rank, plan, TIMEOUT.total_seconds())
-    problem = first_problem(model_class, plan, mesh, CPU, request.config | changes)
+def verdict(problem: str) -> tuple[str, str]:
+    """Whether a comparison holds, which has found this problem, or none."""
     return (DIFFERS, problem) if problem else (HOLDS, "")
+
+
+def compare_layout(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, config: dict
+) -> tuple[str, str]:
+    """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
+    settings.check_layout(plan)
+    check_degrees(plan)
+    mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
+    return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
 
 def compare_alone(trial: Trial) -> tuple[str, str]:
@@ -211,7 +113,7 @@ def compare_alone(trial: Trial) -> tuple[str, str]:
     if not loss.isfinite():
         return DIFFERS, f"the loss is {loss.item()}"
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    return (DIFFERS, f"{unused[0]} gets no gradient") if unused else (HOLDS, "")
+    return verdict(f"{unused[0]} gets no gradient" if unused else "")
 
 
 @torch.no_grad()
@@ -229,7 +131,7 @@ def compare_logits(trial: Trial) -> tuple[str, str]:
     if difference := difference or difference_of("the loss by logits", summed.item(), mean.item()):
         return DIFFERS, difference.text
     error = (last - logits[:, -1:]).norm() / logits[:, -1:].norm()
-    if not error <= NUMBER_LIMIT:
+    if not error <= layout_check.NUMBER_LIMIT:
         return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
     return HOLDS, ""
 
@@ -243,7 +145,7 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
     batches = trial.micro_batches()
     losses = [trial.whole_step(model, batches).item() for model in (whole, compiled)]
     difference = difference_of("the loss", *losses) or trial.difference_of_gradients(whole, compiled)
-    return (DIFFERS, difference.text) if difference else (HOLDS, "")
+    return verdict(difference.text if difference else "")
 
 
 def compare_optimizers(trial: Trial) -> tuple[str, str]:
@@ -284,7 +186,7 @@ def compare_export(trial: Trial) -> tuple[str, str]:
         except ValueError as e:
             return REFUSED, str(e)
     wrong = [name for name, p in model.state_dict().items() if not torch.equal(p, weights[name])]
-    return (DIFFERS, f"{wrong[0]} is different after the conversion back") if wrong else (HOLDS, "")
+    return verdict(f"{wrong[0]} is different after the conversion back" if wrong else "")
 
 
 def compare_initial_values(trial: Trial) -> tuple[str, str]:
@@ -296,7 +198,7 @@ def compare_initial_values(trial: Trial) -> tuple[str, str]:
     materialize(model, CPU)
     init_weights(model, trial.draw)
     wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
-    return (DIFFERS, f"{wrong[0]} begins with different values") if wrong else (HOLDS, "")
+    return verdict(f"{wrong[0]} begins with different values" if wrong else "")
 
 
 def compare_counts(trial: Trial) -> tuple[str, str]:
@@ -319,7 +221,7 @@ def compare_counts(trial: Trial) -> tuple[str, str]:
     return HOLDS, ""
 
 
-# comparisons in a single process
+# {name: comparison} of those in a single process
 ALONE = {
     "one process": compare_alone,
     "initial values": compare_initial_values,
@@ -333,94 +235,92 @@ ALONE = {
 
 
 # ------------------------------------------------------------------------------------------------------------
-# in bench.py
+# all comparisons
 
 
 def check_model(
-    launches: Launches, config: dict, model_args: dict, processes: int, worker: str
-) -> Iterator[Result]:
+    launches: Launches,
+    model_class: Callable[[GPTConfig], nn.Module],
+    config: dict,
+    model_args: dict,
+    processes: int,
+) -> Iterator[dict]:
     """
-    Make all comparisons, and yield the results as they arrive.
+    Make all comparisons, and yield the name, state and text of each when it is made.
 
     Args:
+        model_class: GPT of model.py.
         config: train.py's settings.
         model_args: the fields of GPTConfig of the model, which is compared in a smaller form.
         processes: how many the layouts are compared on.
-        worker: Python code that calls `work` with a model class and sys.argv[1].
     """
-
-    def compare_in_processes(names: list[str], processes: int = 1) -> list[Result]:
-        return list(results(Request(config, model_args, names, processes), worker, launches))
-
-    # two at a time: some are single processes
-    with ThreadPoolExecutor(2) as pool:
-        *quick, compiled = ALONE
-        pending = [
-            pool.submit(compare_in_processes, quick),
-            pool.submit(compare_in_processes, layouts_for(processes, model_args["n_expert"]), processes),
-            pool.submit(compare_resume, launches, Request(config, model_args, [])),
-            pool.submit(compare_in_processes, [compiled]),
-        ]
-        for future in pending:
-            yield from future.result()
+    trial = Trial(model_class, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
+    for name, compare in ALONE.items():
+        yield row(name, in_processes(1, partial(compare, trial)))
+    for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
+        if model_args["n_expert"] or "ep" not in changes:
+            plan = plan_with(changes, config, model_args, processes)
+            compare = partial(compare_layout, model_class, plan, config | changes)
+            yield row(name, in_processes(processes, compare))
+    yield row("resume", compare_resume(launches, config, model_args))
 
 
-def compare_resume(launches: Launches, request: Request) -> list[Result]:
-    """
-    Compare the steps of a run of train.py that is resumed in the middle with the same steps before, bit for
-    bit.
-    """
-    args = small_plan(request.plan({})).model_args
-    data = launches.folder / "random"
-    data.mkdir()
-    for name in ("train.bin", "val.bin"):
-        tokens = np.random.default_rng(0).integers(0, args["vocab_size"], 20 * args["block_size"])
-        tokens.astype(np.uint16).tofile(data / name)
-    small = settings.settings_of_model(args, request.config) | {"block_size": args["block_size"]}
-    run = request.config | UNDIVIDED_SETTINGS | FIXED | SHORT_RUN | small
-    run |= {"dataset": data, "out_dir": launches.folder / "resumed"}
-    columns = []
-    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": SAVED_STEP}):
+def row(name: str, found: tuple[str, str]) -> dict:
+    """A row of the table of comparisons."""
+    return {"name": name, "state": found[0], "text": found[1]}
+
+
+def in_processes(processes: int, compare: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
+    context = multiprocessing.get_context("fork")
+    with TemporaryDirectory() as folder, context.Pool(processes, be_silent) as pool:
+        answers = pool.imap_unordered(partial(answer, compare, processes, folder), range(processes))
+        try:
+            return answers.next(LIMIT_S)
+        except multiprocessing.TimeoutError:
+            return REFUSED, f"no result within {LIMIT_S:.0f} s"
+
+
+def be_silent() -> None:
+    """Print nothing: transformers does, and an edited model may. Ctrl-C ends bench.py, which ends this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def answer(compare: Callable[[], tuple[str, str]], processes: int, folder: str, rank: int) -> tuple[str, str]:
+    """Compare as one of the processes."""
+    torch.set_num_threads(1)
+    try:
+        if processes > 1:
+            choose_interface()
+            store = dist.FileStore(f"{folder}/store", processes)
+            limit = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=processes)
+        return compare()
+    except LayoutError as e:  # on all ranks
+        return REFUSED, str(e)
+    except Exception as e:  # whatever an edited model raises
+        return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
+
+
+def compare_resume(launches: Launches, config: dict, model_args: dict) -> tuple[str, str]:
+    """Compare steps of a run of train.py with the same steps of a resumed run, bit for bit."""
+    args = small_plan(plan_with({}, config, model_args)).model_args
+    data, out = launches.folder / "random", launches.folder / "resumed"
+    data.mkdir(exist_ok=True)
+    write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
+    run = config | SHORT_RUN | settings.settings_of_model(args, config)
+    run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out}
+    found = []
+    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": run["eval_interval"]}):
         code, errors = launches.start([f"--{k}={value}" for k, value in (run | start).items()], show=False)
         if code:
-            return [Result("resume", REFUSED, reason_for(code, errors))]
-        records = read_records(run["out_dir"] / "metrics.jsonl")
-        columns.append({r["iter"]: (r["loss"], r["grad_norm"]) for r in records if "grad_norm" in r})
-    before, after = columns
-    for step in range(SAVED_STEP, run["max_iters"] + 1):
-        if before[step] != after[step]:
-            text = f"step {step} has loss and gradient norm {after[step]} instead of {before[step]}"
-            return [Result("resume", DIFFERS, text)]
-    return [Result("resume", HOLDS)]
-
-
-def results(request: Request, worker: str, launches: Launches) -> Iterator[Result]:
-    """Start the processes of a request, and yield a Result for each of its names, in order."""
-    names, home = list(request.names), launches.train_py.parent
-    while names:
-        attempt = launches.folder / f"attempt{next(launches.numbers)}"
-        attempt.mkdir()
-        rest = replace(request, names=names)
-        (attempt / "request.json").write_text(json.dumps(asdict(rest)))
-        processes = []
-        with open(attempt / "errors.txt", "w") as errors:
-            for rank in range(request.processes):
-                env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(home)}
-                command = [sys.executable, "-c", worker, str(attempt)]
-                processes.append(subprocess.Popen(command, env=env, stdout=errors, stderr=errors))
-        end = time.monotonic() + LIMIT_S
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-        for process in processes:
-            process.kill()  # does nothing if it has ended
-        shown = {}
-        path = attempt / "results.jsonl"
-        for name, state, text in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-            shown.setdefault(name, Result(name, state, text))  # the first rank that crashed says why
-        if not shown:  # no process has completed the first comparison
-            lines = (attempt / "errors.txt").read_text().splitlines()
-            reason = lines[-1] if lines else f"no result within {LIMIT_S:.0f} s"
-            shown = {names[0]: Result(names[0], REFUSED, reason)}
-        yield from shown.values()
-        names = names[len(shown) :]
+            return REFUSED, reason_for(code, errors)
+        found.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})
+    before, after = found
+    for step, numbers in after.items():
+        if numbers != before[step]:
+            return DIFFERS, f"step {step} has loss and gradient norm {numbers} instead of {before[step]}"
+    return HOLDS, ""

@@ -1,35 +1,27 @@
 """bench.py's plans: the layouts of a workload, predicted for devices that need not be here, or measured."""
 
-import json
-import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
+from isogpt.common import console
 from isogpt.common.console import count_text, duration
-from isogpt.parallel.plan import Plan
-from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_here, measured_link
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import flops_per_token
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized
+from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_of
 from isogpt.speed.launches import Launches
-from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, smallest_world, typed
-from isogpt.speed.prediction import Prediction, calibrated, two_blocks
+from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, typed
+from isogpt.speed.prediction import Prediction, calibrated
 from isogpt.speed.sweep import Table
 from isogpt.speed.workload import Workload
-from isogpt.training.budget import steps_of
+from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
-ROWS, ROWS_THAT_DO_NOT_FIT = 15, 3  # of the table of layouts
-HEADER = f"{'ms/step':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'GB':>6}  settings (why they are slower)"
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """All layouts of a workload on some devices of a kind, fastest first."""
-
-    wanted: Plan  # that the settings describe
-    card: str
-    hardware: Hardware
-    predictions: list[Prediction]
+ROWS = 18  # of the table of layouts
+SETTINGS = "settings (why they are slower)"
+# two of the model's blocks, which calibrate the predictions for a CPU, undivided and without communication
+TWO_BLOCKS = {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {"n_layer": 2, "grad_sync": "never"}
 
 
 @dataclass(frozen=True)
@@ -38,24 +30,21 @@ class Predictor:
     Ranks the layouts of a workload.
 
     Args:
-        launches: of train.py, which measure this machine.
-        flops: the model's FLOPs per token.
+        launches: of train.py.
         per_node: devices of each machine.
         network_gbit, memory_gb, tflops: see devices.changed_hardware.
     """
 
     workload: Workload
     launches: Launches
-    bench_py: Path
-    flops: float
     per_node: int
-    network_gbit: float
-    memory_gb: float
-    tflops: float
+    network_gbit: float = 0.0
+    memory_gb: float = 0.0
+    tflops: float = 0.0
 
-    def rank(self, n: int, card: str) -> Ranking:
+    def rank(self, n: int, card: str) -> list[Prediction]:
         """
-        Rank the layouts on n devices of a kind: a key of devices.HARDWARE, or 'this', which is measured.
+        Rank the layouts on n devices of a kind: a key of devices.HARDWARE, or 'this'.
 
         Raises:
             ValueError: the settings do not fit each other, the data or the devices.
@@ -64,27 +53,23 @@ class Predictor:
         one_step = {"out_dir": "out", "gradient_accumulation_steps": 1}
         check_training(self.workload.without_weights() | one_step)
         wanted = self.workload.plan(n, card, machines=n // on_machine)
-        usual = self.measured_machine(wanted, on_machine) if card == "this" else HARDWARE[card]
+        usual = self.this_machine(wanted, on_machine) if card == "this" else HARDWARE[card]
         hardware = changed_hardware(usual, self.network_gbit, self.memory_gb, self.tflops)
-        return Ranking(wanted, card, hardware, ranked(wanted, hardware, on_machine))
+        return ranked(wanted, hardware, on_machine)
 
-    def measured_machine(self, wanted: Plan, n: int) -> Hardware:
-        """Measure this machine with n processes: large operations, collectives, two of the model's blocks."""
-        device, link = self.workload.device, None
-        if n > 1:
-            path = self.launches.folder / "comm.json"
-            settings = [f"--nproc={n}", f"--device={self.workload.settings['device']}", f"--json_path={path}"]
-            command = [sys.executable, str(self.bench_py), "--comm", *settings]
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            link = measured_link(json.loads(path.read_text())["comm"])
-        machine = hardware_here(device, wanted.dtype, n, link)
-        if device.type == "cuda":
+    def this_machine(self, wanted: Plan, n: int) -> Hardware:
+        """The speeds of this machine with n processes. On a CPU, a few steps of two blocks are measured."""
+        machine = hardware_of(self.workload.device, wanted.dtype, n)
+        if wanted.device_type == "cuda":
             return machine
-        two = two_blocks(wanted, n)
-        settings = self.workload.without_weights() | {"n_layer": 2, "nproc": n}
-        settings |= {name: value for name, value in vars(two).items() if name in settings}
+        settings = normalized(self.workload.without_weights()) | TWO_BLOCKS
+        rows = max(1, 1024 // settings["block_size"])
+        settings |= {"nproc": n, "batch_size": rows, "gradient_accumulation_steps": n}
         run = self.launches.run(settings, 5)
-        return machine if "problem" in run else calibrated(machine, two, run["step_ms"]["mean"] / 1e3)
+        if "problem" in run:
+            return machine
+        two_blocks = replace(self.workload, settings=settings).plan(n, "this")
+        return calibrated(machine, two_blocks, run["step_ms"]["mean"] / 1e3)
 
     def command(self, layout: dict, n: int) -> str:
         """The command that trains with a layout on n devices."""
@@ -96,110 +81,98 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     Print the layouts on a number of devices of a kind, and the command of the fastest. With several numbers
     or kinds, print the fastest layout on each instead.
     """
-    rankings = [predictor.rank(n, card) for n, card in product(counts, cards)]
-    if len(rankings) > 1:
-        return compare_devices(predictor, rankings)
-    print_layouts(predictor, rankings[0])
-    fastest = rankings[0].predictions[0]
-    command = predictor.command(fastest.settings, counts[0])
-    whole_run = ""
-    settings, wanted = predictor.workload.settings, rankings[0].wanted
-    steps = int(settings["max_iters"]) + 1 if settings["max_iters"] else 0  # as in nanoGPT
-    if settings["max_epochs"]:  # of data that a plan does not read
-        steps = 0
-    elif settings["max_tokens"]:
-        steps = steps_of(settings["max_tokens"], wanted.sequences * settings["block_size"])
-    if steps:
-        took = duration(steps * fastest.total_s)
-        whole_run = f", {count_text(steps, 'step')} in {took} without evaluations and checkpoints"
+    if len(counts) * len(cards) > 1:
+        return compare_devices(predictor, counts, cards)
+    predictions = rank_and_print(predictor, counts[0], cards[0])
+    command = predictor.command(predictions[0].settings, counts[0])
+    whole_run = length_text(predictor.workload.settings, predictions[0])
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
-    return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
+    return {"plans": [as_record(prediction) for prediction in predictions], "command": command}
 
 
-def print_layouts(predictor: Predictor, ranking: Ranking) -> None:
+def length_text(settings: dict, prediction: Prediction) -> str:
+    """How long the whole run takes; "" if that is not set, or in epochs of data that a plan does not read."""
+    limits = limits_of(settings | prediction.settings, train_tokens=0)
+    if settings["max_epochs"] or not limits.max_iters:
+        return ""
+    steps = int(limits.max_iters) + 1  # as in nanoGPT
+    took = duration(steps * prediction.total_s)
+    return f", {count_text(steps, 'step')} in {took} without evaluations and checkpoints"
+
+
+def rank_and_print(predictor: Predictor, n: int, card: str) -> list[Prediction]:
     """
-    Print the layouts as a table.
+    Rank the layouts on n devices of a kind; print the fastest as a table, and some that do not fit.
 
     Raises:
-        ValueError: no layout fits.
+        ValueError: no layout fits, or see Predictor.rank.
     """
-    wanted, per_node = ranking.wanted, predictor.per_node
-    devices = f"{wanted.world_size} x {ranking.card}, {min(wanted.world_size, per_node)} on each machine"
-    print(f"the global batch of {count_text(wanted.sequences, 'sequence')} on {devices}, predicted:")
-    print(table(ranking.predictions, predictor.flops))
-    check_fits(ranking.predictions, wanted, ranking.hardware, per_node)
+    predictions = predictor.rank(n, card)
+    batch = count_text(predictions[0].plan.sequences, "sequence")
+    devices = f"{n} x {card}, {min(n, predictor.per_node)} on each machine"
+    print(f"the global batch of {batch} on {devices}, predicted:")
+    print_table(rows_of(predictions))
+    check_fits(predictions)
+    return predictions
 
 
-def table(predictions: list[Prediction], flops: float) -> str:
-    """Format the fastest layouts, and some layouts that do not fit. `flops`: the model's FLOPs per token."""
-    best = best_of_layouts(predictions)
-    fitting = [prediction for prediction in best if not prediction.problem]
-    others = [prediction for prediction in best if prediction.problem]
-    lines = [f"  {HEADER}"]
-    for prediction in (*fitting[:ROWS], *others[:ROWS_THAT_DO_NOT_FIT]):
-        line = f"  {figures(prediction, flops)}  {typed(prediction.settings)}"
-        if why := reason(prediction, predictions[0]):
-            line += f"  ({why})"
-        lines.append(line)
-    return "\n".join(lines)
+def rows_of(predictions: list[Prediction]) -> list[dict[str, str]]:
+    """The rows of a table of layouts, with the reasons why they are slower than the first."""
+    rows = []
+    for prediction in best_of_layouts(predictions)[:ROWS]:
+        why = reason(prediction, predictions[0])
+        rows.append(row_of(prediction, typed(prediction.settings) + (f"  ({why})" if why else "")))
+    return rows
 
 
-def figures(prediction: Prediction, flops: float) -> str:
-    """The time, speed, FLOP/s of each device and memory of a step."""
+def row_of(prediction: Prediction, settings: str) -> dict[str, str]:
+    """A row of a table: time, speed, FLOP/s of each device and memory of a step, and its settings."""
+    plan, speed = prediction.plan, prediction.tokens_per_s
+    flops = speed * flops_per_token(plan.counts, GPTConfig(**plan.model_args)) / plan.world_size
+    row = {"ms/step": f"{prediction.total_s * 1e3:,.1f}", "tokens/s": f"{speed:,.0f}"}
+    row["TFLOP/s"] = f"{flops / 1e12:.1f}"
     if prediction.problem:
-        return f"{'':31} {prediction.gb:6.1f}"
-    tflops = prediction.tokens_per_s * flops / prediction.plan.world_size / 1e12
-    speed = f"{prediction.total_s * 1e3:9,.1f} {prediction.tokens_per_s:12,.0f}"
-    return f"{speed} {tflops:8.1f} {prediction.gb:6.1f}"
+        row = dict.fromkeys(row, "")
+    return row | {"GB": f"{prediction.gb:.1f}", SETTINGS: settings}
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Print a table from its rows: {heading: cell}."""
+    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
+    for line in console.aligned(columns):
+        print(f"  {line}")
 
 
 def as_record(prediction: Prediction) -> dict:
     """A prediction for the JSON file."""
-    return {
-        "settings": prediction.settings,
-        "gb": prediction.gb,
-        "seconds": prediction.seconds,
-        "problem": prediction.problem,
-        "total_s": None if prediction.problem else prediction.total_s,
-    }
+    record = {name: value for name, value in vars(prediction).items() if name != "plan"}
+    total_s = None if prediction.problem else prediction.total_s
+    return record | {"settings": prediction.settings, "total_s": total_s}
 
 
-def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
-    """
-    Print the fastest layout on each number of devices of each kind, the fastest first. Where no layout fits,
-    the line says how many devices suffice.
-    """
+def compare_devices(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
+    """Print the fastest layout on each number of devices of each kind, the fastest first."""
+    compared = [(card, predictor.rank(n, card)[0]) for n, card in product(counts, cards)]
     # those on which no layout fits are last, smallest first
-    rankings.sort(key=lambda ranking: (-ranking.predictions[0].tokens_per_s, ranking.predictions[0].gb))
-    batches = sorted({ranking.wanted.sequences for ranking in rankings})
-    batch = f"the global batch of {count_text(batches[0], 'sequence')}"
-    if len(batches) > 1:
-        batch = "a global batch that grows with the devices"
-        if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch
-            most = max(ranking.wanted.world_size for ranking in rankings)
-            batch += f" (--gradient_accumulation_steps={most}: the same on any number)"
-    print(f"{batch}, predicted:\n  {'devices':>15} {HEADER}")
-    compared = []
-    for ranking in rankings:
-        n, best, fewest = ranking.wanted.world_size, ranking.predictions[0], 0
-        text = typed(best.settings)
-        if best.problem:
-            fewest = smallest_world(ranking.wanted, ranking.hardware, predictor.per_node)
-            text = "does not fit"
-            if fewest:
-                text += f"; the fewest devices on which a layout fits: {fewest}"
-        print(f"  {f'{n} x {ranking.card}':>15} {figures(best, predictor.flops)}  {text}")
-        compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
-    fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
+    compared.sort(key=lambda pair: (-pair[1].tokens_per_s, pair[1].gb))
+    rows, records = [], []
+    for card, step in compared:
+        n, settings = step.plan.world_size, "does not fit" if step.problem else typed(step.settings)
+        devices = {"devices": f"{n} x {card}", "sequences": f"{step.plan.sequences:,}"}
+        rows.append(devices | row_of(step, settings))
+        records.append({"devices": n, "hardware": card} | as_record(step))
+    print("the fastest layout on each, with the sequences of the global batch, predicted:")
+    print_table(rows)
+    fastest = "--devices={devices} --hardware={hardware}".format(**records[0])
     print(f"\nfor all layouts of a line and its command, type for example {fastest}")
-    return {"compared": compared}
+    return {"compared": records}
 
 
-def tune(predictor: Predictor, ranking: Ranking) -> dict:
+def tune(predictor: Predictor, card: str) -> dict:
     """Measure the best few layouts for the launched processes; print the fastest layout's command."""
     workload = predictor.workload
-    print_layouts(predictor, ranking)
-    fitting = [prediction for prediction in ranking.predictions if not prediction.problem]
+    predictions = rank_and_print(predictor, workload.processes, card)
+    fitting = [prediction for prediction in predictions if not prediction.problem]
     candidates = best_of_layouts(fitting)[:4]
     # of the best layout, two other schedules, recomputations or micro-batches too
     same = [p for p in fitting if degrees(p) == degrees(candidates[0]) and p not in candidates]

@@ -4,14 +4,12 @@ parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto choos
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from isogpt.checkpoint.folder import make_writable
@@ -33,7 +31,6 @@ from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import fit_model_args
 
 LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
-CHOSEN = "has measured its device and predicted layouts"
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
@@ -44,13 +41,13 @@ def island_count(ranks: Ranks) -> int:
     Raises:
         ValueError: the launcher has started different numbers of processes on the machines.
     """
-    sizes = Counter(ranks.machines).values()
-    if len(set(sizes)) > 1:
+    sizes = {ranks.machines.count(machine) for machine in ranks.machines}
+    if len(sizes) > 1:
         raise ValueError(
             "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
             f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
-    return len(sizes)
+    return len(set(ranks.machines))
 
 
 def make_plan(
@@ -81,21 +78,13 @@ def make_plan(
     with exit_together():
         precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
     if config["layout"] == "auto":
-        plan = with_best_layout(plan, ranks, config["out_dir"])
+        plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
-    # all ranks look, since the rank that ran out of memory may be on a different machine
-    rows = gather_objects(recorded_micro_batch(plan, config["out_dir"]))
-    return replace(plan, micro_batch=min(plan.batch_size, *rows))
-
-
-def recorded_micro_batch(plan: Plan, out_dir: str) -> int:
-    """
-    The smaller size that an attempt at the same job has recorded if it ran out of memory, else batch_size.
-    The global batch and the curve stay the same.
-    """
-    rows = recorded(Path(out_dir) / MICRO_BATCH, plan.job())
-    return rows if isinstance(rows, int) and rows > 0 else plan.batch_size
+    # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
+    # curve stay the same. All ranks look, since the rank that ran out may be on a different machine
+    rows = recorded(Path(config["out_dir"]) / MICRO_BATCH, plan.job()) or plan.batch_size
+    return replace(plan, micro_batch=min(plan.batch_size, *gather_objects(rows)))
 
 
 def record(path: Path, job: dict, value: object) -> None:
@@ -113,28 +102,6 @@ def recorded(path: Path, job: dict) -> object | None:
         return content[path.stem] if content["job"] == job else None
 
 
-def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
-    """The plan with the fastest layout (all ranks; rank 0 chooses). Exits with a message if none fits."""
-    settings = do_together(choose_layout, plan, ranks, out_dir, has_done=CHOSEN)
-    return replace(plan, **broadcast(settings))
-
-
-def is_layout(settings: object, plan: Plan) -> bool:
-    """
-    Whether these are settings that `choose_layout` may have recorded for this plan. Others, such as an
-    optimizer from a file, would run code that somebody has put there.
-    """
-    chosen = plan.layout_settings()
-    return (
-        isinstance(settings, dict)
-        and settings.keys() == chosen.keys()
-        and all(type(value) is type(chosen[name]) for name, value in settings.items())
-        and min(value for name, value in settings.items() if isinstance(value, int) and name != "zero") > 0
-        and settings["zero"] in range(4)
-        and settings["batch_size"] * settings["gradient_accumulation_steps"] == plan.sequences
-    )
-
-
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     Choose the settings of the fastest layout for these processes, with --layout=auto (rank 0). They are
@@ -147,17 +114,17 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     if not ranks.is_main:
         return {}
     per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
-    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
-    job = plan.job() | {"per_node": per_node, "device": name}
+    job = plan.job() | {"per_node": per_node, "device": precision.device_name(ranks.device)}
     make_writable(out_dir)
     path = Path(out_dir) / LAYOUT_FILE
-    settings = recorded(path, job)
-    if is_layout(settings, plan) and is_valid(replace(plan, **settings)):  # someone may have edited it
+    settings = recorded(path, job) or {}
+    # names of other settings, which someone else may have written there, would be taken for the run's
+    if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
         console.print_line(f"layout:  {typed(settings)}, recorded in {path}")
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
     predictions = ranked(plan, hw, per_node)
-    check_fits(predictions, plan, hw, per_node)
+    check_fits(predictions)
     best, *others = best_of_layouts(predictions)
     console.print_line(
         f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "

@@ -9,11 +9,11 @@ bytes over bandwidth, as rings (Thakur et al. 2005, doi:10.1177/1094342005051521
 
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isogpt.nn.architecture import ARCHS
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.activations import activations_of
@@ -27,6 +27,8 @@ IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 # a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
 # to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
+
+Axes = tuple[str, ...]  # of the mesh
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,10 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
     tokens = plan.micro_batch * T / cp  # tokens in attention and the MLP
     kv = C * args["n_kv_head"] // args["n_head"]
     gate_and_hidden = hidden * (2 if ARCHS[args["arch"]].activation == "swiglu" else 1)
-    n_mlp, mlp_tokens, active = 1.0, tokens, 1
-    if n_expert := args.get("n_expert", 0):  # a rank's experts run one matmul after the other
-        n_mlp, active = n_expert / ep, args["n_expert_active"]
-        mlp_tokens = tokens * active / n_mlp
-    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + n_expert)
+    n_mlp = max(1, args["n_expert"]) / ep  # a rank's experts run one matmul after the other
+    active = args["n_expert_active"] if args["n_expert"] else 1
+    mlp_tokens = tokens * active / n_mlp
+    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + args["n_expert"])
 
     linears = [
         (1, linear_s(hw, tokens, C, (C + 2 * kv) / tp, size)),
@@ -130,9 +131,8 @@ def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     args, size = plan.model_args, plan.torch_dtype.itemsize
     C, V = args["n_embd"], args["vocab_size"] / plan.tp
     tokens = plan.micro_batch * args["block_size"] / plan.cp
-    head = Passes(0.0, 0.0)
-    if part.edge_matrices:
-        head = linear_s(hw, tokens, C, part.edge_matrices / C / plan.tp, size)
+    width = part.edge_matrices / C / plan.tp
+    head = linear_s(hw, tokens, C, width, size) if width else Passes(0.0, 0.0)
     # logits in the computing dtype and in float32, log_softmax, and the gradients
     traffic = traffic_s(hw, plan, tokens * V) if part.has_loss else 0.0
     return Passes(head.forward + (8 + 2 * size) * traffic, head.backward + (4 + 2 * size) * traffic)
@@ -168,12 +168,12 @@ class Rings:
     mesh: Mesh
     per_node: int
 
-    def all_reduce_s(self, axes: tuple[str, ...], size: float, count: int = 1) -> float:
+    def all_reduce_s(self, axes: Axes, size: float, count: int = 1) -> float:
         """`seconds` of all-reduces, which move the bytes twice; their messages take trees over machines."""
         return 2 * self.seconds(axes, size, count, trees=True)
 
     def seconds(
-        self, axes: tuple[str, ...], size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
+        self, axes: Axes, size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
     ) -> float:
         """
         Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.
@@ -203,30 +203,19 @@ class Rings:
         latency = hops * network.latency_s + ceil(log2(on_machine)) * local.latency_s
         return count * latency + slowness * size * (n - 1) / n / bandwidth
 
-    def all_parameters(
-        self,
-        part: RankPart,
-        axes: tuple[str, ...],
-        size: float,
-        piece: float,
-        slowness: float = 1.0,
-        reduces: bool = False,
-    ) -> float:
+    def all_parameters(self, part: RankPart, axes: Axes, size: float, piece: float, **kind: Any) -> float:
         """
-        Return the seconds of a collective of all parameters, or of their gradients, over the ranks along some
-        axes. Experts, which ep has divided already, are the same on fewer ranks.
+        Return the `seconds` of collectives of all parameters, or of their gradients. Experts, which ep has
+        divided already, are the same on fewer ranks.
 
         Args:
             size: bytes for a parameter.
             piece: parameters that are sent at once.
-            reduces: whether these are all-reduces.
+            kind: of `seconds`.
         """
-        expert_axes = tuple(axis for axis in axes if axis != "ep")
-        total = 0.0
-        for along, n in ((axes, part.dense), (expert_axes, part.experts)):
-            sizes = size * n, ceil(n / piece)
-            total += self.all_reduce_s(along, *sizes) if reduces else self.seconds(along, *sizes, slowness)
-        return total
+        not_ep = tuple(axis for axis in axes if axis != "ep")
+        dense = self.seconds(axes, size * part.dense, ceil(part.dense / piece), **kind)
+        return dense + self.seconds(not_ep, size * part.experts, ceil(part.experts / piece), **kind)
 
 
 def activations_s(rings: Rings, plan: Plan) -> float:
@@ -245,80 +234,53 @@ def activations_s(rings: Rings, plan: Plan) -> float:
     seconds += rings.seconds(("tp",), count * hidden, count, hw.scatter)
     seconds += rings.seconds(("cp",), 2 * layers * kv, 2 * layers, hw.gather)
     seconds += rings.seconds(("cp",), layers * kv, layers, hw.scatter)
-    if plan.ep > 1:
-        seconds += 4 * layers * rings.seconds(("ep",), hidden * args["n_expert_active"])
+    seconds += 4 * layers * rings.seconds(("ep",), hidden * args["n_expert_active"])
     # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
-    if plan.pp > 1:
-        neighbours = replace(rings, mesh=replace(rings.mesh, pp=2))
-        sends = 2 * stages_per_rank(plan.pp_schedule)
-        seconds += sends * 2 * neighbours.seconds(("pp",), hidden / plan.tp)
-    return seconds
+    neighbours = replace(rings, mesh=replace(rings.mesh, pp=min(2, plan.pp)))
+    sends = 2 * stages_per_rank(plan.pp_schedule)
+    return seconds + sends * 2 * neighbours.seconds(("pp",), hidden / plan.tp)
 
 
 def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> float:
     """
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
 
+    ZeRO-0 and 1 reduce gradients in float32, in buckets, the last of which is always exposed; ZeRO-1 then
+    sends the weights. ZeRO-2 and 3 gather each unit's weights in the computing dtype, ZeRO-3 again in the
+    backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
+    reduce the shards.
+
     Args:
         computed: the computation of a micro-step, which hides a part of them.
     """
-    part = part_of(plan, 0)
+    hw, part, replicas, shards = rings.hw, part_of(plan, 0), rings.mesh.replicas, rings.mesh.shards
+    parameters, bucket = part.dense + part.experts, plan.ddp_bucket_mb * 2**20 / 4
+    averages = rings.all_reduce_s(("islands",), 4 * parameters, ceil(part.dense / bucket))
+    total = averages / plan.local_steps
     if plan.zero < 2:
-        exposed = replicated_weights_s(rings, plan, part, micro_steps, computed)
+        reductions = micro_steps if plan.grad_sync == "every" else 1
+        unit, gather = min(1.0, bucket / part.dense), 0.0
+        reduction = 2 * rings.all_parameters(part, replicas.axes, 4, bucket, trees=True)
+        if plan.zero == 1:
+            total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
     else:
-        exposed = sharded_weights_s(rings, plan, part, micro_steps, computed)
-    count = ceil(part.dense / bucket_size(plan))
-    average = rings.all_reduce_s(("islands",), 4 * (part.dense + part.experts), count)
-    return exposed + average / plan.local_steps
+        reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
+        unit, size = 1 / (part.layers + 1), plan.torch_dtype.itemsize  # a unit is a block, or the rest
+        piece = unit * parameters
+        gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
+        reduction = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
+        of_shards = 2 * rings.all_parameters(part, replicas.axes, 4 / shards.size, piece, trees=True)
+        total += reductions * of_shards
+    gather_again = gather if plan.zero == 3 else 0.0
+    total += micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
+    total += reductions * exposed_s(hw, gather_again + reduction, computed.backward, unit * reduction)
+    others = micro_steps - reductions
+    return total + others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
 
 
 def exposed_s(hw: Hardware, collectives: float, computation: float, least: float) -> float:
     """The seconds of collectives that computation does not hide, of which `least` cannot be hidden."""
     return max(collectives - hw.overlap * min(collectives, computation), least)
-
-
-def bucket_size(plan: Plan) -> float:
-    """Parameters in a bucket of DDP."""
-    return plan.ddp_bucket_mb * 2**20 / 4
-
-
-def replicated_weights_s(
-    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes
-) -> float:
-    """
-    `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
-    exposed; ZeRO-1 then sends the weights.
-    """
-    axes, bucket = rings.mesh.replicas.axes, bucket_size(plan)
-    reductions = micro_steps if plan.grad_sync == "every" else 1
-    reduction = rings.all_parameters(part, axes, 4, bucket, reduces=True)
-    last_bucket = min(1.0, bucket / part.dense) * reduction
-    exposed = reductions * exposed_s(rings.hw, reduction, computed.backward, last_bucket)
-    if plan.zero == 1:
-        exposed += rings.all_parameters(part, axes, 4, bucket, rings.hw.gather)
-    return exposed
-
-
-def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int, computed: Passes) -> float:
-    """
-    `weights_s` of ZeRO-2 and 3. They gather each unit's weights in the computing dtype, ZeRO-3 again in the
-    backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
-    reduce the shards.
-    """
-    hw, size = rings.hw, plan.torch_dtype.itemsize
-    shards = rings.mesh.shards
-    unit = 1 / (part.layers + 1)  # a block, or the rest, as a fraction of the parameters
-    piece = unit * (part.dense + part.experts)
-    reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-    gather = rings.all_parameters(part, shards.axes, size, piece, hw.gather)
-    gather_again = gather if plan.zero == 3 else 0.0
-    scatter = rings.all_parameters(part, shards.axes, 4, piece, hw.scatter)
-    exposed = micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
-    exposed += reductions * exposed_s(hw, gather_again + scatter, computed.backward, unit * scatter)
-    others = micro_steps - reductions
-    exposed += others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
-    replicas, shard = rings.mesh.replicas.axes, 4 / shards.size
-    return exposed + reductions * rings.all_parameters(part, replicas, shard, piece, reduces=True)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -336,19 +298,15 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
     slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
-    rings = Rings(hw, mesh, per_node)
-    communication = share.micro_steps * activations_s(rings, plan)
-    communication += weights_s(rings, plan, share.micro_steps, slowest)
-    return Prediction(
-        plan,
-        gb,
-        {
-            "compute": share.micro_steps * sum(slowest),
-            "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
-            "communication": communication,
-            "optimizer": optimizer_s(hw, plan, mesh),
-        },
-    )
+    rings, micro_steps = Rings(hw, mesh, per_node), share.micro_steps
+    exposed = weights_s(rings, plan, micro_steps, slowest)
+    seconds = {
+        "compute": micro_steps * sum(slowest),
+        "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
+        "communication": micro_steps * activations_s(rings, plan) + exposed,
+        "optimizer": optimizer_s(hw, plan, mesh),
+    }
+    return Prediction(plan, gb, seconds)
 
 
 def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
@@ -364,36 +322,10 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     return 40 * updated / hw.bytes_per_s
 
 
-# ------------------------------------------------------------------------------------------------------------
-# calibration on this machine
-
-
-def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
-    """Return a plan of n processes that train two of the model's blocks alone, with about `tokens` each."""
-    undivided = {name: getattr(UNDIVIDED, name) for name in LAYOUT}
-    return replace(
-        plan,
-        **undivided,
-        world_size=n,
-        model_args=plan.model_args | {"n_layer": 2},
-        counts=replace(plan.counts, blocks=(2 * plan.counts.blocks)[:2]),
-        batch_size=max(1, tokens // plan.model_args["block_size"]),
-        gradient_accumulation_steps=n,
-        grad_sync="never",
-        islands=1,
-        local_steps=1,
-        grad_compression="none",
-        cpu_offload=False,
-    )
-
-
 def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     """
-    Scale the speeds of `hw` so that the predicted time of a step equals the measured time: a prediction
+    Scale the speeds of `hw` so that the predicted computation of a step takes the measured time: a prediction
     includes only the large operations.
-
-    Args:
-        measured: see `two_blocks`.
     """
     seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
