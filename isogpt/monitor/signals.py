@@ -13,7 +13,6 @@ import torch
 
 from isogpt.common import console
 from isogpt.launch.launchers import agent_start, stop_signals
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import Gathered, Number, gather_number, gather_numbers
 
 PROCESS_START = time.monotonic()  # approximately
@@ -94,8 +93,6 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
     arrives twice, from the terminal and from the launcher.
     """
     stop, erase = Stop(time_limit_s), console.erase_line(sys.stderr)
-    if is_pretended():  # a dry run has nothing to save, and ends at once
-        return stop
 
     def record(number: int, frame: object) -> None:
         if not stop.signal:

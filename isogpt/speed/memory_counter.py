@@ -24,6 +24,11 @@ def is_fake(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "FakeTensor"
 
 
+def is_float(value: object) -> bool:
+    """Whether a value is a tensor of floating-point numbers."""
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
 def has_dtensor(types: tuple[type, ...]) -> bool:
     """Whether an operator gets a DTensor: the operators on its local part follow."""
     return any(kind.__name__ == "DTensor" for kind in types)
@@ -50,12 +55,13 @@ class FakeFloats(TorchDispatchMode):
             return WITHOUT_NUMBERS[operator](*args)
         if active_fake_mode() or any(is_fake(tensor) or tensor.is_floating_point() for tensor in inputs):
             return operator(*args, **kwargs)  # DTensor asks for the shapes of results in a mode of its own
-        if operator.namespace == "aten" and not operator._schema.is_mutable:
+        if not inputs:
             with self.fake:
                 result = operator(*args, **kwargs)
-            if torch.is_tensor(result) and result.is_floating_point():
+            if is_float(result):
                 return result
-        return operator(*args, **kwargs)
+        result = operator(*args, **kwargs)
+        return self.fake.from_tensor(result) if is_float(result) else result
 
 
 def number(x: Tensor) -> float:
