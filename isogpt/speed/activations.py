@@ -3,10 +3,8 @@ Measure what activations take: the step of a model of two blocks, with one row a
 without memory. The figures follow an edit of model.py.
 """
 
-import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
-from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.parallelize import materialize
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.recompute import KEPT
-from isogpt.speed.memory_counter import FakeFloats, MemoryCounter, tensors_in
+from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
 
 BLOCKS = 2
 LONGEST = 4096  # tokens of a row that is measured: a longer one takes as much for each token
@@ -30,30 +26,25 @@ LONGEST = 4096  # tokens of a row that is measured: a longer one takes as much f
 
 class Activations(NamedTuple):
     """
-    Bytes of activations and other temporary tensors: (those that do not depend on the tokens, such as the
-    copies of weights that autocast makes; those of each token).
+    Bytes for each token of a micro-batch, without recomputation, as if nothing divided the model.
 
     Args:
         block: what a block keeps for the backward pass.
         fused: what compiled kernels do not keep of that.
-        stream: a block's input.
         matmuls: the results of a block's matmuls and attention.
         loss: what exists when the loss begins, besides what blocks keep.
         backward: the peak of the blocks' backward passes, besides what blocks keep.
-        end: the peak of the backward pass after that.
     """
 
-    block: np.ndarray
-    fused: np.ndarray
-    stream: np.ndarray
-    matmuls: np.ndarray
-    loss: np.ndarray
-    backward: np.ndarray
-    end: np.ndarray
+    block: float
+    fused: float
+    matmuls: float
+    loss: float
+    backward: float
 
 
 def activations_of(plan: Plan) -> Activations:
-    """Measure the activations of a plan's model without recomputation, as if nothing divided it."""
+    """Measure the activations of a plan's model."""
     args = plan.model_args | {"n_layer": BLOCKS, "block_size": min(plan.model_args["block_size"], LONGEST)}
     kind = plan.torch_dtype, plan.uses_autocast, plan.device_type == "cuda"
     found = measured(plan.counts.model_class, tuple(args.items()), *kind)
@@ -67,122 +58,65 @@ def is_fused(plan: Plan) -> bool:
 
 @cache
 def measured(model_class: type[nn.Module], args: tuple, *kind: Any) -> Activations:
-    """`activations_of` from a micro-batch of one row and one of two. `kind`: see `measure`."""
+    """What a second row adds. `kind`: see `measure`."""
     config = GPTConfig(**dict(args))
-    one, two = (np.array(measure(model_class, config, rows, *kind)) for rows in (1, 2))
-    return Activations(*np.stack([2 * one - two, (two - one) / config.block_size], 1))
+    one, two = (measure(model_class, config, rows, *kind) for rows in (1, 2))
+    return Activations(*((two - one) / config.block_size).tolist())
 
 
 def measure(
     model_class: type[nn.Module], config: GPTConfig, rows: int, dtype: torch.dtype, casts: bool, on_gpu: bool
-) -> tuple[float, ...]:
+) -> np.ndarray:
     """
-    Return the fields of Activations for a micro-batch of so many rows, in bytes.
+    Return the bytes of Activations for a micro-batch of so many rows.
 
     Args:
         casts: whether autocast casts to `dtype`. Otherwise, the weights have it.
     """
     with torch.device("meta"):
         model = model_class(config)
-    marks = {}
+    marks: dict[str, np.ndarray] = {}
+    counter = MemoryCounter()
 
-    def enter(_: nn.Module, inputs: tuple) -> None:
-        marks["enter"], marks["stream"] = counter.now(), inputs[0].nbytes
-        on_gradient(inputs[0], end_blocks)
+    def mark(name: str, *_: Any) -> None:
+        marks[name] = np.array([counter.total, counter.fused(), counter.matmuls, counter.peak])
 
-    def leave(_: nn.Module, inputs: tuple, result: Tensor | tuple) -> None:
-        marks["leave"] = counter.now()
-        on_gradient(tensors_in(result)[0], begin_blocks)
-
-    def loss_without_logits(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-        marks["loss"] = counter.total
-        return LossWithoutLogits.apply(x, weight)
-
-    def begin_blocks(_: Tensor) -> None:
+    def restart(*_: Any) -> None:
         counter.peak = counter.total
 
-    def end_blocks(_: Tensor) -> None:
-        marks["backward"], counter.peak = counter.peak, counter.total
+    def loss_without_logits(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        mark("loss")
+        return x.sum() + weight.sum()
 
-    model.transformer.h[0].register_forward_pre_hook(enter)
-    model.transformer.h[-1].register_forward_hook(leave)
+    first, last = model.transformer.h[0], model.transformer.h[-1]
+    first.register_forward_pre_hook(partial(mark, "enter"))
+    last.register_forward_hook(partial(mark, "leave"))
+    last.register_full_backward_pre_hook(restart)
+    first.register_full_backward_hook(partial(mark, "backward"))
     replace_seams(model, loss=loss_without_logits)
     with ExitStack() as stack:
         stack.enter_context(FakeFloats())
-        counter = stack.enter_context(BlockCounter())
+        stack.enter_context(counter)
         if on_gpu:
             stack.enter_context(GPUKernels())
             stack.enter_context(_compiling_state_context())  # kernels.uses_cpu_kernels
         materialize(model if casts else model.to(dtype), torch.device("cpu"))
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        before = counter.total
+        mark("begin")
         x = torch.zeros(rows, config.block_size, dtype=torch.int64)
         with torch.autocast("cpu", dtype, enabled=casts):
             _, loss = model(x, x, 1.0)
         loss.backward()
-        end = counter.peak
-    kept, fused, matmuls = marks["leave"] - marks["enter"]
-    others = [marks["loss"] - before - kept, marks.get("backward", end) - before - kept, end - before]
-    return kept / BLOCKS, fused / BLOCKS, marks["stream"], matmuls / BLOCKS, *others
-
-
-def on_gradient(x: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Call a function when the backward pass has computed the gradient of x, if it does."""
-    if x.requires_grad:
-        x.register_hook(function)
-
-
-class BlockCounter(MemoryCounter):
-    """Also tells apart what compiled kernels and selective recomputation would keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # results of pointwise operators that no other operator has read, and what they were computed from
-        self.pointwise: dict[int, list[weakref.ref]] = {}
-        self.matmuls = 0  # bytes of the results of matmuls and attention
-
-    def now(self) -> np.ndarray:
-        """The bytes of all tensors, of those that can be computed again from others, and `matmuls`."""
-        fused = [key for key, sources in self.pointwise.items() if all(ref() is not None for ref in sources)]
-        return np.array([self.total, sum(self.sizes.get(key, 0) for key in fused), self.matmuls])
-
-    def __torch_dispatch__(
-        self, operator: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(operator, types, args, kwargs)
-        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        results = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
-        if torch.Tag.pointwise in operator.tags:
-            sources = [self.references[key] for key in inputs]
-            self.pointwise |= dict.fromkeys(results - inputs, sources)
-        elif operator.namespace == "aten" and not operator.is_view:
-            for key in inputs | results:
-                self.pointwise.pop(key, None)
-        if operator in KEPT:
-            self.matmuls += sum(tensor.nbytes for tensor in tensors_in(result))
-        return result
-
-
-class LossWithoutLogits(torch.autograd.Function):
-    """Takes the place of kernels.summed_loss: only the gradients that its backward pass returns."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+    kept = marks["leave"] - marks["enter"]
+    others = marks["begin"][0] + kept[0]
+    return np.array([*kept[:3] / BLOCKS, marks["loss"][0] - others, marks["backward"][3] - others])
 
 
 class GPUKernels(TorchFunctionMode):
     """Calls operators that keep what a GPU's kernels keep, where PyTorch has different ones for a CPU."""
 
-    def __torch_function__(
-        self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:  # queries, keys, values, the result, and a logsumexp
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]

@@ -208,9 +208,8 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield from console.aligned({heading: [row[heading] for row in rows] for heading in rows[0]})
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
-    held = run.gb["weights"] + run.gb["optimizer"]
-    whole = checkpoint_bytes(plan) / 1e9
-    yield f"\nof weights and moments, this rank holds {held:.4g} GB, and all together about {whole:.4g} GB"
+    held, whole = run.gb["weights"] + run.gb["optimizer"], checkpoint_bytes(plan) / 1e9
+    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
 
 
 def groups_of(collectives: list[Collective]) -> dict[tuple[str, tuple[int, ...]], None]:

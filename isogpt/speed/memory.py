@@ -5,7 +5,7 @@ after running out of memory.
 A rank's memory has four parts: weights, gradients, the optimizer's state, and activations. The first three
 follow from the parameters that the rank holds (`RankPart`), which are counted from the modules of the model,
 and from how ZeRO divides them. The activations follow by formula from the settings and the tokens of a
-micro-batch; `about_edited_modules` names what the formulas do not know.
+micro-batch, of which activations.py measures what they take.
 """
 
 import re
@@ -14,7 +14,6 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-import numpy as np
 import torch
 
 from isogpt.nn.counts import Counts, ModelCounts
@@ -56,13 +55,10 @@ def memory_estimate(plan: Plan, device_gb: float = 0.0) -> dict[str, float]:
 def rank_estimate(plan: Plan, pp_rank: int, device_gb: float) -> dict[str, float]:
     """Return `memory_estimate` for one rank of a pipeline."""
     part, in_flight = part_of(plan, pp_rank), micro_batches_in_flight(plan, pp_rank)
-    parts = {
-        "weights": weight_bytes(plan, part) / 1e9,
-        "gradients": gradient_bytes(plan, part) / 1e9,
-        "optimizer": optimizer_bytes(plan, part) / 1e9,
-        "activations": activation_bytes(plan, part, in_flight, device_gb) / 1e9,
-    }
-    parts["activations"] += pipeline_bytes(plan, part, pp_rank, in_flight) / 1e9
+    activations = activation_bytes(plan, part, in_flight, device_gb)
+    parts = state_bytes(plan, part)
+    parts["activations"] = activations + pipeline_bytes(plan, part, pp_rank, in_flight)
+    parts = {name: size / 1e9 for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
 
 
@@ -82,20 +78,22 @@ def memory_report(plan: Plan) -> str:
     Describe the parts of memory_estimate(plan), and the settings that would lower the total, each with the
     new total.
     """
-    parts = memory_estimate(plan)
-    half = max(1, plan.micro_batch // 2)
     full, fsdp = {"activation_checkpointing": "full"}, {"zero": 3}
-    options = {f"--batch_size={half}": {"micro_batch": half}, "--activation_checkpointing=full": full}
-    if plan.zero < 3 and plan.world_size > 1:
-        options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
-    if plan.zero >= 2:
-        options["--cpu_offload=True"] = {"cpu_offload": True}
-    options |= {"--cuda_graphs=False": {"cuda_graphs": False}, "--grad_sync=every": {"grad_sync": "every"}}
+    half = max(1, plan.micro_batch // 2)
+    options = {
+        f"--batch_size={half}": {"micro_batch": half},
+        "--activation_checkpointing=full": full,
+        "--fsdp=True": fsdp,
+        "--fsdp=True --activation_checkpointing=full": fsdp | full,
+        "--fsdp=True --cpu_offload=True": fsdp | {"cpu_offload": True},
+        "--cuda_graphs=False": {"cuda_graphs": False},
+        "--grad_sync=every": {"grad_sync": "every"},
+    }
+    parts = memory_estimate(plan)
     totals = {flags: memory_estimate(replace(plan, **changes))["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
-    text += f"; lower totals: {', '.join(lower)}" if lower else ""
-    return text
+    return f"{text}; lower totals: {', '.join(lower)}" if lower else text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -172,11 +170,6 @@ def blocks_on(
     return len(blocks), Counts(*map(sum, zip(*blocks, strict=True)))
 
 
-def mean_block(counts: ModelCounts) -> float:
-    """The mean number of parameters of a block."""
-    return sum(block.parameters for block in counts.blocks) / len(counts.blocks)
-
-
 def edges_on(counts: ModelCounts, stages: Sequence[int], n_stages: int, tied: bool) -> list[Counts]:
     """
     The counts of the modules outside of the blocks that a rank with these stages holds; with tied=False those
@@ -201,55 +194,44 @@ def shard(plan: Plan, dense: float, experts: float) -> float:
     return (dense + experts * plan.ep) / max(1, shards)
 
 
-def gathered(plan: Plan, part: RankPart) -> float:
+def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     """
-    Return how many parameters ZeRO-3 has gathered at once: those of the root unit, which stays gathered, of
-    the block that computes, and of the blocks that arrive meanwhile.
+    Return the bytes of the weights and gradients on a rank's device, and of the optimizer's moments with what
+    compression and islands keep.
     """
-    blocks = min(1 + plan.fsdp_prefetch, part.layers)
-    return part.edges + blocks * (part.block + part.block_experts)
-
-
-def weight_bytes(plan: Plan, part: RankPart) -> float:
-    """Return the bytes of the weights on a rank's device."""
-    n = part.dense + part.experts
-    if plan.zero < 2:
-        return 4 * n
-    shards = 0 if plan.cpu_offload else 4 * shard(plan, part.dense, part.experts)
-    # with exact, autocast converts what has been gathered
-    size = 4 if plan.exact else plan.torch_dtype.itemsize
-    return shards + size * (n if plan.zero == 2 else gathered(plan, part))
-
-
-def gradient_bytes(plan: Plan, part: RankPart) -> float:
-    """Return the bytes of the gradients on a rank's device."""
-    kept = n = part.dense + part.experts
-    total = 4 * n
-    if plan.cuda_graphs and plan.device_type == "cuda":
-        total += 4 * n  # gradients of the graph, and gradients to which these are added
+    n, own = part.dense + part.experts, shard(plan, part.dense, part.experts)
+    kept = own if plan.zero >= 2 else n
     if plan.zero >= 2:
-        kept = shard(plan, part.dense, part.experts)
+        # ZeRO-3 has gathered the root unit, which stays, the block that computes, and those that arrive
+        blocks = min(1 + plan.fsdp_prefetch, part.layers)
+        gathered, size = part.edges + blocks * (part.block + part.block_experts), plan.torch_dtype.itemsize
+        # with exact, autocast converts what has been gathered
+        weights = (4 if plan.exact else size) * (n if plan.zero == 2 else gathered)
+        # reduced in every micro-step, or only in the last
+        gradients = size * (gathered if plan.grad_sync in ("auto", "every") else n)
+        weights += 0 if plan.cpu_offload else 4 * own
         # 'auto' adds up the shards of the gradients on the device, and offloads the sum
-        total = 0 if plan.cpu_offload and plan.grad_sync != "auto" else 4 * kept
-        reduces_always = plan.grad_sync in ("auto", "every")  # in every micro-step, not only in the last
-        total += plan.torch_dtype.itemsize * (gathered(plan, part) if reduces_always else n)
+        gradients += 0 if plan.cpu_offload and plan.grad_sync != "auto" else 4 * own
+    else:
+        weights = gradients = 4 * n
+        if plan.cuda_graphs and plan.device_type == "cuda":
+            gradients += 4 * n  # those of the graph, and those to which these are added
     if plan.exact:
-        total += 8 * kept  # the sums of all micro-batches, as 64-bit integers
-    return total
+        gradients += 8 * kept  # the sums of all micro-batches, as 64-bit integers
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_bytes(plan, part, kept)}
 
 
-def optimizer_bytes(plan: Plan, part: RankPart) -> float:
+def optimizer_bytes(plan: Plan, part: RankPart, kept: float) -> float:
     """
-    Return the bytes of the optimizer's moments on a rank's device, and of what compression and islands keep.
+    Return the bytes of the optimizer's moments, and of what compression and islands keep. `kept`: the weights
+    that the rank holds.
     """
-    n, n_shard = part.dense + part.experts, shard(plan, part.dense, part.experts)
-    kept = n_shard if plan.zero >= 2 else n
-    total = 0.0
-    if not plan.cpu_offload:
-        of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
-        total += 4 * of_others * (n_shard if plan.zero >= 1 else n)
-        blocks = part.layers * (part.block - part.block_embeddings), part.experts
-        total -= 4 * (of_others - of_blocks) * (shard(plan, *blocks) if plan.zero >= 1 else sum(blocks))
+    of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
+    fewer = (of_others - of_blocks) * part.layers * (part.block - part.block_embeddings)
+    moments = of_others * part.dense - fewer, of_blocks * part.experts
+    total = 4 * (shard(plan, *moments) if plan.zero >= 1 else sum(moments))
+    if plan.cpu_offload:
+        total = 0
     islands = max(1, plan.islands)
     if keeps_errors(plan.grad_compression) and plan.world_size > islands:
         total += 4 * kept
@@ -305,7 +287,7 @@ def pipeline_bytes(plan: Plan, part: RankPart, pp_rank: int, in_flight: float) -
     count = neighbors * micro_steps * len(stages) if len(stages) > 1 else neighbors * micro_steps + in_flight
     total = count * tokens * plan.stream_dtype.itemsize * plan.model_args["n_embd"]
     if splits_backward(plan.pp_schedule):  # a stage's gradients wait until those of its weights are computed
-        total += part.layers / len(stages) * tokens * activations_of(plan).matmuls[1]
+        total += part.layers / len(stages) * tokens * activations_of(plan).matmuls
     return total
 
 
@@ -319,30 +301,35 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
         device_gb: see `memory_estimate`.
     """
     args, tp, size, kind = plan.model_args, plan.tp, plan.torch_dtype.itemsize, activations_of(plan)
-    C, mode, L = args["n_embd"], plan.activation_checkpointing, part.layers
+    C, L, mode = args["n_embd"], part.layers, plan.activation_checkpointing
     gathered_tokens = plan.micro_batch * args["block_size"] // plan.cp  # in attention, the MLP and the loss
     tokens = gathered_tokens / tp
 
-    # what blocks keep of each token; recomputed blocks keep their input, or the results of their matmuls too
-    kept = kind.block[1] + (tp - 1) * 2 * size * C  # with tp, the inputs of attention and MLP are gathered
-    checkpoint = kind.stream[1] + (kind.matmuls[1] if mode == "selective" else 0)
+    # what blocks keep; recomputed blocks keep their input, and with 'selective' the results of matmuls
+    gathered = (tp - 1) * 2 * size * C  # with tp: the inputs of attention and MLP, or their gradients
+    kept = kind.block + gathered
+    checkpoint = plan.stream_dtype.itemsize * C + (kind.matmuls if mode == "selective" else 0)
     every = recompute_every(mode)
     recomputed = ceil(L / every) if every else 0
     blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
 
-    # autocast copies weights: for the forward pass, and for the backward pass of blocks that are not recomputed
-    copies = kind.block[0] * (part.block + part.block_experts) / mean_block(plan.counts)
-    edges = np.array([part.has_loss / tp, tokens])
-    loss = blocks + L * copies + kind.loss @ edges
+    # autocast copies weights, for the backward pass only those of blocks that are not recomputed
+    copies = 2 * (part.block + part.block_experts) if plan.uses_autocast else 0
+    head = 4 * ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # its gradient
+    loss = blocks + L * copies + tokens * kind.loss
     if part.has_loss:
         loss += loss_activations(plan, gathered_tokens, device_gb)
-    backward = blocks + (L - recomputed) * copies + kind.backward @ edges
+    backward = blocks + (L - recomputed) * copies + tokens * (kind.backward + gathered)
+    if args["tied"]:  # the gradient of the head waits for that of the embeddings
+        backward += head
     if every and (L - 1) % every == 0:  # the last block is recomputed
         backward += copies + tokens * (kept - checkpoint)
     if plan.cp > 1:  # gathered keys and values with their gradients, on a CPU in float32
         keys = C * args["n_kv_head"] // args["n_head"]
         backward += tokens * 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
-    end = kind.end @ edges
+
+    # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
+    end = 3 * head if args["tied"] else head
     if plan.exact and plan.zero < 2 and plan.device_type == "cuda":  # concatenated gradients
         end = max(end, 4 * min(part.dense + part.experts, COMPILED_CHUNK))
     return max(loss, backward, end)

@@ -117,7 +117,7 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
         (n_mlp, linear_s(hw, mlp_tokens, hidden / tp, C, size)),
     ]
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
-    traffic = traffic_s(hw, plan, activations_of(plan).block[1] * tokens / tp)
+    traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
     edited = matrices / unedited  # 1 without an edit
     forward = edited * sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
     backward = edited * sum(n * seconds.backward for n, seconds in linears)
