@@ -32,14 +32,16 @@ class Activations(NamedTuple):
         block: what a block keeps for the backward pass.
         fused: what compiled kernels do not keep of that.
         matmuls: the results of a block's matmuls and attention.
-        loss: what exists when the loss begins, besides what blocks keep.
-        backward: the peak of the blocks' backward passes, besides what blocks keep.
+        loss: what exists when the loss begins. This and the next are besides what the blocks keep.
+        head: the peak from then on to the blocks' backward passes, without the loss itself.
+        backward: the peak of the blocks' backward passes.
     """
 
     block: float
     fused: float
     matmuls: float
     loss: float
+    head: float
     backward: float
 
 
@@ -80,18 +82,16 @@ def measure(
 
     def mark(name: str, *_: Any) -> None:
         marks[name] = np.array([counter.total, counter.fused(), counter.matmuls, counter.peak])
-
-    def restart(*_: Any) -> None:
         counter.peak = counter.total
 
     def loss_without_logits(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-        mark("loss")
+        mark("loss")  # whose memory is a formula: memory.loss_activations
         return x.sum() + weight.sum()
 
     first, last = model.transformer.h[0], model.transformer.h[-1]
     first.register_forward_pre_hook(partial(mark, "enter"))
     last.register_forward_hook(partial(mark, "leave"))
-    last.register_full_backward_pre_hook(restart)
+    last.register_full_backward_pre_hook(partial(mark, "head"))
     first.register_full_backward_hook(partial(mark, "backward"))
     replace_seams(model, loss=loss_without_logits)
     with ExitStack() as stack:
@@ -109,8 +109,8 @@ def measure(
             _, loss = model(x, x, 1.0)
         loss.backward()
     kept = marks["leave"] - marks["enter"]
-    others = marks["begin"][0] + kept[0]
-    return np.array([*kept[:3] / BLOCKS, marks["loss"][0] - others, marks["backward"][3] - others])
+    peaks = [marks["loss"][0], marks["head"][3], marks["backward"][3]]
+    return np.array([*kept[:3] / BLOCKS, *peaks - marks["begin"][0] - kept[0]])
 
 
 class GPUKernels(TorchFunctionMode):

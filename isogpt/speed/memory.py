@@ -316,9 +316,8 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     # autocast copies weights, for the backward pass only those of blocks that are not recomputed
     copies = 2 * (part.block + part.block_experts) if plan.uses_autocast else 0
     head = 4 * ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # its gradient
-    loss = blocks + L * copies + tokens * kind.loss
-    if part.has_loss:
-        loss += loss_activations(plan, gathered_tokens, device_gb)
+    peak, loss_kept = loss_activations(plan, gathered_tokens, device_gb) if part.has_loss else (0, 0)
+    loss = blocks + L * copies + max(tokens * kind.loss + peak, tokens * kind.head + loss_kept)
     backward = blocks + (L - recomputed) * copies + tokens * (kind.backward + gathered)
     if args["tied"]:  # the gradient of the head waits for that of the embeddings
         backward += head
@@ -335,28 +334,28 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     return max(loss, backward, end)
 
 
-def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> int:
+def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[int, int]:
     """
-    Return the bytes that the head and the loss (isogpt.nn.kernels.summed_loss) of a micro-batch's tokens
-    allocate: more in the forward pass, or in the backward pass.
+    Return the peak of the bytes that the head and the loss (isogpt.nn.kernels.summed_loss) of a micro-batch's
+    tokens allocate, and what they keep for the backward pass.
     """
     args, size, on_cpu = plan.model_args, plan.torch_dtype.itemsize, plan.device_type == "cpu"
     V, C = ceil(args["vocab_size"] / plan.tp), args["n_embd"]
     # nanochat's soft cap keeps float32 logits before and after tanh
     capped = 8 * tokens * V if args["arch"] == "nanochat" and not is_fused(plan) else 0
     device_gb = device_gb or (0 if torch.cuda.is_available() else USUAL_GB)
-    memory = int(1e9 * min(device_gb, MOST_GB))
-    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V, memory)
+    unchunked, per_chunk, floats_per_chunk = logits_at_once(
+        on_cpu, size, V, int(1e9 * min(device_gb, MOST_GB))
+    )
     if tokens <= max(1, unchunked // V):
         if is_fused(plan):  # the gradient takes the place of the logits
-            return size * tokens * V
-        return capped + 12 * tokens * V  # log_softmax and two gradients
+            return size * tokens * V, size * tokens * V
+        return capped + 12 * tokens * V, capped + 4 * tokens * V  # log_softmax, and two gradients
     # gradients of the weight, in float32, and of the hidden states
-    gradients = capped + 4 * V * C + size * tokens * C
-    weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
+    kept = capped + 4 * V * C + size * tokens * C
+    chunk = size * V * min(tokens, max(1, per_chunk // V))
+    weight_part = (size if on_cpu else 4) * min(floats_per_chunk, V * C)
     if size == 4:
-        logits = 4 * V * min(tokens, max(1, per_chunk // V))
-        return gradients + max(logits + weight_part, 4 * V * C)
-    logits = V * (size * min(tokens, max(1, per_chunk // V)))
-    logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
-    return gradients + max(logits + max(logits_float, weight_part), (4 + size) * V * C)
+        return kept + max(chunk + weight_part, 4 * V * C), kept
+    chunk_in_floats = 4 * V * min(tokens, max(1, floats_per_chunk // V))
+    return kept + max(chunk + max(chunk_in_floats, weight_part), (4 + size) * V * C), kept
