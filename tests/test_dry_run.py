@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from edits import apply, blocks, documented
 from runs import REPO, accepted, start_changed, train_defaults
 from torch.distributed import AllreduceOptions, ReduceOp
 
@@ -21,13 +22,14 @@ SMALL += [f"--batch_size={ROWS}", "--dtype=float32", "--device=cpu"]
 # a dry run reads no data
 NO_DATA = ["--dataset=not_there:1,nor_there:2", "--data_order=documents"]
 MEMORY = r"^(weights|gradients|optimizer|activations|total) +([\d.e-]+) +([\d.e-]+)$"
+PARTS = ("weights", "gradients", "optimizer")
 COLLECTIVE = r"^(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)  ([\w ]+)$"
 
 
-def run_dry(zygote, work, ranks, args, rank=0):
+def run_dry(zygote, work, ranks, args, rank=0, repo=REPO):
     """Run train.py as one of so many ranks: {part: GB} counted and predicted, and the collectives."""
     args = [*SMALL, *NO_DATA, *args, f"--dry_run_ranks={ranks}", f"--dry_run_rank={rank}", "--out_dir=dry"]
-    text = zygote.start(args, work).wait(120).text()
+    text = zygote.start(args, work, repo=repo).wait(120).text()
     memory, rows = re.findall(MEMORY, text, re.M), re.findall(COLLECTIVE, text, re.M)
     assert len(memory) == 5 and rows and not (work / "dry").exists(), text
     collectives = []
@@ -154,12 +156,12 @@ def ddp(n):
     return all_reduce(n, L * BLOCK + OTHERS)
 
 
-def fsdp(n, of_gradients=1):
+def fsdp(n, of_gradients=1, gathers=2):
     """
-    In each micro-step the parameters are gathered, those of the blocks again in the backward, and the
-    gradients are reduced.
+    In each micro-step the parameters are gathered, with zero 3 those of the blocks again in the backward, and
+    the gradients are reduced.
     """
-    gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
+    gathered = all_gather(n, gathers * L * BLOCK + OTHERS)
     return MICRO_STEPS * (gathered + of_gradients * reduce_scatter(n, L * BLOCK + OTHERS))
 
 
@@ -214,6 +216,10 @@ FORMULAS = {"--grad_compression=none": ddp, "--zero=3": fsdp, "--tp=N": tp, "--p
 FORMULAS |= {
     f"{OF_EXPERTS}N": lambda n: ep(n, n),
     f"{OF_EXPERTS}2": lambda n: ep(n, 2),  # pairs of ranks divide the experts, and DDP joins the pairs
+    "--grad_sync=every": lambda n: MICRO_STEPS * ddp(n),
+    "--zero=1": lambda n: 1.5 * ddp(n),  # each rank also sends the parameters that it has updated
+    "--zero=2": lambda n: fsdp(n, gathers=1),
+    "--zero=3 --grad_sync=last": lambda n: fsdp(n, of_gradients=1 / MICRO_STEPS),
     "--exact=True": lambda n: 2 * ddp(n),  # 64-bit integers
     "--exact=True --zero=3": lambda n: fsdp(n, of_gradients=2),
     "--grad_compression=fp16": lambda n: ddp(n) / 2,
@@ -280,6 +286,8 @@ LAYOUTS = {
     "exact": (2, ["--exact=True"]),
     "int8": (2, ["--grad_compression=int8"]),
     "hsdp, muon": (4, ["--zero=3", "--dp_replicate=2", "--optimizer=muon"]),
+    "recompute some": (2, ["--activation_checkpointing=every:2"]),
+    "recompute selective": (2, ["--activation_checkpointing=selective", "--dtype=bfloat16"]),
     "pp x tp, zero 3": (4, ["--pp=2", "--tp=2", "--zero=3", "--activation_checkpointing=full"]),
 }
 
@@ -296,9 +304,24 @@ def test_memory_is_that_of_real_ranks_and_near_the_prediction(zygote, work, name
     total = counts[0]["total"]
     if name == "experts":  # some get more tokens, others fewer
         total = sum(parts["total"] for parts in counts.values()) / n
-    parts = ("weights", "gradients", "optimizer")
-    assert [report.counted[p] for p in parts] == pytest.approx([counts[0][p] for p in parts], rel=0.02)
+    assert [report.counted[p] for p in PARTS] == pytest.approx([counts[0][p] for p in PARTS], rel=0.02)
     assert report.counted["total"] == pytest.approx(total, rel=0.02)
+    assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
+
+
+@pytest.mark.slow
+def test_weights_gradients_and_moments_are_divided_by_the_ranks(zygote, work):
+    """With zero 1 the moments, with zero 2 and 3 all: between steps, ZeRO-2 holds shards too."""
+    whole, *divided = (run_dry(zygote, work, 4, [f"--zero={zero}"]).counted for zero in range(4))
+    shares = [[round(counted[name] / whole[name], 2) for name in PARTS] for counted in divided]
+    assert shares[0][:2] == [1, 1] and shares[0][2] < 0.45 and shares[1:] == [[0.25] * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", [name for name, text in documented().items() if blocks(text, "diff")])
+def test_the_memory_of_a_documented_edit_is_predicted(zygote, work, heading):
+    args = ["--vocab_size=8192", "--dtype=bfloat16", "--gradient_accumulation_steps=4"]
+    report = run_dry(zygote, work, 2, args, repo=apply(heading, work / "copy"))
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
 
 
