@@ -1,12 +1,12 @@
 """
 Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
-train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M and
-other devices a small model of 10.65M parameters, which takes a minute.
+train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M in
+micro-batches that fill its memory, other devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                               two processes; or torchrun ... bench.py
-    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'    every combination, in separate launches
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
+    python bench.py --nproc=1,2,4 --batch_size=4,8          every combination, in separate launches
+    python bench.py --nproc=4 --tp=1,2 --pp=1,2             layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
     python bench.py config/train_gpt2.py --plan --devices=1,8 --hardware=l4,4090    compare GPUs and numbers
@@ -18,7 +18,6 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +26,14 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.distributed import DistError
 
-from configurator import configure, fail, settings_of
+from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.common import console
 from isogpt.common.files import write_whole
 from isogpt.data.data_folder import write_random_tokens
+from isogpt.lab.combinations import read_lists
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.launch.network import connect_store, own_cores
+from isogpt.launch.network import own_cores
 from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
@@ -45,22 +45,16 @@ from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
+from isogpt.training.precision import device_name
 from model import GPT
 
 # -- what to run ---------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8) [>= 1]
-block_size = 1024  # tokens per sequence (small model: 256) [>= 1]
-bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
-seed = 1337  # seed of the weights and the data [>= 0]
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0, <= 1024]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
-compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 steps = 20  # steps to measure, after a quarter as many for warm-up [>= 1]
 # -- what to report ------------------------------------------------------------------------------------------
-sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
-weak = False  # with a sweep over nproc, or a plan: weak scaling, the global batch grows with the processes
+weak = False  # with --nproc=1,2,4 or a plan: weak scaling, the global batch grows with the processes
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
@@ -107,16 +101,6 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
         plan_report.print_table([row | {"settings": typed(planned.layout_settings())}])
 
 
-def this_machine(local_device: torch.device) -> dict:
-    """The name of the device, the number of cores that this process may use, and the version of torch."""
-    name, cpuinfo = local_device.type, Path("/proc/cpuinfo")
-    if local_device.type == "cuda":
-        name = torch.cuda.get_device_name(local_device)
-    elif cpuinfo.exists() and (model := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
-        name = model[1]
-    return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, the workload
 try:
@@ -124,23 +108,26 @@ try:
     rank, world_size, *_ = rank_variables()
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
+    words = with_equals_signs(sys.argv[1:], settings_of(__file__) | train_settings)
+    lists, sys.argv[1:] = read_lists(words, train_settings)
     config = configure(globals(), extra=train_settings)
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
-    request = read_request(config, is_launched, max(nproc, world_size))
+    request = read_request(config, lists, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, sys.argv[1:], local_device, request, GPT)
+    workload = choose_workload(config, train_settings, local_device, request, GPT)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:
         print_estimate(workload, estimate_world_size or request.processes, request.cards[0])
     if estimate_world_size:
         sys.exit()
-    result = {"machine": this_machine(local_device)}
-    say("{device}, {cores} cores, torch {torch}".format(**result["machine"]))
+    machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
+    say("{device}, {cores} cores, torch {torch}".format(**machine))
+    result = {"machine": machine}
     if comm:
         backend, timeout_s = workload.settings["backend"], workload.settings["dist_timeout_s"]
         result["comm"] = measure_collectives(device, backend, timeout_s)
@@ -149,10 +136,6 @@ except (ValueError, DistError) as e:
 
 # ------------------------------------------------------------------------------------------------------------
 # reports that launch train.py, or predict
-store = None
-if rank == 0 and is_launched and not comm and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-    # serve the store for all launches: a port that each launch opened again might be in use by then
-    store = connect_store(workload.settings["dist_timeout_s"], serves=True)
 with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
     if workload.is_random and not comm:
         reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
@@ -164,23 +147,21 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
     try:
         if plan or tune:
             described = network, device_memory_gb, device_tflops
-            predictor = plan_report.Predictor(workload, launches, per_node, *described)
+            predictor = plan_report.Predictor(workload, per_node, *described)
         if check:
             result["check"] = report_check(launches, workload)
-        elif sweep:
-            result["sweep"] = run_sweep(launches, workload, request.swept, steps)
+        elif lists:
+            result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:
-            result["tune"] = plan_report.tune(predictor, request.cards[0])
+            result["tune"] = plan_report.tune(predictor, launches, request.cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:
         fail(str(e))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    finally:
-        store = None  # closes the port
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 rows = result.get("sweep") or result.get("tune", {}).get("tried", [])

@@ -45,23 +45,23 @@ try:
     comparison = compare(groups, loss)
 except ValueError as e:
     fail(console.visible(str(e)))
-notes = comparison["notes"]
-notes += [f"left out: {problem}" for problem in left_out]
+comparison["notes"] += [f"left out: {problem}" for problem in left_out]
 
 # 2. the picture
-drawn = []
 try:
     if picture and comparison["compared_by"]:
         path = Path(picture)
-        drawn.append(pictures.draw(groups, x, path, comparison["compared_by"]))
-        drawn.append(pictures.draw_statistics(groups, path.with_stem(f"{path.stem}-layers")))
+        losses = pictures.losses_figure(groups, x, comparison["compared_by"])
+        layers = pictures.statistics_figure(groups)
+        for figure, file in ((losses, path), (layers, path.with_stem(f"{path.stem}-layers"))):
+            if figure:
+                pictures.write(figure, file)
+                comparison["pictures"].append(str(file))
 except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
-    notes.append(f"no picture: {e}")
-comparison["pictures"] = [str(path) for path in drawn if path]
+    comparison["notes"].append(f"no picture: {e}")
 
 # 3. the table, and what the difference means
 if json:
     console.print_result(dumps(as_json(comparison), indent=2))
 else:
-    lines = report(comparison, commands_for_seeds(groups, defaults))
-    console.print_result("\n".join([*lines, *(f"a picture: {path}" for path in comparison["pictures"])]))
+    console.print_result("\n".join(report(comparison, commands_for_seeds(groups, defaults))))

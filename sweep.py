@@ -13,14 +13,13 @@ Semicolons separate values that contain commas: --shares='2,1;1,1'. --jobs runs 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from configurator import apply_arguments, configure, fail, settings_of, with_equals_signs
-from isogpt.common.console import count_text, print_line, print_result
-from isogpt.lab.combinations import Point, folder_name, part_of_task, points_of, read_lists, typed
+from isogpt.common.console import print_line, print_result
+from isogpt.lab.combinations import folder_name, part_of_task, points_of, read_lists, typed, without
 from isogpt.lab.queue import SweptRun, make_slots, time_left, train
 from isogpt.training.settings import report
 
@@ -32,7 +31,7 @@ dry_run = False  # list the runs, how far they are and the time they will take; 
 HERE = Path(__file__).resolve().parent
 
 
-def make_run(point: Point) -> SweptRun:
+def make_run(point: dict[str, str]) -> SweptRun:
     """
     Return the run of a point, whose values apply after all other arguments.
 
@@ -43,10 +42,8 @@ def make_run(point: Point) -> SweptRun:
     report(mistakes)
     folder = out / folder_name({name: config[name] for name in point})
     weights = config["init_from"].removeprefix("auto:")
-    own = {
-        "init_from": "auto" if weights in ("auto", "resume") else f"auto:{weights}",
-        "out_dir": str(folder),
-    }
+    start = "auto" if weights in ("auto", "resume") else f"auto:{weights}"
+    own = {"init_from": start, "out_dir": str(folder)}
     if config["mirror"]:
         own["mirror"] = f"{config['mirror'].rstrip('/')}/{folder.name}"
     run = SweptRun(folder, [*words, *typed(point), *typed(own)], config | own)
@@ -55,44 +52,33 @@ def make_run(point: Point) -> SweptRun:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the runs: mistakes are reported before the first one starts
+# the runs: all mistakes are reported before the first one starts
 try:
     train_settings, own_settings = settings_of(HERE / "train.py"), settings_of(__file__)
     lists, words = read_lists(with_equals_signs(sys.argv[1:], own_settings | train_settings), train_settings)
     config = configure(globals(), words, extra=train_settings)
     if not lists:
         fail("no setting has several values: type a list such as --seed=1,2,3, or use train.py")
-    words = [word for word in words if word[2:].partition("=")[0] not in own_settings]
+    words = without(words, own_settings)
     base = {name: config.get(name, setting.default) for name, setting in train_settings.items()}
     out = Path(base["out_dir"])
     runs = [*{run.folder: run for run in map(make_run, points_of(lists, each))}.values()]
     part = [runs[number] for number in part_of_task(len(runs), os.environ)]  # of an array job of Slurm
     slots = make_slots(jobs, max(1, *(run.config["nproc"] for run in runs)), base["device"])
-except ValueError as e:
-    fail(str(e))
-
-if dry_run:
     for run in part:
         print_result(f"{run.folder}: {run.state}")
-    at_once = f"{len(slots)} at the same time"
-    print_result(f"{count_text(len(part), 'run')}, {at_once}: {time_left(part, len(slots))} left")
-    raise SystemExit
+    print_result(f"runs: {len(part)}, in parallel: {len(slots)}, time left: {time_left(part, len(slots))}")
+    if dry_run:
+        raise SystemExit
+    received = train(HERE / "train.py", part, slots)
+except (OSError, ValueError) as e:
+    fail(str(e))
 
 # ------------------------------------------------------------------------------------------------------------
-# train them
-waiting = [run for run in part if not run.is_complete]
-print_line(
-    f"{len(part)} of {count_text(len(runs), 'run')} in {out}: {len(part) - len(waiting)} complete, "
-    f"{len(waiting)} to train, {len(slots)} at the same time"
-)
-try:
-    received = train(HERE / "train.py", part, slots)
-except OSError as e:  # out_dir cannot be written to, for instance
-    fail(str(e))
+# the end
 missing = [run for run in part if not run.is_complete]
 if received:
-    command = shlex.join(["python", *sys.argv])
-    print_line(f"{len(missing)} of {len(part)} runs are left; to continue, repeat the command:\n{command}")
+    print_line(f"runs left: {len(missing)}; to continue, repeat the command")
     raise SystemExit(128 + received[0])
 complete = [str(run.folder) for run in runs if run.is_complete]
 if complete:

@@ -30,18 +30,17 @@ from isogpt.launch import launchers, process_group, start_checks, together
 from isogpt.monitor import (
     banner,
     code_version,
-    crashes,
     evaluation,
     log,
-    not_finite,
     out_of_memory,
     run_report,
     samples,
     signals,
-    spikes,
+    step_policy,
 )
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.statistics import LayerStatistics
+from isogpt.monitor.watchdog import start_watchdog
 from isogpt.parallel import (
     compare_weights,
     compilation,
@@ -185,14 +184,13 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    git = code_version.ask_git(ranks)  # for the commit; works while the run starts
-    # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
-    watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
+    # sets sys.excepthook and starts threads; from here on, a rank that fails or does not respond is named
+    watchdog = start_watchdog(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        crashes.explain_crashes(watchdog)  # again, since init_process_group replaces sys.excepthook
+        watchdog.install_hook()  # again, since init_process_group replaces sys.excepthook
 except ValueError as e:
     fail(str(e))
 
@@ -289,12 +287,13 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
-logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
+logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
+logger.print_lines(checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines([f"note:    {note}" for note in logger.notes])
+logger.print_lines(f"note:    {note}" for note in logger.notes)
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -308,7 +307,7 @@ logger.event(
     measures=progress.measures,
     **data.validation(),
     code=code,
-    **code_version.code_version(git),
+    **code_version.code_version(ranks),
 )
 meter = Meter(
     raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
@@ -320,8 +319,7 @@ report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interv
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-spike_policy = spikes.SpikePolicy(on_spike, progress.recent_steps, logger)
-nan_policy = not_finite.NanPolicy(on_nan, spike_policy)
+policy = step_policy.StepPolicy(on_nan, on_spike, state, reader, saver, logger)
 del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -406,16 +404,14 @@ while not is_complete:
     clock.lap("agree")
     # -- after the step
 
-    if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
-        clock.forget_laps()  # the watchdog expects no progress: the end waits for the disk
-        nan_policy.recover(numbers, state, reader, saver, logger)  # skips the step, or exits
-        clock.discard()
+    if not policy.takes(numbers):  # all ranks decide the same; a float16 overflow counts as taken
+        clock.discard()  # the watchdog expects no progress: the end of the run waits for the disk
+        policy.skip(numbers)  # reports the step, or exits
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    report.step(
-        numbers, lr
-    )  # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
+    # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
+    report.step(numbers, lr)
     saver.poll()  # reports a checkpoint that was written in the background, or could not be
     progress.advance()
     if stop.decide(numbers.stop):
@@ -436,10 +432,10 @@ if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
 report.end(out_dir, weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
-watchdog.stop()
+watchdog.leave()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, statistics, evaluator, meter, saver, watchdog
+del report, statistics, evaluator, meter, saver, watchdog, policy
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
 # limit, stop.agreed is negative, and the exit status is 0

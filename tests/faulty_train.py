@@ -9,7 +9,6 @@ The variable FAULTS contains a JSON object {fault: [step, rank], or a list of th
     DIFFER         a weight of the rank changes
     CRASH          the forward pass raises an error; SIGTERM: the process receives a signal
     WAIT           the forward pass waits until there is a file `go`
-    REPORT_S       not a place, but the seconds that a report of a step that is not finite seems to take
 """
 
 import json
@@ -23,16 +22,13 @@ HOME = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HOME))
 
 import model
-from isogpt.monitor import not_finite
 from isogpt.parallel import gradients, local_parts
 from isogpt.training import precision
 
 FAULTS = json.loads(os.environ["FAULTS"])
 now = {"step": -1, "rank": -1}
 seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
-complete_gradients, describe = gradients.complete_gradients, not_finite.describe_not_finite
-perf_counter = time.perf_counter
-seconds_more = [0.0]
+complete_gradients = gradients.complete_gradients
 
 
 def is_due(fault):
@@ -82,23 +78,10 @@ def faulty_gradients(gpt, *args):
         local_parts.local(p.data)[0] += 1e-3
 
 
-def slow_description(*args):
-    seconds_more[0] += FAULTS["REPORT_S"]
-    return describe(*args)
-
-
-def later():
-    """In place of time.perf_counter: with the seconds that reports seem to have taken."""
-    return perf_counter() + seconds_more[0]
-
-
 precision.seed_step = noted_step
 model.GPT.predict = faulty_predict
 model.GPT.embed = faulty_embed
 gradients.complete_gradients = faulty_gradients
-if "REPORT_S" in FAULTS:
-    not_finite.describe_not_finite = slow_description
-    time.perf_counter = later
 sys.argv[0] = str(HOME / "train.py")
 source = Path(sys.argv[0]).read_text()
 exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})

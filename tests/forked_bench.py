@@ -14,7 +14,7 @@ sys.path[:0] = [str(HOME)]
 from isogpt.speed import launches
 
 
-def forked_launch(command, env, stdout, **options):
+def forked_launch(command, stdout, **options):
     """In place of subprocess.run in launches.py: returns the exit status and what was written to stderr."""
     _, train_py, *arguments = command
     launcher = [word for word in arguments if word.startswith("--nproc=") and word != "--nproc=0"]
@@ -27,7 +27,7 @@ def forked_launch(command, env, stdout, **options):
             if stdout == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-        launch = Forked([script, *launcher, *others], env, prepare)
+        launch = Forked([script, *launcher, *others], dict(os.environ), prepare)
         try:
             code = launch.wait(300)
         finally:

@@ -4,25 +4,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from forks import HOME, Forked, exec_script
 
 sys.path[:0] = [str(HOME)]
 
 from isogpt.lab import queue
-from isogpt.launch.launchers import environment_without_launcher
 
 
-def forked_run(train_py, run, slot, log):
-    """In place of queue.start_process."""
-    sweep = os.getpid()
+def forked_run(command, stdout, env, **options):
+    """In place of subprocess.Popen in queue.py."""
+    sweep, first = os.getpid(), command.index(sys.executable)
 
     def prepare():
-        queue.enter(slot, sweep)
+        queue.end_with(sweep)
+        if command[0] == "taskset":
+            os.sched_setaffinity(0, map(int, command[2].split(",")))
         for descriptor in (1, 2):
-            os.dup2(log.fileno(), descriptor)
+            os.dup2(stdout.fileno(), descriptor)
 
-    return Forked([train_py, *run.arguments], environment_without_launcher(), prepare)
+    return Forked(command[first + 1 :], env, prepare)
 
 
 def run_or_name(command, **options):
@@ -33,6 +35,6 @@ def run_or_name(command, **options):
 
 
 run = subprocess.run
-queue.start_process, subprocess.run = forked_run, run_or_name
+queue.subprocess, subprocess.run = SimpleNamespace(Popen=forked_run), run_or_name
 sys.argv[0] = str(HOME / "sweep.py")
 exec_script(sys.argv[0])

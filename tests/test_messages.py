@@ -127,12 +127,12 @@ def lines_of(run):
 
 # train.py on a machine whose matmul peak cannot be measured, with a slow rank
 LACKING = """
-from isogpt.monitor import anomalies
+from isogpt.monitor import slow_ranks
 from isogpt.speed import devices
 def unmeasured(*args):
     raise RuntimeError("no matmul")
 devices.measured_matmul = unmeasured
-anomalies.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
+slow_ranks.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
 """
 
 

@@ -1,14 +1,11 @@
-"""The logger and its sinks, the policy for steps that are not finite, and the watchdog."""
+"""The logger and its sinks, and the watchdog."""
 
 import errno
-import json
 import os
 import signal
-import subprocess
 import sys
 import termios
 import threading
-from itertools import count
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -20,20 +17,16 @@ from runs import TINY, records, start_changed, steps_in, wait_for
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
-from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
-from isogpt.monitor.spikes import SpikePolicy
-from isogpt.monitor.watchdog import Beat, Silence, Watchdog
+from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.clock import Clock
-from isogpt.training.recent_steps import RecentSteps
 from isogpt.training.step_numbers import StepNumbers
 
 
@@ -42,56 +35,6 @@ def numbers_of(loss, grad_square, loss_scale=1.0):
     facts = {name: torch.zeros(2).double() for name in StepNumbers._fields}
     facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2}
     return StepNumbers(**{name: torch.as_tensor(values).double() for name, values in facts.items()})
-
-
-FINITE, NAN_LOSS, NAN_GRADIENT = (1.0, 2.0), (float("nan"), 2.0), (1.0, float("inf"))
-
-
-@pytest.mark.parametrize(
-    "on_nan, steps, decisions",
-    [
-        ("stop", [FINITE, NAN_LOSS], ["take", "stop"]),
-        ("stop", [NAN_GRADIENT], ["stop"]),
-        ("skip", [NAN_LOSS, NAN_GRADIENT, FINITE, NAN_LOSS], ["skip", "skip", "take", "skip"]),
-        ("skip", [NAN_LOSS] * 3, ["skip", "skip", "stop"]),
-        # the loss scale may be the cause of a gradient, but not of a loss
-        ("stop", [(*NAN_GRADIENT, 256.0), (*NAN_LOSS, 256.0)], ["take", "stop"]),
-    ],
-)
-def test_the_policy_decides(on_nan, steps, decisions):
-    policy = NanPolicy(on_nan, SpikePolicy("report", RecentSteps(), Logger(Progress(1), [])))
-    for step, (numbers, decision) in enumerate(zip(steps, decisions, strict=True)):
-        is_taken = policy.takes(numbers_of(*numbers), step)
-        assert ("take" if is_taken else "stop" if policy.must_stop else "skip") == decision
-
-
-def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
-    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
-    codes, is_over, told = [], threading.Event(), []
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-
-    def leave(status):
-        codes.append(status)
-        dog.over.set()  # ends the thread
-        is_over.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
-    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
-    progress, store = Progress(1, step=4), dist.HashStore()
-    logger = Logger(progress, [])
-    dog = Watchdog(ranks, 600.0, progress, logger)
-    assert dog.position() == (0, "step 4, the start")
-    dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
-    logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
-    dog.start(store)
-    assert dog.position() == (0, "step 4, the first step")
-    store.set("failed", "yes")
-    assert is_over.wait(30)
-    dog.stop()
-    assert set(codes) == {1} and [record["event"] for record in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
-    assert said in capsys.readouterr().err
-    assert not any(thread.is_alive() for thread in dog.threads)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -125,25 +68,6 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_console_on_a_full_disk(monkeypatch, tmp_path):
-    """What is printed when there is space again is written, and Python reports nothing at the end."""
-    lines = Console()
-    full, file = os.open("/dev/full", os.O_WRONLY), tmp_path / "log"
-    with open(full, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        with pytest.raises(OSError, match="No space left on device"):
-            lines.write({}, "lost, or written later")
-        with open(file, "w") as log:
-            os.dup2(log.fileno(), full)
-        lines.write({}, "written")
-        assert file.read_text().endswith("written\n")
-        os.dup2(os.open("/dev/full", os.O_WRONLY), full)
-        with pytest.raises(OSError, match="No space left on device"):
-            lines.write({"event": "end"}, "the last line")
-    # closing stdout has raised nothing
-
-
 @pytest.mark.skipif(os.name != "posix", reason="Windows cannot tell")
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["a pager", "Ctrl-S"])
 def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys, opened):
@@ -168,17 +92,16 @@ def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys
     os.close(read)
 
 
-def test_messages_of_a_process_whose_stderr_is_full(monkeypatch, zygote, work):
-    """stdout and stderr on one full disk, and a signal on top: the run is saved."""
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_run_whose_output_is_on_a_full_disk(zygote, work):
+    """It is saved after a signal, and Python reports nothing at the end, which would change the status."""
     args = [*TINY, "--out_dir=out", "--max_iters=100000", "--sample_interval=2"]
     run = zygote.start(args, work, out="/dev/full")
     wait_for(lambda: steps_in(work / "out") > 2)
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     assert run.codes == [128 + signal.SIGTERM]
-    assert [
-        r["sink"] for r in records(work / "out") if r["event" if "event" in r else "iter"] == "sink_failed"
-    ] == ["Console"]
+    assert [r["sink"] for r in records(work / "out") if r.get("event") == "sink_failed"] == ["Console"]
     assert list((work / "out").glob("step_*/ckpt.pt"))
 
 
@@ -200,36 +123,30 @@ def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_t
 
 
 def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
+    """At an evaluation: its thread has ended, and raises an error for ever."""
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    board = TensorBoard(str(tmp_path), Progress(1))
-    logger = Logger(Progress(1), [board])
-    logger.write({"iter": 0, "loss": 1.0, "step_ms": 1.0})
-    with monkeypatch.context() as patch:  # its thread has ended: it raises this for ever
-        patch.setattr(
-            writer, "add_scalar", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        )
-        for step in (1, 2):
-            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0})
-    logger.write({"iter": 3, "loss": 1.0, "step_ms": 1.0})
-    logger.write({"iter": 4, "train_loss": 1.0, "val_loss": 1.0})
-    logger.write({"iter": 4, "loss": 1.0, "step_ms": 1.0})
+    logger = Logger(Progress(1), [TensorBoard(str(tmp_path), Progress(1))])
+    step = {"loss": 1.0, "step_ms": 1.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "add_scalar", Mock(side_effect=OSError(errno.ENOSPC, "a full disk")))
+        logger.write({"iter": 0, **step})
+    for record in ({"iter": 1, **step}, {"iter": 2, "val_loss": 1.0}, {"iter": 2, **step}):
+        logger.write(record)
     logger.event("end")
     assert logger.failed_sinks == {"TensorBoard"} and len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 class FakeWandb:
-    """The package wandb, whose process can be killed, and whose start and calls can block."""
+    """The package wandb, whose process can be killed, and whose calls can block."""
 
     Settings = SimpleNamespace
 
-    def __init__(self):
-        self.logged, self.started, self.is_killed = [], [], False
-        self.may_start, self.may_log = threading.Event(), threading.Event()
-        self.may_start.set()
+    def __init__(self, monkeypatch):
+        self.logged, self.started, self.is_killed, self.may_log = [], [], False, threading.Event()
         self.may_log.set()
+        monkeypatch.setitem(sys.modules, "wandb", self)
 
     def init(self, id=None, **_):
-        assert self.may_start.wait(60)
         self.started.append(id)
         self.is_killed = False
         return SimpleNamespace(id=id or "new", log=self.log, finish=self.may_log.wait)
@@ -248,36 +165,29 @@ WANDB = {"wandb_log": True, "tensorboard_log": False, "wandb_project": "p", "wan
 
 
 def test_a_killed_process_of_wandb_is_replaced(monkeypatch):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    service = Wandb(WANDB, None)
-    logger = Logger(Progress(1), [service])
+    wandb = FakeWandb(monkeypatch)
+    logger = Logger(Progress(1), [Sink()])
+    logger.start_services(WANDB)
+    service, _ = logger.sinks
     logger.write({"iter": 0, "loss": 1.0})
     wait_for(lambda: wandb.logged == [0])
     wandb.is_killed = True
-    wandb.may_start.clear()
     logger.write({"iter": 1, "loss": 1.0})
     wait_for(lambda: service.failure)
-    for step in (2, 3):  # these do not wait for the new process
-        logger.write({"iter": step, "loss": 1.0})
-    assert logger.failed_sinks == {"Wandb"}
-    wandb.may_start.set()
+    logger.write({"iter": 2, "loss": 1.0})
     logger.event("end")
-    assert wandb.logged == [0, 2, 3] and wandb.started == [None, "new"]
+    assert logger.failed_sinks == {"Wandb"} and logger.progress.wandb_id == "new"
+    assert wandb.logged == [0, 2] and wandb.started == [None, "new"]
 
 
 def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(sink_wandb, "WAITING", 3)
     monkeypatch.setattr(sink_wandb, "FINISH_S", 0.1)
+    wandb = FakeWandb(monkeypatch)
     wandb.may_log.clear()
     logger = Logger(Progress(1), [Wandb(WANDB, None)])
-    for step in range(3):
+    for step in range(5):
         logger.write({"iter": step, "loss": 1.0})
-    assert not logger.failed_sinks
-    logger.write({"iter": 3, "loss": 1.0})
-    logger.write({"iter": 4, "loss": 1.0})
     logger.event("end")
     assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
     wandb.may_log.set()  # the thread ends
@@ -298,53 +208,33 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_slow_start_of_wandb_is_named(monkeypatch, capsys):
-    """wandb.init may take longer than the timeout of a collective, in which the other ranks would wait."""
-    wandb = FakeWandb()
-    wandb.may_start.clear()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(together, "NOTE_S", 0.0)
-    notes = []
-
-    def note(text):
-        notes.append(text)
-        wandb.may_start.set()
-
-    monkeypatch.setattr(console, "print_to_stderr", note)
-    logger = Logger(Progress(1), [Sink()])
-    logger.start_services(WANDB)
-    assert "until rank 0 has started wandb: if this does not end, set WANDB_MODE=offline or" in notes[0]
-    assert logger.progress.wandb_id == "new" and isinstance(logger.sinks[0], Wandb)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the watchdog
 
 
-def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not():
-    """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
-    exited = subprocess.Popen(["true"])
-    exited.wait()
-    here, number = network.namespace("pid"), os.getpid()
+def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
+    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
+    codes, is_over, told = [], threading.Event(), []
 
-    def beat_of(number, process, fate=None):
-        return json.dumps(Beat(number, "step 3, forward", process, fate)).encode()
+    def leave(status):
+        codes.append(status)
+        is_over.set()
 
-    def seconds_until_lost(process, timeout_s):
-        silence, beat = Silence(1.0), beat_of(17, process)
-        return next(second for second in count() if silence.is_too_long(beat, timeout_s))
-
-    assert seconds_until_lost((here, number), 600) == 600
-    assert seconds_until_lost(("elsewhere", exited.pid), 600) == 600
-    assert seconds_until_lost(("", exited.pid), 600) == 600, "not known, as on a Mac"
-    assert seconds_until_lost((here, number), 3) == 8
-    if here:
-        assert seconds_until_lost((here, exited.pid), 600) == 8
-    silence = Silence(1.0)
-    assert not any(silence.is_too_long(beat_of(n, (here, number)), 8) for n in range(99)), "it beats"
-    assert not any(silence.is_too_long(b"", 8) for _ in range(100)), "it has not begun"
-    left = beat_of(9, (here, exited.pid), "")
-    assert not any(silence.is_too_long(left, 8) for _ in range(100)), "it has left"
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
+    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
+    progress, store = Progress(1, step=4), dist.HashStore()
+    logger = Logger(progress, [])
+    dog = Watchdog(ranks, 600.0, progress, logger)
+    assert dog.position == "step 4, the start"
+    dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
+    logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
+    store.set("failed", "yes")
+    dog.start(store)
+    assert is_over.wait(30) and codes == [1] and [record["event"] for record in told] == ["failed"]
+    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
+    assert said in capsys.readouterr().err and not dog.beating.is_alive()
 
 
 def test_only_a_step_after_the_first_is_watched():

@@ -58,6 +58,8 @@ OFFLOAD, OFFLOAD_SCALED = 16, 19
 TOKENS = 3
 # PyTorch's hook draws the matrices on the CPU; 2 after the first compressed step
 POWERSGD = 22
+# the numbers of each of five kinds are read at once; with cpu_offload, the norms of three go to the GPU
+STATISTICS, OFFLOAD_STATISTICS = 6, 25
 CASES = {
     # precision
     "plain": daily(""),
@@ -68,7 +70,9 @@ CASES = {
     "zero 3": daily("--zero=3 --activation_checkpointing=every:1"),
     "cpu_offload": daily("--zero=2 --cpu_offload=True", waits=OFFLOAD),
     # the update must not change weights that are being copied to the GPU
-    "cpu_offload statistics": Case("--zero=3 --cpu_offload=True --stats_interval=1", waits=OFFLOAD + 1),
+    "cpu_offload statistics": Case(
+        "--zero=3 --cpu_offload=True --stats_interval=1", waits=OFFLOAD_STATISTICS
+    ),
     "cpu_offload fp16": Case(
         "--zero=3 --cpu_offload=True --dtype=float16", limit=HALF, gpu=T4, waits=OFFLOAD_SCALED
     ),
@@ -79,7 +83,9 @@ CASES = {
     "muon zero 3 bf16": Case(f"{MUON} --zero=3 --dtype=bfloat16", limit=HALF),
     "llama gqa": Case("--arch=llama --n_kv_head=1 --activation_checkpointing=selective"),
     "experts": Case("--n_expert=4 --bias=True --deterministic=True"),
-    "experts bf16 statistics": daily("--n_expert=4 --dtype=bfloat16 --stats_interval=1", limit=HALF),
+    "experts bf16 statistics": daily(
+        "--n_expert=4 --dtype=bfloat16 --stats_interval=1", limit=HALF, waits=STATISTICS
+    ),
     "experts bf16 A100": Case("--n_expert=4 --dtype=bfloat16", limit=HALF, gpu=A100),
     "exact experts bf16": Case("--exact=True --n_expert=4 --dtype=bfloat16", limit=HALF),
     # the log, checks
@@ -91,17 +97,17 @@ CASES = {
     "2 ddp fp16 hook": Case("--dtype=float16 --grad_compression=fp16", 2, HALF, T4),
     "2 zero 1 whole split": Case("--zero=1 --eval_iters=0 --eval_datasets=tiny", 2),
     "2 zero 3 fp16": daily("--zero=3 --dtype=float16", 2, HALF, T4),
-    "2 hsdp statistics": Case("--zero=3 --dp_replicate=2 --stats_interval=1", 2),
+    "2 hsdp statistics": Case("--zero=3 --dp_replicate=2 --stats_interval=1", 2, waits=STATISTICS),
     "2 tp bf16": daily("--tp=2 --dtype=bfloat16", 2, HALF),
-    "2 cp statistics": daily("--cp=2 --stats_interval=1", 2),
+    "2 cp statistics": daily("--cp=2 --stats_interval=1", 2, waits=STATISTICS),
     "2 pp bf16 stream": daily("--pp=2 --dtype=bfloat16 --residual_dtype=bfloat16", 2, HALF),
-    "2 pp statistics fp16": Case("--pp=2 --stats_interval=1 --dtype=float16", 2, HALF, T4),
+    "2 pp statistics fp16": Case("--pp=2 --stats_interval=1 --dtype=float16", 2, HALF, T4, STATISTICS),
     "2 pp gpipe zero 2": Case("--pp=2 --pp_schedule=gpipe --zero=2", 2),
     "2 pp zbv": Case("--pp=2 --pp_schedule=zbv --n_layer=4", 2),
     "2 ep": daily("--n_expert=4 --ep=2", 2, waits=TOKENS),
     "2 ep zero 3": Case("--n_expert=4 --ep=2 --zero=3", 2, waits=TOKENS),
     "2 muon": Case(MUON, 2),
-    "2 muon tp statistics": Case(f"{MUON} --tp=2 --stats_interval=1", 2),
+    "2 muon tp statistics": Case(f"{MUON} --tp=2 --stats_interval=1", 2, waits=STATISTICS),
     "2 int8": Case("--grad_compression=int8", 2, 0.02),
     "2 topk": Case("--grad_compression=topk:0.05", 2, NEAR),
     "2 powersgd": Case("--grad_compression=powersgd:1", 2, NEAR, waits=POWERSGD),

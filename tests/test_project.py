@@ -224,8 +224,8 @@ def test_the_scripts_accept_every_command_in_the_docs(at):
         if name in ("train.py", "sample.py", "bench.py", "sweep.py") and "--help" not in command:
             args = arguments(command, name)
             extra = settings_of(REPO / "train.py") if name in ("bench.py", "sweep.py") else None
-            if name == "sweep.py":
-                args = with_equals_signs(args, settings_of(REPO / "sweep.py"))
+            if extra:
+                args = with_equals_signs(args, settings_of(REPO / name))
                 lists, args = read_lists(args, extra)
                 args += typed(points_of(lists)[0])
             try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs import REPO, column, records, start_faulty
 
+from isogpt.lab.runs import read_run
 from isogpt.monitor import code_version
 
 RESULT = ["--out_dir=out", "--print_result=True"]
@@ -116,6 +117,9 @@ def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work
     assert [r["tokens"] // TOKENS for r in found if "step_ms" in r] == [1, 2, 3, 4], "after steps 0, 1, 3, 4"
     evaluated = {r["iter"]: r["tokens"] // TOKENS for r in found if "val_loss" in r}
     assert evaluated == {0: 0, 3: 2, 4: 3, 5: 4}
+    first, *later = read_run(work / "out").evaluations
+    per_token = [one["flops"] / one["tokens"] for one in later]
+    assert first["flops"] == 0 and per_token == pytest.approx(per_token[:1] * 3), "of the same steps"
     seconds = [r["seconds"] for r in found]
     first, *_, last = (datetime.fromisoformat(r["time"]) for r in found)
     assert seconds == sorted(seconds) and seconds[-1] - seconds[0] < (last - first).total_seconds()
@@ -130,26 +134,24 @@ def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work
 
 
 def test_the_version_of_the_code(at):
-    def version(is_main=True):
-        return code_version.code_version(code_version.ask_git(SimpleNamespace(is_main=is_main)))
-
     def git(*args):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    main = SimpleNamespace(is_main=True)
+    unknown, path = {"commit": "", "changed": False}, at.path / "train.py"
     at.set(code_version, "REPOSITORY", at.path)
     at.env("GIT_CEILING_DIRECTORIES", str(at.path.parent))
-    unknown = {"commit": "", "changed": False}
-    assert version() == unknown
+    assert code_version.code_version(main) == unknown
     git("init")
-    assert version() == unknown
-    for text in ("untracked", "train.py"):
-        (at.path / text).write_text(text)
+    path.write_text("a\n")
+    assert code_version.code_version(main) == unknown
     git("add", "train.py")
     git("commit", "-m", "a", "--no-verify")
-    commit = git("rev-parse", "HEAD")
-    assert version() == {"commit": commit, "changed": False} and version(is_main=False) == unknown
-    (at.path / "train.py").write_text("b\n")
-    assert version() == {"commit": commit, "changed": True}
+    known = {"commit": git("rev-parse", "HEAD"), "changed": False}
+    (at.path / "untracked").touch()
+    assert code_version.code_version(main) == known
+    path.write_text("b\n")
+    assert code_version.code_version(main) == known | {"changed": True}
     at.env("PATH", str(at.path))
-    assert version() == unknown
+    assert code_version.code_version(main) == unknown

@@ -53,6 +53,7 @@ def test_each_signal_is_recorded():
         for number in stop_signals():
             stop = watch_signals()
             os.kill(os.getpid(), number)
+            wait_for(lambda stop=stop: stop.signal)
             assert stop.signal == number
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert signal.SIGHUP not in stop_signals() and signal.SIGTERM in stop_signals()

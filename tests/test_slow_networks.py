@@ -69,58 +69,45 @@ def noise(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def compressor(kind):
-    amount = 0.05 if kind == "topk" else 1
-    return Compression(kind, amount, Mesh(rank, dp_replicate=ranks), torch.device("cpu"))
+def send(compression, p, step):
+    torch.manual_seed(step * ranks + rank)
+    p.grad = noise(1, 150, 50) * 0.1 + noise(step * ranks + rank + 2, 150, 50)
+    gradient = mean(p.grad)
+    compression.average_all([p], group, "test")
+    return gradient
 
 
-# what is sent in 60 steps adds up to the mean gradients, but for the last errors
+def start(kind):
+    amount = 0.05 if kind == "topk" else 3
+    compression = Compression(kind, amount, Mesh(rank, dp_replicate=ranks), torch.device("cpu"))
+    return compression, nn.Parameter(torch.zeros(150, 50))
+
+
 for kind in ("int8", "powersgd", "topk"):
-    p, compression = nn.Parameter(torch.zeros(60, 50)), compressor(kind)
-    total, sent = torch.zeros(60, 50), torch.zeros(60, 50)
+    # what is sent in 60 steps adds up to the mean gradients, but for the last errors
+    compression, p = start(kind)
+    total, sent = torch.zeros(150, 50), torch.zeros(150, 50)
     for step in range(60):
-        torch.manual_seed(step * ranks + rank)
-        p.grad = noise(1, 60, 50) * 0.1 + noise(step * ranks + rank + 2, 60, 50)
-        total += mean(p.grad)
-        compression.average_all([p], group, "test")
+        total += send(compression, p, step)
         sent += p.grad
         torch.testing.assert_close(mean(p.grad), p.grad)  # the same on all ranks
     left = mean(compression.errors[p])
-    torch.testing.assert_close(sent + left, total, atol=2e-4, rtol=0)
+    torch.testing.assert_close(sent + left, total, atol=5e-4, rtol=0)
     assert 0 < left.norm() < total.norm()
-
-# tall matrices are approximated as a stack of square ones: three outer products need rank 1
-columns = [noise(i, 50) for i in range(6)]
-stack = torch.cat([torch.outer(a, b) for a, b in zip(columns[::2], columns[1::2])])
-for rows, is_exact in ((150, True), (149, False)):
-    p, empty = nn.Parameter(torch.zeros(rows, 50)), nn.Parameter(torch.zeros(0, 50))  # a shard without rows
-    compression = compressor("powersgd")
-    for _ in range(4):
-        compression.errors.clear()
-        p.grad, empty.grad = stack[:rows].clone(), torch.zeros(0, 50)
-        compression.average_all([empty, p], group, "test")
-    assert torch.allclose(p.grad, stack[:rows], atol=1e-5) == is_exact, rows
-
-# a gradient that is not finite stays so
-for kind in ("int8", "powersgd", "topk", "fp16", "bf16"):
-    p, compression = nn.Parameter(torch.zeros(60, 50)), compressor(kind)
-    for step in range(4):
-        p.grad = noise(rank, 60, 50)
-        if step == 3 and rank == 1:
-            p.grad[7, 7] = float("nan")
-        compression.average_all([p], group, "test")
-        assert p.grad.isfinite().all() == (step < 3), (kind, step)
+    # a gradient that is not finite stays so
+    p.grad[7, 7] = float("nan") if rank == 1 else 0.0
+    compression.average_all([p], group, "test")
+    assert not p.grad.isfinite().all(), kind
 
 # after a step that was not finite, a run that was resumed before it sends the same as one that was not
 sent = []
 for first in (0, 5):
-    p, compression = nn.Parameter(torch.zeros(60, 50)), compressor("powersgd")
+    compression, p = start("powersgd")
     compression.restart(first, {{}})
     for step in range(first, 6):
         if step == 5:
             compression.forget()
-        p.grad = noise(step * ranks + rank, 60, 50)
-        compression.average_all([p], group, "test")
+        send(compression, p, step)
     sent.append(p.grad)
 assert torch.equal(*sent)
 
@@ -131,28 +118,26 @@ assert (means - x).abs().max() < 2 * x.abs().max() / 127
 assert (means.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 
 # the outer step; step 3, at which one is due, is skipped
-model = nn.Module()
-model.a, model.b = (nn.Parameter(noise(i, 40)) for i in (1, 2))
+model = nn.Linear(8, 5, bias=False)
 changes = dict(outer_lr=0.7, outer_momentum=0.9, outer_compression="none")
 plan = replace(UNDIVIDED, world_size=ranks, islands=ranks, local_steps=2, **changes)
+model.weight.data = noise(1, 5, 8)
 islands = Islands(model, Mesh(rank, islands=ranks), plan)
 islands.restart()
-outer = torch.stack([p.detach() for p in model.parameters()])
-inner, momentum = outer.clone(), torch.zeros(2, 40)
+outer, momentum = model.weight.detach().clone(), torch.zeros(5, 8)
+inner = outer.clone()
 for step in (0, 1, 2, 4, 5, 6, 7):
-    change = noise(100 * step + rank, 2, 40) * 0.1
+    change = noise(100 * step + rank, 5, 8) * 0.1
     inner += change
-    with torch.no_grad():
-        for p, c in zip(model.parameters(), change):
-            p.add_(c)
+    model.weight.data += change
     islands.after_step(step)
     if step % 2:
         gradient = mean(outer - inner)
         momentum = 0.9 * momentum + gradient
         outer = outer - 0.7 * (gradient + 0.9 * momentum)
         inner = outer.clone()
-    torch.testing.assert_close(torch.stack(list(model.parameters())).detach(), inner, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.stack(list(islands.weights.values())), outer, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.weight.detach(), inner, atol=1e-5, rtol=0)
+    torch.testing.assert_close(islands.weights["weight"], outer, atol=1e-5, rtol=0)
 print("formulas hold")
 islands = compression = None
 dist.destroy_process_group()
@@ -187,7 +172,6 @@ def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, w
     for out, nproc, batch_size in (("whole", 2, 7), ("small", 2, 1), ("ranks", 4, 1)):
         batch = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={7 // batch_size}"]
         zygote.train([*flags, *batch, f"--out_dir={out}"], work, nproc)
-    for out in ("small", "ranks"):
         same(column(work / "whole", "loss"), column(work / out, "loss"), absolute=1e-5)
         same(column(work / "whole", "grad_norm"), column(work / out, "grad_norm"), relative=1e-4)
     one = ["--batch_size=7", "--gradient_accumulation_steps=1", "--max_iters=0", "--out_dir=one"]
@@ -196,32 +180,24 @@ def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, w
 
 
 @pytest.mark.slow
-def test_an_evaluation_on_any_number_of_islands_has_the_same_loss(zygote, shared_work):
-    """It is of the weights of the last average, also within a period and after a conversion to ckpt.pt."""
-    flags = [*ISLANDS, *FOUR]
-    zygote.train([*flags, "--eval_interval=5", "--out_dir=islands", "--max_iters=5"], shared_work, 2)
-    losses = [column(shared_work / "islands", "val_loss")[5]]
-    resume = ["--out_dir=islands", "--init_from=resume"]
-    look = [*resume, "--resume_step=5", "--eval_only=True"]
-    for count, on in ((1, []), (2, flags), (4, [*flags, "--islands=4"]), (2, ["--zero=3"])):
-        run = zygote.train([*look, *on], shared_work, count)
+def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(zygote, shared_work):
+    """
+    The loss is that of the weights of the last average, also within a period and after a conversion to
+    ckpt.pt; islands, errors and moments continue from their mean.
+    """
+    flags = [*FOUR, INT8, "--out_dir=out"]
+    zygote.train([*flags, *ISLANDS, "--eval_interval=5", "--max_iters=5"], shared_work, 4)
+    losses = [column(shared_work / "out", "val_loss")[5]]
+    resume = [*flags, "--init_from=resume", "--resume_step=5"]
+    for nproc, layout in ((1, []), (2, ISLANDS), (2, ["--zero=3", "--grad_compression=none"])):
+        run = zygote.train([*resume, *layout, "--eval_only=True"], shared_work, nproc)
         losses.append(float(re.search(r"val loss ([\d.]+)", run.text())[1]))
     assert max(losses) - min(losses) < 2e-4, losses
-    zygote.start(["islands", "--to=ckpt.pt"], shared_work, script="export.py").wait()
-    run = zygote.train([*resume, "--max_iters=7"], shared_work)
-    assert "step_00000006, step 6" in run.text()
-
-
-@pytest.mark.slow
-def test_a_run_continues_on_a_different_number_of_islands(zygote, shared_work):
-    """Their errors, moments and weights become the mean of the saved ones."""
-    flags = [*FOUR, INT8, "--out_dir=other"]
-    zygote.train([*flags, *ISLANDS, "--max_iters=4"], shared_work, 4)
-    for count, islands in ((4, 4), (2, 2), (2, 1)):
-        more = ["--init_from=resume", "--resume_step=5", f"--islands={islands}", "--max_iters=6"]
-        steps = ["--local_steps=4"] if islands > 1 else []
-        zygote.train([*flags, *steps, *more], shared_work, count)
-        assert max(column(shared_work / "other", "loss")) == 6
+    for nproc, layout in ((4, ["--islands=4", "--local_steps=4"]), (2, ISLANDS), (2, [])):
+        zygote.train([*resume, *layout, "--max_iters=6"], shared_work, nproc)
+    zygote.start(["out", "--to=ckpt.pt"], shared_work, script="export.py").wait()
+    zygote.train([*FOUR, "--out_dir=out", "--init_from=resume", "--max_iters=8"], shared_work)
+    assert max(column(shared_work / "out", "loss")) == 8
 
 
 # ------------------------------------------------------------------------------------------------------------

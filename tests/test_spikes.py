@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from runs import column, records, tiny_data
 from test_monitor import numbers_of
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
-from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.spikes import WARNING_INTERVAL, SpikePolicy
+from isogpt.monitor.step_policy import StepPolicy
 from isogpt.training.recent_steps import ENOUGH, PATIENCE, SIGMAS, WINDOW, RecentSteps
 
 
@@ -30,18 +30,14 @@ def noise(n, mean=3.0, sigma=0.1):
 def test_the_limits_are_those_of_the_last_taken_steps():
     recent, losses = RecentSteps(), noise(300)
     for i, loss in enumerate(losses):
-        if i < ENOUGH:
-            assert recent.limits() == (math.inf, math.inf)
-        else:
-            before = np.array(losses[:i][-WINDOW:])
-            assert recent.limits()[0] == pytest.approx(before.mean() + SIGMAS * before.std(), rel=1e-12)
-            assert loss < recent.limits()[0] and 2 * loss == pytest.approx(recent.limits()[1], rel=1)
+        window = losses[:i][-WINDOW:]
+        limit = np.mean(window) + SIGMAS * np.std(window) if i >= ENOUGH else math.inf
+        assert recent.limits()[0] == pytest.approx(limit, rel=1e-12) and loss < limit
         recent.add(loss, 2 * loss)
+    assert recent.limits()[1] == pytest.approx(2 * recent.limits()[0])
     again = RecentSteps()
     again.rewind(json.loads(json.dumps(recent.describe())))
-    assert again == recent and again.limits() == recent.limits()
-    again.add(3.0, 6.0)
-    assert again != recent and len(again.losses) == WINDOW
+    assert again == recent and len(again.losses) == WINDOW
 
 
 def test_neither_a_fall_nor_rounding_is_a_spike():
@@ -53,78 +49,76 @@ def test_neither_a_fall_nor_rounding_is_a_spike():
     assert recent.limits()[0] < 1.2, "a rise to this after the fall is one"
 
 
-def policy_of(on_spike, told):
-    """A policy that remembers enough steps, and notes the events."""
-    logger = SimpleNamespace(event=lambda name, text, **facts: told.append((name, text, facts)))
-    recent = RecentSteps()
+@pytest.fixture
+def told():
+    """What a policy reports: (event, text, facts), or a line."""
+    return []
+
+
+@pytest.fixture
+def policy(told):
+    """A policy that skips, and that remembers enough steps."""
+    logger = SimpleNamespace(event=lambda *event, **facts: told.append((*event, facts)), print=told.append)
+    state = SimpleNamespace(step=7, progress=Progress(tokens_per_step=64))
     for loss in noise(WINDOW):
-        recent.add(loss, 1.0)
-    return NanPolicy("skip", SpikePolicy(on_spike, recent, logger))
+        state.progress.recent_steps.add(loss, 1.0)
+    return StepPolicy("skip", "skip", state, None, None, logger)
 
 
 def numbers_with_limits(policy, loss, grad_norm=1.0, **more):
     """The numbers of a step of two ranks with this mean loss."""
-    limits = policy.spikes.recent_steps.limits()
-    numbers = numbers_of(2 * loss - 1, grad_norm**2 - 0.5, **more)
-    return numbers._replace(
-        loss_limit=numbers.loss.new_full((2,), limits[0]),
-        grad_norm_limit=numbers.loss.new_full((2,), limits[1]),
-    )
+    numbers, limits = numbers_of(2 * loss - 1, grad_norm**2 - 0.5, **more), ("loss_limit", "grad_norm_limit")
+    pairs = zip(limits, policy.state.progress.recent_steps.limits(), strict=True)
+    return numbers._replace(**{name: torch.full((2,), limit).double() for name, limit in pairs})
 
 
 @pytest.mark.parametrize("on_spike", ["report", "skip"])
-def test_a_spike_is_reported_and_with_skip_not_taken(on_spike):
-    told = []
-    policy = policy_of(on_spike, told)
-    recent, is_skipped = policy.spikes.recent_steps, on_spike == "skip"
-    described = recent.describe()
-    for step, (loss, grad_norm) in enumerate([(9.0, 1.0), (3.0, 2.0)]):
+def test_a_spike_is_reported_and_with_skip_not_taken(policy, told, on_spike):
+    policy.on_spike, is_skipped = on_spike, on_spike == "skip"
+    recent = policy.state.progress.recent_steps
+    for loss, grad_norm in ((9.0, 1.0), (3.0, 2.0)):
         numbers = numbers_with_limits(policy, loss, grad_norm)
         assert not numbers.is_update(skips_spikes=True) and numbers.is_update(skips_spikes=False)
-        assert policy.takes(numbers, step) is not is_skipped
+        assert policy.takes(numbers) is not is_skipped
         assert (recent.losses[-1] == loss) is not is_skipped
-    assert (recent.describe() | {"skipped": 0} == described) is is_skipped
-    assert [name for name, *_ in told] == ["spike"] * 2
-    assert all(facts["skipped"] is is_skipped for *_, facts in told)
-    assert told[0][2]["loss"] == 9.0 > told[0][2]["loss_limit"] > 3.0
-    (_, first, _), (_, second, _) = told
-    assert first.startswith("warning: step 0 is a spike: loss 9 (limit 3.") and not second, "not at once"
-    policy.takes(numbers_with_limits(policy, 30.0, 9.0), WARNING_INTERVAL)
-    assert " and grad norm 9 (limit " in told[-1][1]
-    assert numbers_with_limits(policy, 3.0).is_update(skips_spikes=True)
-    assert policy.takes(numbers_with_limits(policy, 3.0), 101) and recent.skipped == 0 and len(told) == 3
+    numbers = numbers_with_limits(policy, 3.0)
+    assert numbers.is_update(skips_spikes=True) and policy.takes(numbers) and recent.skipped == 0
+    (name, text, facts), (_, second, _) = told
+    assert name == "spike" and facts["skipped"] is is_skipped and facts["loss_limit"] > 3.0
+    assert text.startswith("warning: step 7 is a spike: loss 9 (limit 3.") and "grad norm 2 (limit" in second
 
 
-def test_steps_that_are_not_finite_and_overflows_are_no_spikes():
-    told = []
-    policy = policy_of("skip", told)
-    before = policy.spikes.recent_steps.describe()
-    assert policy.takes(numbers_with_limits(policy, 3.0, math.inf, loss_scale=256.0), 0)
-    assert not policy.takes(numbers_with_limits(policy, math.nan), 1)
-    assert policy.spikes.recent_steps.describe() == before and not told
-
-
-def test_no_run_skips_forever():
-    """After PATIENCE spikes in succession the new level is the level."""
-    told = []
-    policy = policy_of("skip", told)
-    taken = [policy.takes(numbers_with_limits(policy, 9.0 + i % 7 / 100), i) for i in range(300)]
+def test_no_run_skips_forever(policy, told):
+    """After PATIENCE spikes in succession the new level is the level, and a spike is judged by it."""
+    taken = [policy.takes(numbers_with_limits(policy, 9.0 + i % 7 / 100)) for i in range(300)]
     assert taken == [False] * PATIENCE + [True] * (300 - PATIENCE)
-    assert len(told) == PATIENCE and "number 3 in succession" in told[-1][1]
-    assert not policy.takes(numbers_with_limits(policy, 20.0), 300), "which is judged too"
+    assert len(told) == PATIENCE + 1 and "in succession are not due to a single batch" in told[-1]
+    assert not policy.takes(numbers_with_limits(policy, 20.0))
+
+
+def test_a_step_that_is_not_finite_is_not_taken_unless_the_loss_scale_is_the_cause(policy, told):
+    """That may be the cause of a gradient, but not of a loss. Neither is a spike."""
+    before = policy.state.progress.recent_steps.describe()
+    for loss, grad_norm, scale, in_succession in (
+        (math.nan, 1.0, 1.0, 1),
+        (3.0, math.inf, 1.0, 2),
+        (3.0, math.inf, 256.0, 0),
+        (math.nan, math.inf, 256.0, 1),
+    ):
+        numbers = numbers_with_limits(policy, loss, grad_norm, loss_scale=scale)
+        assert policy.takes(numbers) is (in_succession == 0) and len(policy.not_finite) == in_succession
+    assert policy.state.progress.recent_steps.describe() == before and not told
+    assert policy.takes(numbers_with_limits(policy, 3.0)) and not policy.not_finite
 
 
 def test_a_checkpoint_without_recent_steps_forgets_them():
-    """It is of an earlier commit, or of nanoGPT; a rollback rewinds them in place."""
+    """It is nanoGPT's."""
     progress = Progress(tokens_per_step=64)
-    shared = progress.recent_steps
-    shared.add(1.0, 1.0)
+    progress.recent_steps.add(1.0, 1.0)
     stored = SimpleNamespace(val_loss=None)
-    ours = {"recent_steps": progress.describe()["recent_steps"]}
-    for described, n in ((ours, 1), ({}, 0)):
-        shared.add(2.0, 2.0)
+    for described, n in ((progress.describe(), 1), ({}, 0)):
         progress.rewind(SimpleNamespace(run={"iter_num": 3, "isogpt": described}, stored=stored))
-        assert progress.recent_steps is shared and len(shared.losses) == n
+        assert len(progress.recent_steps.losses) == n
 
 
 # ------------------------------------------------------------------------------------------------------------

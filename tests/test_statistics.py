@@ -2,8 +2,6 @@
 
 import math
 import operator
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,15 +9,12 @@ import torch
 from runs import column, records, start_faulty
 from torch._dynamo.utils import counters
 
-from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import EVAL_TRAIN, TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.monitor import statistics
-from isogpt.monitor.log import Logger
 from isogpt.monitor.records import chart_values
-from isogpt.monitor.statistics import LayerStatistics, Observed, largest_logit, observing, short_name
+from isogpt.monitor.statistics import Observed, largest_logit, observing, short_name
 from isogpt.parallel.compilation import compile_parts
-from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 
 SEED, LENGTH, ROWS = 1337, 32, 4  # of runs.TINY
@@ -45,25 +40,22 @@ def norms(kind, tensors):
     return {f"{kind}/{short_name(name)}": t.norm().item() for name, t in tensors.items()}
 
 
+@torch.no_grad()
 def observed_by_hand(model, x):
     """The RMS of outputs, and the largest logits from what the projections of q, k and v return."""
-    outputs, hooks = {}, []
+    numbers, x = {}, model.eval().transformer.wte(x) + model.transformer.wpe.weight[:LENGTH]
     for i, block in enumerate(model.transformer.h):
-        named = {f"{i}": block, f"{i}.attn": block.attn, f"{i}.mlp": block.mlp, f"qkv {i}": block.attn.c_attn}
-        for name, module in named.items():
-            hooks.append(module.register_forward_hook(lambda m, a, y, name=name: outputs.update({name: y})))
-    with torch.no_grad():
-        model.eval()(x)
-    model.train()
-    for hook in hooks:
-        hook.remove()
-    numbers = {f"activation_rms/{n}": y.square().mean().sqrt().item() for n, y in outputs.items()}
-    for i in range(len(model.transformer.h)):
-        del numbers[f"activation_rms/qkv {i}"]
-        q, k, _ = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in outputs[f"qkv {i}"].chunk(3, -1))
+        normed = block.ln_1(x)
+        q, k, _ = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in block.attn.c_attn(normed).chunk(3, -1))
         logits = q @ k.mT / math.sqrt(16)  # (rows, 2, LENGTH, LENGTH)
         is_past = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         numbers[f"attention_logit/{i}.attn"] = logits[..., is_past].max().item()
+        attended = block.attn(normed)
+        written = block.mlp(block.ln_2(x + attended))
+        x = x + attended + written
+        for name, y in ((f"{i}", x), (f"{i}.attn", attended), (f"{i}.mlp", written)):
+            numbers[f"activation_rms/{name}"] = y.square().mean().sqrt().item()
+    model.train()
     return numbers
 
 
@@ -93,19 +85,14 @@ def test_the_numbers_are_those_of_a_plain_loop(zygote, work):
             assert found[step] == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
-KEYS = torch.randn(3, 8, 1, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("at_once", [2**24, 100, 1])
-def test_the_largest_logit_is_that_of_a_key_that_is_not_later(monkeypatch, at_once):
-    """In pieces of any size, with keys in any order, and with heads that share keys."""
-    monkeypatch.setattr(statistics, "LOGITS_AT_ONCE", at_once)
-    q = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(2))
-    places, order = torch.arange(8), torch.randperm(8)
-    found = largest_logit(q[:, 2:5], KEYS[:, order], places[2:5], order)
+def test_the_largest_logit_is_that_of_a_key_that_is_not_later(monkeypatch):
+    """In pieces, with keys in any order, and with heads that share keys."""
+    monkeypatch.setattr(statistics, "LOGITS_AT_ONCE", 100)
+    q, k, order = torch.randn(3, 8, 2, 4), torch.randn(3, 8, 1, 4), torch.randperm(8)
+    found = largest_logit(q[:, 2:5], k[:, order], torch.arange(2, 5), order)
+    pairs = [(i, j, h) for i in range(2, 5) for j in range(i + 1) for h in range(2)]
     for row in range(3):
-        pairs = [(i, j, h) for i in range(2, 5) for j in range(i + 1) for h in range(2)]
-        expected = max(float(q[row, i, h] @ KEYS[row, j, 0]) / 2 for i, j, h in pairs)
+        expected = max(float(q[row, i, h] @ k[row, j, 0]) / 2 for i, j, h in pairs)
         assert found[row].item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -123,13 +110,13 @@ def test_what_does_not_fit_is_left_out():
     assert not observed.logits
 
 
-def made_statistics(model, rows):
-    """The statistics of a model on one process, for these token ids."""
-    batches = [(rows, rows.roll(-1, 1))]
-    reader = SimpleNamespace(
-        mesh=Mesh(), device=torch.device("cpu"), block_size=LENGTH, evaluation=lambda *_: batches
-    )
-    return LayerStatistics(1, model, model, reader, len(rows), nullcontext(), Logger(Progress(1), []))
+def observe(model, rows):
+    """What a forward pass of a model on one process shows, for these token ids."""
+    observed = Observed(torch.arange(LENGTH), torch.arange(LENGTH), None, torch.ones(len(rows)).bool())
+    with torch.no_grad(), observing(model.eval(), observed):
+        model(rows, rows, 1.0)
+    model.train()
+    return observed.outputs, observed.logits
 
 
 @pytest.mark.parametrize("by_block", [False, True])
@@ -138,17 +125,14 @@ def test_a_compiled_model_is_not_compiled_again(by_block):
     counters.clear()
     model = GPT(GPTConfig(**SHAPE | {"n_layer": 1}, n_expert=4), seed=1)
     rows = torch.arange(2 * LENGTH).view(2, LENGTH) % 65
-    expected = made_statistics(model, rows).observe()
+    expected = observe(model, rows)
     model.reset_routing(torch.device("cpu"))
     compile_parts(model, by_block, backend="eager")
     model(rows, rows, 1.0)[1].backward()
     graphs, routing = dict(counters["stats"]), model.routing.clone()
-    found = made_statistics(model, rows).observe()
-    expected = (expected.outputs, expected.logits, routing)
-    torch.testing.assert_close((found.outputs, found.logits, model.routing), expected, rtol=0, atol=0)
-    model.reset_routing(torch.device("cpu"))
+    torch.testing.assert_close((*observe(model, rows), model.routing), (*expected, routing), rtol=0, atol=0)
     model(rows, rows, 1.0)[1].backward()
-    assert dict(counters["stats"]) == graphs and model.training
+    assert dict(counters["stats"]) == graphs
 
 
 def test_the_model_is_left_as_it_was():

@@ -36,8 +36,8 @@ from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.start_checks import check_alike, start_facts
 from isogpt.launch.together import Gathered, gather_numbers
-from isogpt.monitor.anomalies import SlowRanks
 from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
+from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -246,9 +246,7 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
     args = ["--save_interval=3", "--max_iters=14", "--on_nan=skip", "--keep_last=9", "--init_from=auto"]
     nan = [[step, 1] for step in (7, 8, 9)]
     run = faulty([*args, "--out_dir=out"], 2, NAN=nan).wait(ok=False)
-    said = (
-        "Each resume leaves out steps 7, 8, 9. Resume with --init_from=resume and a lower --learning_rate\n"
-    )
+    said = "; each resume leaves out steps 7, 8, 9; no checkpoint was lost: resume with --init_from=resume"
     assert set(run.codes) == {1} and run.text().count(said) == run.text().count("error:") == 1
     assert len(events(work / "out", "not_finite")) == 3 and events(work / "out", "failed")
     torchrun = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", str(REPO / "tests/faulty_train.py")]
@@ -268,7 +266,7 @@ def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(fault
     nan = [[step, 0] for step in (2, 3, 4)]
     run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    assert run.text().count("lost. Start again with a lower --learning_rate\n") == 1
+    assert run.text().count("; start again with a lower --learning_rate\n") == 1
     assert not (work / "out/excluded_steps.json").exists()
 
 
@@ -278,8 +276,6 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     run = faulty(args, NAN_BACKWARD=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
-    assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
-    assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -302,19 +298,25 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
 # hangs, killed processes, ranks that differ
 
 
-@pytest.mark.parametrize("sig, flags", [("SIGSTOP", ["--dist_timeout_s=10"]), ("SIGKILL", ["--zero=3"])])
-def test_a_rank_that_hangs_or_dies_is_named_by_all_others(zygote, work, sig, flags):
-    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", *flags], work, 3)
-    assert run.until(lambda text: "iter 2:" in text)
-    run.kill([1], getattr(signal, sig))
-    wait_for(lambda: run.poll() or None not in (run.codes[0], run.codes[2]))
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL", "stuck"])
+def test_a_rank_that_hangs_or_dies_is_named_by_all_others(faulty, work, fault, nproc):
+    """Stuck outside of a collective, in which the others wait, it also names itself."""
+    patience = [] if fault == "SIGKILL" else ["--dist_timeout_s=10"]
+    run = faulty(["--out_dir=out", "--zero=3", *patience], nproc, WAIT=[5, 1])
+    assert run.until(lambda text: "held by the test" in text)
+    if fault != "stuck":
+        run.kill([1], getattr(signal, fault))
+    others = [rank for rank in range(nproc) if rank != 1]
+    wait_for(lambda: run.poll() or all(run.codes[rank] is not None for rank in others))
     run.kill([1])
     run.wait(ok=False)
-    assert run.codes[0] == run.codes[2] == 1, run.text()[-2000:]
-    lost = "its last position was step" if sig == "SIGSTOP" else "lost the connection"
-    for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step \d+, .*{lost}", run.text())
-        assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
+    assert [run.codes[rank] for rank in others] == [1] * len(others), run.text()[-2000:]
+    cause = "rank 1 does not respond, its last position was step"
+    if fault == "stuck":
+        others, cause = range(nproc), "rank 1 is at step 5, forward"
+    for rank in others:
+        assert re.search(rf"error: rank {rank} at step 5, .*; {cause}", run.text()), run.text()[-2000:]
     assert events(work / "out", "failed")
 
 
@@ -407,21 +409,13 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["killed", "crashed"])
-def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
+def test_a_rank_that_crashes_is_noticed_without_the_backend(faulty):
     """
     NCCL does not notice that a different rank has failed. Here the survivors wait outside of any collective,
     so that gloo does not notice either, and dist_timeout_s is ten minutes.
     """
-    env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
-    run = faulty(["--out_dir=out"], 3, **env)
-    assert run.until(lambda text: text.count("held by the test") == 2)
-    if kind == "killed":
-        run.kill([1])
-    assert run.gone(within=120)
-    assert run.codes[0] == run.codes[2] == 1
-    failed = "does not respond" if kind == "killed" else r"has failed \(RuntimeError: a bug\)"
+    run = faulty(["--out_dir=out"], 3, WAIT=[[7, 0], [7, 2]], CRASH=[7, 1])
+    assert run.gone(within=120) and run.codes == [1, 1, 1]
+    cause = r"a different rank has failed; rank 1 has failed \(RuntimeError: a bug\)"
     for rank in (0, 2):
-        assert re.search(
-            rf"error: rank {rank} at step 7, .*a different rank has failed; rank 1 {failed}", run.text()
-        )
+        assert re.search(rf"error: rank {rank} at step 7, .*{cause}", run.text())

@@ -16,8 +16,6 @@ SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest
 UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")  # in a file name, or in a shell
 
-Point = dict[str, str]  # {swept setting: one of its values, as it was typed}
-
 
 def values_in(name: str, text: str) -> list[str]:
     """
@@ -37,13 +35,18 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
     typed = {match[1]: match[2] for match in map(TYPED.fullmatch, words) if match}
     values = {name: values_in(name, text) for name, text in typed.items() if name in known}
     lists = {name: several for name, several in values.items() if len(several) > 1}
-    return lists, [word for word in words if word[2:].partition("=")[0] not in lists]
+    return lists, without(words, lists)
 
 
-def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[Point]:
+def without(words: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The arguments that do not set one of these settings."""
+    return [word for word in words if not word.startswith(tuple(f"--{name}=" for name in names))]
+
+
+def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[dict[str, str]]:
     """
-    Return the combinations of the values, the last setting's changing fastest. With `each`, only one setting
-    at a time differs from the first values; the seed is combined with all of these.
+    Return the combinations of the values, each as {setting: value}; the last setting's change fastest. With
+    `each`, only one setting at a time differs from the first values; the seed is combined with all of these.
     """
     if not each:
         return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
@@ -54,7 +57,7 @@ def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[Point]
     return [variant | seed for variant in variants for seed in seeds]
 
 
-def typed(point: Point) -> list[str]:
+def typed(point: Mapping[str, str]) -> list[str]:
     """The arguments that set the values of a point."""
     return [f"--{name}={value}" for name, value in point.items()]
 

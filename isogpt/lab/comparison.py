@@ -3,12 +3,13 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict
+
+import numpy as np
 
 from isogpt.checkpoint.measures import changed_measures, what_is_measured
 from isogpt.lab.runs import Group, Run
-from isogpt.lab.significance import differences
+from isogpt.lab.significance import corrected, difference
 from isogpt.options.values import as_typed
 
 # settings that are not compared, since they change neither what a run learns nor how fast it does. The seed
@@ -34,55 +35,46 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     """
     runs = [run for group in groups for run in group.runs]
     by, reason = what_to_compare_by(runs)
-    comparison = {
+    rows = [row_of(group, target) for group in groups]
+    if by:
+        rows.sort(key=lambda row: row[by]["mean"] if by in row else math.inf)  # the best first
+    return {
         "compared_by": by,  # LOSS or BITS; "": the runs cannot be compared
         "reason": reason,  # why not by the loss
-        "step": None,  # at which groups are compared, if not each at its end
+        "groups": rows,
         "base": groups[0].name,
-        "groups": ranked([row_of(group) for group in groups], by),
-        "differences": {},  # of each group from the base
+        "differences": differences(groups, by) if by else {},
         "parting": parting_of(*runs) if len(runs) == 2 and by == LOSS else None,
-        "target": target,
-        "until": [reached_by(group, target) for group in groups] if target else [],
         "notes": [],
+        "pictures": [],  # the paths of those that have been drawn
     }
-    if by and len(groups) > 1:
-        add_differences(comparison, groups)
-    return comparison
 
 
-def ranked(rows: list[dict], by: str) -> list[dict]:
-    """The rows, the best first; those of unknown values and of runs that are not complete are last."""
-    places = []
-    for place, row in enumerate(rows):
-        mean = row["means"].get(by, {}).get("mean", math.inf)
-        places.append((bool(by) and not row["is_complete"], mean if math.isfinite(mean) else math.inf, place))
-    return [rows[place] for _, _, place in sorted(places)]
-
-
-def add_differences(comparison: dict, groups: list[Group]) -> None:
+def differences(groups: list[Group], by: str) -> dict[str, dict]:
     """
-    Compare groups with the first one, each at its end. Groups without a complete run are left out if others
-    have some; otherwise all are compared at the last step at which all were evaluated.
+    How each other group differs from the first one: at their ends if both are complete, otherwise at the last
+    `step` at which all of their runs were evaluated.
     """
-    notes = comparison["notes"]
-    compared = [group for group in groups if any(run.is_finished for run in group.runs)]
-    if len(compared) < 2 or groups[0] not in compared:
-        compared = groups
-        comparison["step"] = last_common_step([run for group in groups for run in group.counted])
-        if not comparison["step"]:  # nothing, or only the initial weights
-            notes.append("not compared: there is no step after the start at which all runs were evaluated")
-            return
-    notes += [
-        f"{group.name} is not complete, so it is not compared" for group in groups if group not in compared
-    ]
-    values = {}
-    for group in compared:
-        step = comparison["step"] or last_common_step(group.counted)
-        found = {run.seed: run.evaluation_at(step).get(comparison["compared_by"]) for run in group.counted}
-        values[group.name] = {seed: one for seed, one in found.items() if one is not None}
-    results = differences(values, groups[0].name)
-    comparison["differences"] = {name: asdict(result) for name, result in results.items()}
+    base, results, steps = groups[0], {}, {}
+    for group in groups[1:]:
+        ends = last_step(base.counted), last_step(group.counted)
+        if not (base.is_complete and group.is_complete):
+            steps[group.name] = last_step(base.counted + group.counted)
+            ends = 2 * (steps[group.name],)
+        results[group.name] = difference(values_of(base, ends[0], by), values_of(group, ends[1], by))
+    return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
+
+
+def values_of(group: Group, step: int, by: str) -> dict[int, float]:
+    """{seed: finite value at a step}; none of the initial weights."""
+    values = {run.seed: run.evaluation_at(step)[by] for run in group.counted if step}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+
+def last_step(runs: list[Run]) -> int:
+    """The last step at which all of these runs were evaluated; 0: there is none."""
+    steps = [{one["iter"] for one in run.evaluations} for run in runs]
+    return max(set.intersection(*steps), default=0) if steps else 0
 
 
 def parting_of(a: Run, b: Run) -> int | None:
@@ -131,17 +123,20 @@ def description(run: Run, defaults: dict) -> dict:
 
 def name_groups(groups: list[Group]) -> None:
     """
-    Name groups by the settings that differ, and if they do not tell the groups apart, also by where the runs
+    Name groups by the settings that differ, and if these do not tell the groups apart, also by where the runs
     are, and by the code.
     """
-    for group in groups:
-        settings = [f"{name}={as_typed(value)}" for name, value in group.settings.items() if name != CODE]
-        group.name = " ".join(settings)
-    for more in ("place", CODE):
-        if "" in (names := [group.name for group in groups]) or len(set(names)) < len(groups):
-            for group in groups:
-                word = group.place if more == "place" else f"code={group.settings.get(CODE)}"
-                group.name = f"{group.name} {word}".strip()
+    settings = [
+        " ".join(f"{name}={as_typed(value)}" for name, value in group.settings.items() if name != CODE)
+        for group in groups
+    ]
+    places = [f"{group.place} {text}".strip() for group, text in zip(groups, settings, strict=True)]
+    codes = [f"{place} code={group.settings.get(CODE)}" for group, place in zip(groups, places, strict=True)]
+    for names in (settings, places, codes):
+        if all(names) and len(set(names)) == len(groups):
+            break
+    for group, name in zip(groups, names, strict=True):
+        group.name = name
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -154,17 +149,17 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     text, "" otherwise. Also return why they cannot be compared by the loss.
     """
     first, *others = runs
-    changes = [(run, changed_measures(measures_of(first), measures_of(run))) for run in others]
-    reasons = [
-        f"of {run.folder}, {', '.join(changed)} ({first.folder})" for run, changed in changes if changed
-    ]
-    if not reasons:
+    for run in others:
+        if changed := changed_measures(measures_of(first), measures_of(run)):
+            reason = f"of {run.folder}, {', '.join(changed)} ({first.folder})"
+            break
+    else:
         return LOSS, ""
     if len({run.facts.get("val_text") for run in runs}) > 1:
-        return "", f"{reasons[0]}, and the validation texts differ too"
+        return "", f"{reason}, and the validation texts differ too"
     if not all(BITS in one for run in runs for one in run.evaluations):
-        return "", f"{reasons[0]}, and bits per byte are not recorded: run the data set's prepare.py again"
-    return BITS, reasons[0]
+        return "", f"{reason}, and bits per byte are not recorded: run the data set's prepare.py again"
+    return BITS, reason
 
 
 def measures_of(run: Run) -> dict:
@@ -177,51 +172,42 @@ def measures_of(run: Run) -> dict:
 # numbers of groups
 
 
-def row_of(group: Group) -> dict:
-    """What the table contains about a group. None: not known."""
-    step = last_common_step(group.counted)  # the last one at which all runs that count were evaluated
-    found = [
-        run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted if step is not None
-    ]
+def row_of(group: Group, target: float) -> dict:
+    """The table's row of a group, by the headings. None: not known."""
+    # at the last step at which all runs that count were evaluated
+    step = last_step(group.counted)
+    found = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = found[0] if found else {}
-    return {
-        "name": group.name,
-        "settings": group.settings,
-        "place": group.place,
-        "runs": [row_of_run(run) for run in group.runs],
-        "commits": sorted({commit_of(run) for run in group.runs}),
-        "step": step,
+    steps = [step for run in group.runs for step in run.steps[1:]]  # the first one is slow
+    speeds = [step["tokens_per_s"] for step in steps if "tokens_per_s" in step]
+    row = {
+        "group": group.name,
+        "code": group.settings.get(CODE),
+        "seeds": [run.seed for run in group.runs],
+        "steps": first.get("iter"),
         "tokens": first.get("tokens"),
-        "seconds": mean_of(one.get("seconds") for one in found)["mean"],
-        "means": {name: mean_of(one.get(name) for one in found) for name in first},
+        "seconds": mean_of(found, "seconds")["mean"],
         "parameters": group.runs[0].facts.get("parameters"),
-        "tokens_per_s": mean_of(run.tokens_per_s for run in group.runs)["mean"],
-        "memory_gb": max((run.memory_gb for run in group.runs if run.memory_gb), default=None),
-        "is_complete": any(run.is_finished for run in group.runs),
-        "state": state_of(group.runs),
+    }
+    row |= {name: mean_of(found, name) for name in first if name.startswith(("val_", "best"))}
+    if target:
+        points = [point for run in group.runs if (point := reaches(run, target))]
+        row |= {"loss": target, "runs_to_loss": len(points)}
+        row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
+    return row | {
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
+        "memory_gb": max((step.get("memory_gb_max", 0.0) for step in steps), default=None),
+        "commits": sorted({commit_of(run) for run in group.runs}),
+        "state": [run.state for run in group.runs if run.state],
+        "runs": [
+            {"folder": str(run.folder), "state": run.state, "evaluation": (run.evaluations or [None])[-1]}
+            for run in group.runs
+        ],
     }
 
 
-def row_of_run(run: Run) -> dict:
-    """What the JSON contains about a run."""
-    return {
-        "folder": str(run.folder),
-        "seed": run.seed,
-        "evaluation": run.evaluations[-1] if run.evaluations else None,
-        "best_val_loss": best_loss(run, math.inf),
-        "tokens_per_s": run.tokens_per_s,
-        "state": state_of([run]),
-    }
-
-
-def last_common_step(runs: list[Run]) -> int | None:
-    """The last step at which all of these runs were evaluated; None: there is none."""
-    steps = [{one["iter"] for one in run.evaluations} for run in runs]
-    return max(set.intersection(*steps), default=None) if steps else None
-
-
-def best_loss(run: Run, step: float) -> float:
-    """The lowest validation loss up to a step; nan if none is finite."""
+def best_loss(run: Run, step: int) -> float:
+    """The lowest validation loss up to a step."""
     losses = [one[LOSS] for one in run.evaluations if one["iter"] <= step]
     return min(filter(math.isfinite, losses), default=math.nan)
 
@@ -231,34 +217,12 @@ def commit_of(run: Run) -> str:
     return run.facts.get("commit", "")[:8] + ("-changed" if run.facts.get("changed") else "")
 
 
-def mean_of(values: Iterable[float | None]) -> dict:
-    """
-    The mean of the values that are known and finite, nan if there are none; its standard error, None if there
-    is one; and their number.
-    """
-    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+def mean_of(records: list[dict], name: str) -> dict:
+    """The mean of a number in some records and its standard error; nan: not known."""
+    known = [record[name] for record in records if record.get(name) is not None]
     mean = statistics.fmean(known) if known else math.nan
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
-    return {"mean": mean, "error": error, "runs": len(known)}
-
-
-def state_of(runs: list[Run]) -> str:
-    """A phrase about runs that are not complete or have diverged; "" if there are none."""
-    states = Counter(run.state for run in runs if run.state)
-    if len(runs) == 1:
-        return runs[0].state
-    return ", ".join(f"{count} of {len(runs)} {state}" for state, count in states.items())
-
-
-# ------------------------------------------------------------------------------------------------------------
-# time to a loss
-
-
-def reached_by(group: Group, target: float) -> dict:
-    """When the runs of a group have reached a validation loss: means over those that have."""
-    points = [point for run in group.runs if (point := reaches(run, target))]
-    means = {name: mean_of(point.get(name) for point in points) for name in ("iter", "tokens", "seconds")}
-    return {"name": group.name, "reached": len(points), "runs": len(group.runs)} | means
+    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+    return {"mean": mean, "error": error}
 
 
 def reaches(run: Run, target: float) -> dict[str, float]:
@@ -266,15 +230,12 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     Step, tokens and seconds at which a run's validation loss is first as low as `target`, on a straight line
     between two evaluations; {}: it never is.
     """
-    before = {}
-    for after in run.evaluations:
-        if not math.isfinite(after[LOSS]):
-            continue
+    finite = [one for one in run.evaluations if math.isfinite(one[LOSS])]
+    for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
-            share = (before[LOSS] - target) / (before[LOSS] - after[LOSS]) if before else 1.0
-            known = [name for name in ("iter", "tokens", "seconds") if after.get(name) is not None]
-            return {name: before.get(name, 0) * (1 - share) + after[name] * share for name in known}
-        before = after
+            losses = [after[LOSS], before[LOSS]]
+            names = {"iter": "steps", "tokens": "tokens", "seconds": "seconds"}
+            return {names[n]: np.interp(target, losses, [after[n], before[n]]) for n in names if n in after}
     return {}
 
 
@@ -286,13 +247,12 @@ def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
     commands, folders = [], []
     for group in groups:
-        run = group.runs[0]
-        settings = {
-            name: as_typed(value)
-            for name, value in run.settings.items()
+        first = group.runs[0]
+        folders.append(as_typed(f"{first.folder}-seeds"))
+        options = [
+            f"--{name}={as_typed(value)}"
+            for name, value in first.settings.items()
             if name in defaults and name not in NOT_REPEATED and value != defaults[name]
-        }
-        folders.append(as_typed(f"{run.folder}-seeds"))
-        settings |= {"seed": "1,2,3", "out_dir": folders[-1]}
-        commands.append(" ".join(["python sweep.py", *(f"--{name}={v}" for name, v in settings.items())]))
+        ]
+        commands.append(" ".join(["python sweep.py", *options, "--seed=1,2,3", f"--out_dir={folders[-1]}"]))
     return [*commands, " ".join(["python compare.py", *folders])]

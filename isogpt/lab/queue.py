@@ -84,8 +84,6 @@ class SweptRun:
                 folder.
         """
         c = self.config
-        if c["eval_only"] or c["dry_run_ranks"]:
-            raise ValueError("eval_only and dry_run_ranks train nothing: omit them, or use train.py")
         check_training(c)
         data = open_dataset(c["dataset"], c["block_size"], c["vocab_size"], data_order=c["data_order"])
         c.update(limits_of(c, len(data.train)).settings())
@@ -96,12 +94,6 @@ class SweptRun:
         if changed or not before:
             text = " ".join(changed) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
-
-    def prepare(self) -> None:
-        """Record the settings that must stay the same, and remove the result of an earlier start."""
-        kept = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
-        write_whole(self.folder / SETTINGS, json.dumps(kept, indent=1) + "\n")
-        (self.folder / RESULT).unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:
@@ -121,7 +113,7 @@ def time_left(runs: list[SweptRun], at_once: int) -> str:
     left = [run for run in runs if not run.is_complete]
     timed = [run.result for run in runs if run.is_complete and run.result["seconds"]]
     if not timed:
-        return "time n/a"
+        return "n/a"
     step_s = sum(result["seconds"] for result in timed) / sum(result["steps"] for result in timed)
     steps = sum(run.config["max_iters"] + 1 - run.step for run in left)
     return f"about {duration(steps * step_s / max(1, min(at_once, len(left))))}"
@@ -131,21 +123,14 @@ def time_left(runs: list[SweptRun], at_once: int) -> str:
 # where runs are trained
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What one run at a time uses: GPUs, as in CUDA_VISIBLE_DEVICES, or cores. None: not limited."""
-
-    gpus: str | None = None
-    cores: list[int] | None = None
-
-
-def make_slots(jobs: int, processes: int, device: str) -> list[Slot]:
+def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
     """
     Divide this machine between runs. Each run gets a GPU for each of its processes, or, on a CPU, a share of
-    the cores, on which the bits of a run may depend.
+    the cores, on which the bits of a run may depend. Returns how the commands of runs begin: with what limits
+    them to some GPUs or cores.
 
     Args:
-        jobs: the most slots; 0: on GPUs, as many as these suffice for, else one.
+        jobs: the most runs at the same time; 0: on GPUs, as many as these suffice for, else one.
         processes: of each run.
         device: as for train.py.
 
@@ -153,19 +138,23 @@ def make_slots(jobs: int, processes: int, device: str) -> list[Slot]:
         ValueError: the device is not available, or there are too few GPUs.
     """
     kind = pick_device(device, 0, 1).type
-    if kind == "cpu":
+    if kind == "cuda" and ":" not in device:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = named.split(",") if named else [*range(torch.cuda.device_count())]
+        groups = groups_of(processes, gpus)[: jobs or None]
+        if not groups:
+            raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
+        return [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups]
+    if kind == "cpu" and jobs > 1 and sys.platform == "linux":
         cores = own_cores()
-        jobs = min(jobs or 1, len(cores))
-        share = len(cores) // jobs
-        return [Slot(cores=cores[share * slot : share * (slot + 1)]) for slot in range(jobs)]
-    if kind == "mps" or device.startswith("cuda:"):
-        return [Slot()] * (jobs or 1)  # which all runs share
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
-    if processes > len(gpus):
-        raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
-    firsts = range(0, len(gpus) - processes + 1, processes)
-    return [Slot(gpus=",".join(gpus[first : first + processes])) for first in firsts][: jobs or None]
+        return [["taskset", "-c", group] for group in groups_of(max(1, len(cores) // jobs), cores)[:jobs]]
+    return [[]] * (jobs or 1)  # not limited
+
+
+def groups_of(size: int, units: list) -> list[str]:
+    """The units in groups of this size, each as text with commas. A rest is left out."""
+    firsts = range(0, len(units) - size + 1, size)
+    return [",".join(map(str, units[first : first + size])) for first in firsts]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -177,12 +166,12 @@ class Job:
     """A run that is trained now, and its locked log."""
 
     run: SweptRun
-    slot: Slot
+    slot: list[str]
     log: BinaryIO
     process: subprocess.Popen
 
 
-def train(train_py: Path, runs: list[SweptRun], slots: list[Slot]) -> list[int]:
+def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[int]:
     """
     Train the runs that are not complete, and print how each ends. After a signal, they save and stop.
 
@@ -213,50 +202,43 @@ def train(train_py: Path, runs: list[SweptRun], slots: list[Slot]) -> list[int]:
         for job in [job for job in running if job.process.poll() is not None]:
             running.remove(job)
             free.append(job.slot)
-            left = f"{len(waiting) + len(running)} left, {time_left(runs, len(slots))}"
+            left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
             ending = "" if job.run.is_complete else f", {job.run.ending}"
-            print_line(f"end       {job.run.folder}: {job.run.state}{ending}; {left}")
+            print_line(f"end    {job.run.folder}: {job.run.state}{ending}; {left}")
             job.log.close()  # unlocks the run, after its end was printed
         time.sleep(POLL_S)
     return received
 
 
-def start(train_py: Path, run: SweptRun, slot: Slot) -> Job | None:
-    """Start a run; None: it is complete, or a different sweep trains it now."""
+def start(train_py: Path, run: SweptRun, slot: list[str]) -> Job | None:
+    """
+    Start a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns None if the
+    run is complete, or a different sweep trains it now. The log stays locked until all processes of the run
+    have exited, even if the sweep is killed.
+    """
     run.folder.mkdir(parents=True, exist_ok=True)
     log = open(run.folder / LOG, "ab")
-    if lock(log) and not run.is_complete:
-        print_line(f"start     {run.folder}: {run.state}")
-        run.prepare()
-        return Job(run, slot, log, start_process(train_py, run, slot, log))
-    log.close()
-    return None
-
-
-def start_process(train_py: Path, run: SweptRun, slot: Slot, log: BinaryIO) -> subprocess.Popen:
-    """
-    Start train.py for a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. The log
-    stays locked until all processes of the run have exited, even if the sweep is killed.
-    """
+    if not lock(log) or run.is_complete:
+        log.close()
+        return None
+    print_line(f"start  {run.folder}")
+    kept = {name: value for name, value in run.config.items() if name not in MAY_CHANGE}
+    write_whole(run.folder / SETTINGS, json.dumps(kept, indent=1) + "\n")
+    (run.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
     sweep = os.getpid()
-    gpus = {} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": slot.gpus}
-    return subprocess.Popen(
-        [sys.executable, str(train_py), *run.arguments],
+    process = subprocess.Popen(
+        [*slot, sys.executable, str(train_py), *run.arguments],
         stdout=log,
         stderr=log,
-        env=environment_without_launcher() | gpus,
+        env=environment_without_launcher(),
         start_new_session=True,
-        preexec_fn=(lambda: enter(slot, sweep)) if sys.platform == "linux" else None,
+        preexec_fn=(lambda: end_with(sweep)) if sys.platform == "linux" else None,
     )
+    return Job(run, slot, log, process)
 
 
-def enter(slot: Slot, sweep: int) -> None:
-    """
-    Prepare a process that will become train.py (Linux): it receives SIGTERM when the sweep, whose process id
-    is `sweep`, is killed, and runs on the slot's cores.
-    """
+def end_with(sweep: int) -> None:
+    """Let this process receive SIGTERM when its parent, whose process id is `sweep`, is killed (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != sweep:  # it was killed before this call
         os._exit(1)
-    if slot.cores:
-        os.sched_setaffinity(0, slot.cores)

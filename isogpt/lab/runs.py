@@ -1,7 +1,6 @@
 """A run as its folder describes it: the records of metrics.jsonl."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -10,8 +9,6 @@ from isogpt.common.console import shortened
 from isogpt.common.files import METRICS, read_records
 
 MOST = 2000  # steps that are kept, which is more than a picture shows
-STARTS, ENDINGS = ("start", "resume"), ("end", "preempted", "failed")  # events
-NOT_FINITE = ("nan", "inf", "-inf")  # how these numbers are written in a record
 
 
 @dataclass
@@ -33,27 +30,12 @@ class Run:
         return self.settings["seed"]
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the run has come to its end."""
-        return self.ending.get("event") == "end"
-
-    @property
     def state(self) -> str:
-        """ "" if the run is complete, or else a phrase about how it has ended."""
+        """How the run has ended, or that it has not; "" if it is complete."""
         if self.evaluations and not math.isfinite(self.evaluations[-1]["val_loss"]):
             return "diverged"
-        return "" if self.is_finished else self.ending.get("event", "running or killed")
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The median over the logged steps but the first, which is slow; None: there are no others."""
-        speeds = [step["tokens_per_s"] for step in self.steps[1:] if "tokens_per_s" in step]
-        return statistics.median(speeds) if speeds else None
-
-    @property
-    def memory_gb(self) -> float | None:
-        """The most memory that a rank has used, in GB."""
-        return max((step["memory_gb_max"] for step in self.steps if "memory_gb_max" in step), default=None)
+        event = self.ending.get("event", "running or killed")
+        return "" if event == "end" else event
 
     def evaluation_at(self, step: int | None) -> dict:
         """The evaluation of the state before a step; {} if there is none."""
@@ -75,13 +57,18 @@ class Group:
         return self.runs[0].place + (f" and {more} more" if more else "")
 
     @property
+    def is_complete(self) -> bool:
+        """Whether any run is."""
+        return any(not run.state for run in self.runs)
+
+    @property
     def counted(self) -> list[Run]:
         """
         The runs that count. Of those with evaluations that have not diverged, these are the complete ones; if
         there are none, those that have not failed, or else all.
         """
         finite = [run for run in self.runs if run.evaluations and run.state != "diverged"]
-        complete = [run for run in finite if run.is_finished]
+        complete = [run for run in finite if not run.state]
         return complete or [run for run in finite if run.state != "failed"] or finite
 
 
@@ -101,40 +88,39 @@ def read_run(folder: Path, place: str = "") -> Run:
     """
     run, path = Run(folder, place or str(folder)), folder / METRICS
     if not path.exists():
-        raise ValueError(
-            f"{folder} contains no run: give the out_dir of train.py, or a folder of such folders"
-        )
+        raise ValueError(f"{folder} contains no run: give train.py's out_dir, or a folder of such folders")
     try:
-        read_into(run, path)
-    except OSError as e:
-        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
-    except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged, or not written by train.py") from e
+        read_records_of(run, path)
+    except (OSError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged, or not written by train.py ({e})") from e
     return run
 
 
-def read_into(run: Run, path: Path) -> None:
+def read_records_of(run: Run, path: Path) -> None:
     """Read metrics.jsonl. Raises KeyError, TypeError or ValueError if its records are not those of a run."""
     steps, evaluations, layers = {}, {}, {}  # {step: record}
     last, spacing = {}, 1
-    for record in map(with_numbers, read_records(path)):
+    for record in read_records(path):
+        # numbers that are not finite are strings in JSON
+        record |= {name: float(value) for name, value in record.items() if value in ("nan", "inf", "-inf")}
         event, step = record.get("event"), record.get("iter", 0)
-        if event in STARTS:
+        if "tokens" in record and "flops_per_step" in run.facts:
+            record["flops"] = record["tokens"] / run.facts["tokens_per_step"] * run.facts["flops_per_step"]
+        if event in ("start", "resume"):
             settings = record.pop("config")
             # a resume does not say where the weights come from
-            run.settings = settings | {"init_from": run.settings.get("init_from", settings.get("init_from"))}
-            run.facts, run.ending, last = record, {}, {}
-            steps = {n: one for n, one in steps.items() if n < step}
-            evaluations = {
-                n: one for n, one in evaluations.items() if n <= step
-            }  # of the state before a step
-            layers = {n: one for n, one in layers.items() if n < step}
-        elif event in ENDINGS:
+            settings["init_from"] = run.settings.get("init_from", settings["init_from"])
+            run.settings, run.facts, run.ending = settings, record, {}
+            # the evaluation of the state before a step is not repeated
+            steps, evaluations = before(steps, step), before(evaluations, step + 1)
+            layers, last = before(layers, step), {}
+        elif event in ("end", "preempted", "failed"):
             run.ending = record
         elif event == "peak":  # measured again
             run.facts["peak_flops"] = record["peak_flops"]
         elif "val_loss" in record:
-            evaluations[step] = record | {"val_loss": float(record["val_loss"])}
+            record["val_loss"] = float(record["val_loss"])
+            evaluations[step] = record
         elif "statistics" in record:
             layers[step] = record
         elif "loss" in record:
@@ -144,26 +130,16 @@ def read_into(run: Run, path: Path) -> None:
             if len(steps) > MOST:
                 spacing *= 2
                 steps = {n: one for n, one in steps.items() if n % spacing == 0}
-    int(run.settings["seed"])
     steps |= last
-    run.steps, run.evaluations, run.statistics = (
-        [records[n] for n in sorted(records)] for records in (steps, evaluations, layers)
-    )
-    add_flops(run)
+    run.steps = [steps[n] for n in sorted(steps)]
+    run.evaluations = [evaluations[n] for n in sorted(evaluations)]
+    run.statistics = [layers[n] for n in sorted(layers)]
+    int(run.settings["seed"])
 
 
-def with_numbers(record: dict) -> dict:
-    """The record with numbers that are not finite, which JSON does not have, as numbers."""
-    return {name: float(value) if value in NOT_FINITE else value for name, value in record.items()}
-
-
-def add_flops(run: Run) -> None:
-    """Add the FLOPs up to each step and evaluation, if they are known."""
-    if "flops_per_step" in run.facts and "tokens_per_step" in run.facts:
-        per_token = run.facts["flops_per_step"] / run.facts["tokens_per_step"]
-        for record in run.steps + run.evaluations:
-            if "tokens" in record:
-                record["flops"] = record["tokens"] * per_token
+def before(records: dict[int, dict], end: int) -> dict[int, dict]:
+    """The records before a step."""
+    return {step: record for step, record in records.items() if step < end}
 
 
 # ------------------------------------------------------------------------------------------------------------

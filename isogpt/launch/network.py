@@ -62,7 +62,7 @@ def store_address() -> str:
 
 
 def uses_agent_store() -> bool:
-    """Whether torchrun's agent serves the store, or bench.py does for its launches, and not rank 0."""
+    """Whether torchrun's agent serves the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -74,8 +74,7 @@ def name_of_start() -> str:
     """
     if not uses_agent_store():
         return "start"
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "ISOGPT_LAUNCH")]
-    return f"start {'.'.join(counts)}"
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
@@ -162,16 +161,6 @@ def facts_of_process(number: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
     return []
-
-
-def has_exited(process: tuple[str, int]) -> bool:
-    """
-    Whether a process, with the namespace("pid") that numbers it and its number, has exited; False if this
-    cannot be seen from here.
-    """
-    numbered_by, number = process
-    is_visible = numbered_by != "" and numbered_by == namespace("pid")
-    return is_visible and facts_of_process(number)[:1] in ([], ["Z"], ["X"])
 
 
 def allow_connections() -> None:

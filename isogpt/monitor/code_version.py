@@ -8,31 +8,18 @@ from isogpt.launch.process_group import Ranks
 
 PATIENCE_S = 5.0  # seconds that a start waits for git: a repository on a network file system can be slow
 # neither writes to the repository nor starts a daemon
-OPTIONS = ("--no-optional-locks", "-c", "core.fsmonitor=false")
+GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 DESCRIBE = ("describe", "--always", "--exclude=*", "--abbrev=64", "--dirty")  # the commit, not a tag
 
 
-def ask_git(ranks: Ranks) -> subprocess.Popen | None:
-    """Start git, which runs while the run starts; None on ranks other than 0, and without git."""
-    if not ranks.is_main:
-        return None
-    command = ["git", *OPTIONS, "-C", str(REPOSITORY), *DESCRIBE]
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with suppress(OSError):
-        return subprocess.Popen(command, text=True, errors="replace", **pipes)
-    return None
-
-
-def code_version(git: subprocess.Popen | None) -> dict:
+def code_version(ranks: Ranks) -> dict:
     """
-    Return the answer of git: {"commit": its hash, or "" outside a repository, "changed": whether tracked
-    files differ from the commit}.
+    Ask git on rank 0: {"commit": the hash, or "" outside a repository, "changed": whether tracked files
+    differ from the commit}.
     """
-    output = ""
-    if git:
-        try:
-            output, _ = git.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            git.kill()
-    name = output.strip()
+    name = ""
+    if ranks.is_main:
+        command = [*GIT, "-C", str(REPOSITORY), *DESCRIBE]
+        with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a slow disk
+            name = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S).stdout.strip()
     return {"commit": name.removesuffix("-dirty"), "changed": name.endswith("-dirty")}

@@ -1,5 +1,6 @@
 """The logger, which passes what a run reports to its sinks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class Logger:
         """Report a line for the user."""
         self.write({}, text)
 
-    def print_lines(self, lines: list[str]) -> None:
+    def print_lines(self, lines: Iterable[str]) -> None:
         """Report several lines for the user."""
         for line in lines:
             self.print(line)

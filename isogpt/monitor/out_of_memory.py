@@ -5,10 +5,7 @@ from pathlib import Path
 
 import torch
 
-from isogpt.common import console
 from isogpt.data.reader import Reader
-from isogpt.launch.process_group import rank_names
-from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
 from isogpt.speed.planner import MICRO_BATCH, record
 
@@ -30,37 +27,26 @@ class MemoryUse:
     reader: Reader  # contains the plan, and the rows of each rank
     first_step: int  # the step at which this process starts
 
+    def explain(self, error: BaseException, step: int, is_allocating: bool) -> str:
+        """
+        Return what uses the memory and what would reduce it. In the first steps, also record half of the rows
+        as the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
+        continues.
 
-def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
-    """
-    Print what uses the memory and what would reduce it. In the first steps, also record half of the rows as
-    the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
-    continues.
-
-    Often all ranks run out of memory, but it can also be one, since the last stage of a pipeline computes the
-    loss, and other programs may use a GPU.
-    """
-    use = watchdog.memory_use
-    is_allocating = watchdog.clock is None  # the model and the optimizer
-    rows, most = use.reader.share.rows, max(use.reader.share.rows_of)
-    cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
-    name = rank_names(watchdog.ranks.hosts)[watchdog.ranks.rank]
-    source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
-    problem, hint = f"{source}out of memory {cause}: {line_of(error)}", ""
-    if use.reader.plan.exact:
-        hint = (
-            "\nwith exact, a run keeps its micro-batch: halve --batch_size= and double "
-            "--gradient_accumulation_steps= to start a new run, which has different bits"
-        )
-    elif watchdog.progress.step < use.first_step + 3 and most > 1 and not is_allocating:
-        record(Path(use.out_dir) / MICRO_BATCH, use.reader.plan.job(), most // 2)
-        hint = (
-            f"\nthe next start in {use.out_dir} uses micro-batches of {most // 2} (same global batch, same "
-            "curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
-        )
-    report = memory_report(replace(use.reader.plan, micro_batch=rows))
-    console.print_to_stderr(f"error: {problem}\n{report}{hint}")
-    watchdog.logger.failed(problem)
+        Often all ranks run out of memory, but it can also be one, since the last stage of a pipeline computes
+        the loss, and other programs may use a GPU.
+        """
+        plan, rows, most = self.reader.plan, self.reader.share.rows, max(self.reader.share.rows_of)
+        when = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
+        hint = ""
+        if step < self.first_step + 3 and most > 1 and not (plan.exact or is_allocating):
+            record(Path(self.out_dir) / MICRO_BATCH, plan.job(), most // 2)
+            hint = (
+                f"\nthe next start in {self.out_dir} uses micro-batches of {most // 2} (same global batch, "
+                "same curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
+            )
+        report = memory_report(replace(plan, micro_batch=rows))
+        return f"out of memory {when}: {line_of(error)}\n{report}{hint}"
 
 
 def line_of(error: BaseException) -> str:

@@ -10,10 +10,10 @@ from isogpt.common.console import count_text, duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
 from isogpt.monitor import banner, records
-from isogpt.monitor.anomalies import Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.records import SLOW_STEPS, Means
+from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import over_ranks
 from isogpt.speed.devices import Peak
@@ -42,7 +42,6 @@ class RunReport:
     steps_taken: int = 0  # by this process
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
-    overflows: Overflows = field(default_factory=Overflows)
     since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
     throughout: Means = field(default_factory=Means)  # of all steps
 
@@ -67,8 +66,6 @@ class RunReport:
             self.logger.print(report)
         if self.steps_taken == SLOW_STEPS:
             self.at_full_speed = time.perf_counter()
-        if self.overflows.seen(bool(numbers.is_finite)):
-            self.overflowed(numbers.loss_scale.max().item())
         waiting = records.waiting_percent(numbers)
         self.throughout.add(waiting)
         self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
@@ -104,14 +101,6 @@ class RunReport:
             return None
         step_s = (time.perf_counter() - self.at_full_speed) / steps
         return step_s * (self.max_iters - self.progress.step)
-
-    def overflowed(self, scale: float) -> None:
-        """Report that float16 gradients overflow in step after step."""
-        text = (
-            f"warning: {self.overflows.count} steps in succession were skipped: their gradients overflow in "
-            f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"
-        )
-        self.logger.event("overflows", text, loss_scale=scale)
 
     def look_for_slow_ranks(self, numbers: StepNumbers) -> None:
         """Report slow ranks."""

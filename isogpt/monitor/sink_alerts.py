@@ -10,7 +10,7 @@ from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
-FINAL = ("end", "preempted", "failed")  # after these, the process exits
+FINAL = ("end", "preempted", "failed")  # after these, the process may exit in any way
 LIMIT_S = 10  # seconds that a command may take
 
 
@@ -29,7 +29,7 @@ class Alerts:
         if not self.command or "event" not in record or record["event"] in QUIET:
             return
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
-        thread = threading.Thread(target=run_command, args=(self.command, line), daemon=True)
+        thread = threading.Thread(target=run_command, args=(self.command, line))  # Python's exit waits for it
         thread.start()
         self.threads = [other for other in self.threads if other.is_alive()] + [thread]
         if record["event"] in FINAL:

@@ -27,7 +27,6 @@ class Console:
         self.val_loss: float | None = None
         self.drawn_at = 0.0
         self.is_blocked = False  # whether the last line was lost because stdout did not take it in time
-        self.is_closed = False  # whether a line was lost because nobody reads stdout
 
     def write(self, record: dict, text: str) -> None:
         """Print the line of a record, if there is one."""
@@ -55,13 +54,12 @@ class Console:
             return
         error = console.print_line(output, "", 0 if self.is_blocked else console.PATIENCE_S)
         self.is_blocked = isinstance(error, TimeoutError)
-        if record.get("event") in CLOSING and error:
-            console.discard_output()  # else Python would report the lines again, and exit with status 120
-        if error and error.errno not in console.CLOSED:
-            raise error
-        if error and not self.is_closed:
+        if error and error.errno in console.CLOSED:  # said once: what follows is discarded
             console.print_to_stderr("warning: stdout was closed; training continues, see metrics.jsonl")
-            self.is_closed = True
+        elif error:
+            if record.get("event") in CLOSING:
+                console.discard_output()  # else Python would report the lines again, and exit with status 120
+            raise error
 
 
 def status_text(record: dict, max_iters: int, val_loss: float | None) -> str:

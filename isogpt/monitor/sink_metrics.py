@@ -1,9 +1,7 @@
 """metrics.jsonl: a line for each logged step, evaluation and event."""
 
 import json
-import mmap
 import os
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -50,14 +48,3 @@ def ends_in_a_torn_line(file: BinaryIO) -> bool:
         return False
     file.seek(-1, os.SEEK_END)
     return file.read(1) != b"\n"
-
-
-def last_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Read an open file from its end: yields the position and the text of each line that is not empty."""
-    end = file.seek(0, os.SEEK_END)
-    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if end else b""
-    while end > 0:
-        start = content.rfind(b"\n", 0, end) + 1
-        if start < end:
-            yield start, content[start:end]
-        end = start - 1

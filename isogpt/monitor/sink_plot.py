@@ -21,41 +21,39 @@ class Plot:
     """
 
     def __init__(self, out_dir: str) -> None:
-        self.out_dir = Path(out_dir)
-        self.not_before = 0.0  # when the next plot may begin
+        self.path = Path(out_dir, "loss.png")
         self.result = ""  # a sentence about the last plot
-        self.requests: SimpleQueue[None] = SimpleQueue()
-        self.is_idle = threading.Event()
-        self.is_idle.set()
+        self.requests: SimpleQueue[bool] = SimpleQueue()  # for each plot, whether it is the last one
         # one thread for all plots, since the C library would not reuse one thread's memory for the next
-        threading.Thread(target=self.draw_all, daemon=True, name="plot").start()
+        self.thread = threading.Thread(target=self.draw_all, daemon=True, name="plot")
+        self.thread.start()
 
     def write(self, record: dict, text: str) -> None:
-        """Plot the losses if it is time, and tell the user at the end where the plot is."""
+        """Ask for a plot if it is time, and tell the user at the end where the plot is."""
         is_end = record.get("event") in CLOSING
-        is_due = "val_loss" in record and record["iter"] > 0 and time.monotonic() > self.not_before
+        if is_end or ("val_loss" in record and record["iter"] > 0):
+            self.requests.put(is_end)
         if is_end:
-            self.is_idle.wait(END_S)
-        if (is_due or is_end) and self.is_idle.is_set():
-            self.is_idle.clear()
-            self.requests.put(None)
-        if is_end:
-            if not self.is_idle.wait(END_S):
+            self.thread.join(END_S)
+            if self.thread.is_alive():
                 self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
             console.print_line(self.result, patience_s=console.PATIENCE_S)
 
     def draw_all(self) -> None:
-        """Plot each time that `write` asks for it (in the thread)."""
-        while True:
-            self.requests.get()
-            began = time.monotonic()
-            try:
-                self.result = f"the loss curve: {self.draw()}"
-            except Exception as e:  # matplotlib raises many types
-                self.result = f"no plot of the loss curve: {' '.join(str(e).split())}"
-            self.not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
-            self.is_idle.set()
+        """Plot what `write` asks for, but not all the time (in the thread)."""
+        is_last, not_before = False, 0.0
+        while not is_last:
+            is_last, began = self.requests.get(), time.monotonic()
+            if is_last or began >= not_before:
+                try:
+                    self.draw()
+                    self.result = f"the loss curve: {self.path}"
+                except Exception as e:  # matplotlib raises many types
+                    self.result = f"no plot of the loss curve: {' '.join(str(e).split())}"
+                ended = time.monotonic()
+                not_before = ended + PAUSE * (ended - began)
 
-    def draw(self) -> Path:
-        """Plot the loss curve. Returns the path."""
-        return pictures.draw([Group("", [read_run(self.out_dir)])], "steps", self.out_dir / "loss.png")
+    def draw(self) -> None:
+        """Plot the loss curve (in the thread)."""
+        run = read_run(self.path.parent)
+        pictures.write(pictures.losses_figure([Group("", [run])], "steps"), self.path)

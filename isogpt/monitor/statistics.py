@@ -199,7 +199,8 @@ class LayerStatistics:
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)
-        if self.queries.is_cuda:  # with cpu_offload, the update must not change weights that are being copied
+        if self.queries.is_cuda and not self.weights()[0].is_cuda:
+            # with cpu_offload, the update must not change weights that are still being copied to the GPU
             torch.cuda.current_stream().synchronize()
         return observed
 

@@ -184,9 +184,9 @@ class Clock:
             self.steps.append(ms)
 
     def discard(self) -> None:
-        """Forget a step that is not taken; the next step begins."""
+        """Forget a step that is not taken, and count nothing that follows until the next one starts."""
         self.forget_laps()
-        self.began = time.perf_counter()
+        self.began = self.paused_at = time.perf_counter()
 
     def forget_laps(self) -> None:
         """Forget the laps of this step."""

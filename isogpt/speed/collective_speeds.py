@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from isogpt.common import console
 from isogpt.common.torch_versions import all_gather_single, reduce_scatter_single
 from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.together import gather_number
@@ -30,26 +31,18 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
             "comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU"
         )
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
-    cells = []
-    for size in MESSAGE_SIZES:
-        row = measure_all(size, ranks.world_size, ranks.device)
-        if ranks.is_main:
-            if not cells:
-                devices = f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}"
-                print(f"{devices}; bus bandwidth in GB/s:")
-                print(f"  {'message':>12}" + columns(row, "operation"))
-            print(f"  {size / 1024:9,.0f} KB" + columns(row, "gb_per_s", ".3f"), flush=True)
-        cells += row
+    rows = [measure_all(size, ranks.world_size, ranks.device) for size in MESSAGE_SIZES]
     if ranks.is_main:
-        smallest = [cell for cell in cells if cell["bytes"] == cells[0]["bytes"]]
-        print(f"  {'1 KB, in µs':>12}" + columns(smallest, "us", ".1f"))
+        devices = f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}"
+        print(f"{devices}; bus bandwidth in GB/s, and the time of the smallest message:")
+        columns = {"message": [f"{size / 1024:,.0f} KB" for size in MESSAGE_SIZES] + ["1 KB, in µs"]}
+        for cells in zip(*rows, strict=True):
+            figures = [f"{cell['gb_per_s']:.3f}" for cell in cells]
+            columns[cells[0]["operation"]] = [*figures, f"{cells[0]['us']:.1f}"]
+        for line in console.aligned(columns):
+            print(f"  {line}")
     leave_process_group()
-    return cells
-
-
-def columns(cells: list[dict], key: str, form: str = "") -> str:
-    """One figure, or the name, of each cell of a row."""
-    return "".join(f"{format(cell[key], form):>16}" for cell in cells)
+    return [cell for row in rows for cell in row]
 
 
 def measure_all(size: int, n: int, device: torch.device) -> list[dict]:

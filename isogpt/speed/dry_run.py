@@ -173,6 +173,7 @@ def begin(model: nn.Module, plan: Plan, mesh: Mesh, progress: Progress) -> None:
     run = dist.group.WORLD.run
     run.model, run.plan, run.mesh = model, plan, mesh
     progress.step = 1  # step 0 would be evaluated
+    signal.set_wakeup_fd(-1)  # nothing is saved: a signal ends the run at once
     for number in stop_signals():
         signal.signal(number, partial(exit_at_once, run.folder))
     run.stack.callback(register_optimizer_step_post_hook(run.after_step).remove)

@@ -1,14 +1,12 @@
 """Launch train.py for some steps, for bench.py, and read what it recorded."""
 
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import mkdtemp
 
 from isogpt.lab.runs import read_run
 from isogpt.speed.devices import fraction_of_peak
@@ -40,53 +38,45 @@ FIXED = {
 @dataclass(frozen=True)
 class Launches:
     """
-    Launches train.py, one launch after the other (all ranks). Under a launcher, each rank starts one
-    train.py, which inherits the launcher's variables.
+    Launches of train.py, one after the other. Under a launcher there is only one, for which each rank starts
+    train.py with the launcher's variables.
 
     Args:
         train_py: the script.
         folder: where the launches write.
         is_launched: whether a launcher has started this process.
         profile: whether a launch that is shown writes a trace.
-        numbers: of the launches, the same on all ranks.
     """
 
     train_py: Path
     folder: Path
-    rank: int
-    is_launched: bool
-    profile: bool
-    numbers: Iterator[int] = field(default_factory=count)
+    rank: int = 0
+    is_launched: bool = False
+    profile: bool = False
 
     def run(self, settings: dict, steps: int, show: bool = False) -> dict:
         """
-        Train for `steps` steps after a warm-up. Returns `figures` on rank 0 and {} on other ranks, or
-        {"problem": why the launch failed}.
+        Train for `steps` steps after a warm-up (all ranks). Returns `figures` on rank 0 and {} on other
+        ranks, or {"problem": why the launch failed}.
         """
-        nproc = int(settings["nproc"])
-        is_traced = self.profile and show
+        nproc, is_traced = int(settings["nproc"]), self.profile and show
         warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, steps // 4)
-        out = self.folder / f"launch{next(self.numbers)}"
+        out = Path(mkdtemp(dir=self.folder))
         settings = settings | FIXED
         settings |= {"profile": is_traced, "out_dir": out, "max_iters": warm_up + steps - 1}
         settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or nproc
         # train.py launches as many processes
         settings["nproc"] = 0 if self.is_launched or nproc == 1 else nproc
-        code, errors = self.start([f"--{name}={value}" for name, value in settings.items()], show)
+        code, errors = self.start(settings, show)
         if code:
             return {"problem": reason_for(code, errors)}
         return figures(out, steps) if self.rank == 0 else {}
 
-    def start(self, arguments: list[str], show: bool) -> tuple[int, str]:
-        """Run train.py with these arguments. Returns its exit status and what it wrote to stderr."""
-        env = dict(os.environ)
-        if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
-            env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ISOGPT_LAUNCH": str(next(self.numbers))}
-        command = [sys.executable, str(self.train_py), *arguments]
+    def start(self, settings: dict, show: bool = False) -> tuple[int, str]:
+        """Run train.py. Returns its exit status and what it wrote to stderr."""
+        command = [sys.executable, self.train_py, *(f"--{name}={value}" for name, value in settings.items())]
         stdout = None if show else subprocess.DEVNULL
-        run = subprocess.run(
-            command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
         if show:
             sys.stderr.write(without_torchrun(run.stderr))
         return run.returncode, run.stderr

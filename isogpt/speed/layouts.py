@@ -5,7 +5,7 @@ The layouts that a number of devices allows, ranked by predicted speed: for `ben
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 from isogpt.common.console import count_text
 from isogpt.parallel.mesh import make_mesh
@@ -108,21 +108,19 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
     """
     check_layout(plan)
     check_degrees(plan)
-    on_machine = min(per_node, plan.world_size)
-    steps = [
-        step for layout in layouts(plan, on_machine) for step in predictions_of(plan, layout, hw, on_machine)
-    ]
+    per_node = min(per_node, plan.world_size)
+    found = (predictions_of(plan, layout, hw, per_node) for layout in layouts(plan, per_node))
+    steps = sorted(chain.from_iterable(found), key=lambda step: (step.total_s, step.gb))
     if not steps:
         raise ValueError(
             f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
             f"({plan.world_size}), or the settings exclude all layouts"
         )
-    return sorted(steps, key=lambda step: (step.total_s, step.gb))
+    return steps
 
 
-def check_fits(predictions: list[Prediction]) -> None:
-    """Raise ValueError if none of the ranked predictions fits, with what to try."""
-    fastest = predictions[0]
+def check_fits(fastest: Prediction) -> None:
+    """Raise ValueError if the first of the ranked predictions does not fit, with what to try."""
     if fastest.problem:
         raise ValueError(
             f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: bench.py --plan "

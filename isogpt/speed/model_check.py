@@ -315,7 +315,7 @@ def compare_resume(launches: Launches, config: dict, model_args: dict) -> tuple[
     run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out}
     found = []
     for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": run["eval_interval"]}):
-        code, errors = launches.start([f"--{k}={value}" for k, value in (run | start).items()], show=False)
+        code, errors = launches.start(run | start)
         if code:
             return REFUSED, reason_for(code, errors)
         found.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})

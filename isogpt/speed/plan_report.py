@@ -1,27 +1,23 @@
 """bench.py's plans: the layouts of a workload, predicted for devices that need not be here, or measured."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from isogpt.common import console
 from isogpt.common.console import count_text, duration
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized
-from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_of
+from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, typed
-from isogpt.speed.prediction import Prediction, calibrated
-from isogpt.speed.sweep import Table
+from isogpt.speed.prediction import Prediction
+from isogpt.speed.sweep import measure
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
 ROWS = 18  # of the table of layouts
-SETTINGS = "settings (why they are slower)"
-# two of the model's blocks, which calibrate the predictions for a CPU, undivided and without communication
-TWO_BLOCKS = {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {"n_layer": 2, "grad_sync": "never"}
 
 
 @dataclass(frozen=True)
@@ -30,17 +26,15 @@ class Predictor:
     Ranks the layouts of a workload.
 
     Args:
-        launches: of train.py.
         per_node: devices of each machine.
         network_gbit, memory_gb, tflops: see devices.changed_hardware.
     """
 
     workload: Workload
-    launches: Launches
     per_node: int
-    network_gbit: float = 0.0
-    memory_gb: float = 0.0
-    tflops: float = 0.0
+    network_gbit: float
+    memory_gb: float
+    tflops: float
 
     def rank(self, n: int, card: str) -> list[Prediction]:
         """
@@ -50,44 +44,31 @@ class Predictor:
             ValueError: the settings do not fit each other, the data or the devices.
         """
         on_machine = min(n, self.per_node)
-        one_step = {"out_dir": "out", "gradient_accumulation_steps": 1}
-        check_training(self.workload.without_weights() | one_step)
+        check_training(self.workload.without_weights() | {"out_dir": "out", "gradient_accumulation_steps": 1})
         wanted = self.workload.plan(n, card, machines=n // on_machine)
-        usual = self.this_machine(wanted, on_machine) if card == "this" else HARDWARE[card]
+        this = self.workload.device, wanted.dtype, on_machine
+        usual = hardware_of(*this) if card == "this" else HARDWARE[card]
         hardware = changed_hardware(usual, self.network_gbit, self.memory_gb, self.tflops)
         return ranked(wanted, hardware, on_machine)
 
-    def this_machine(self, wanted: Plan, n: int) -> Hardware:
-        """The speeds of this machine with n processes. On a CPU, a few steps of two blocks are measured."""
-        machine = hardware_of(self.workload.device, wanted.dtype, n)
-        if wanted.device_type == "cuda":
-            return machine
-        settings = normalized(self.workload.without_weights()) | TWO_BLOCKS
-        rows = max(1, 1024 // settings["block_size"])
-        settings |= {"nproc": n, "batch_size": rows, "gradient_accumulation_steps": n}
-        run = self.launches.run(settings, 5)
-        if "problem" in run:
-            return machine
-        two_blocks = replace(self.workload, settings=settings).plan(n, "this")
-        return calibrated(machine, two_blocks, run["step_ms"]["mean"] / 1e3)
-
-    def command(self, layout: dict, n: int) -> str:
-        """The command that trains with a layout on n devices."""
-        return self.workload.command(layout, n, self.per_node, sys.argv[1:])
+    def command(self, prediction: Prediction) -> str:
+        """The command that trains with a layout."""
+        n = prediction.plan.world_size
+        return self.workload.command(prediction.settings, n, self.per_node, sys.argv[1:])
 
 
 def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
     """
-    Print the layouts on a number of devices of a kind, and the command of the fastest. With several numbers
-    or kinds, print the fastest layout on each instead.
+    Print the layouts on a number of devices of a kind, or with several numbers or kinds the fastest on each,
+    and the command of the fastest.
     """
-    if len(counts) * len(cards) > 1:
-        return compare_devices(predictor, counts, cards)
-    predictions = rank_and_print(predictor, counts[0], cards[0])
-    command = predictor.command(predictions[0].settings, counts[0])
-    whole_run = length_text(predictor.workload.settings, predictions[0])
+    rankings = {f"{n} x {card}": predictor.rank(n, card) for n, card in product(counts, cards)}
+    fastest = print_rankings(rankings)
+    command = predictor.command(fastest)
+    whole_run = length_text(predictor.workload.settings, fastest)
     print(f"\nthe fastest, predicted{whole_run}:\n{command}")
-    return {"plans": [as_record(prediction) for prediction in predictions], "command": command}
+    plans = [as_record(devices, step) for devices, steps in rankings.items() for step in steps]
+    return {"plans": plans, "command": command}
 
 
 def length_text(settings: dict, prediction: Prediction) -> str:
@@ -100,92 +81,71 @@ def length_text(settings: dict, prediction: Prediction) -> str:
     return f", {count_text(steps, 'step')} in {took} without evaluations and checkpoints"
 
 
-def rank_and_print(predictor: Predictor, n: int, card: str) -> list[Prediction]:
+def print_rankings(rankings: dict[str, list[Prediction]]) -> Prediction:
     """
-    Rank the layouts on n devices of a kind; print the fastest as a table, and some that do not fit.
+    Print a table of the layouts on some devices, or of the fastest on each of several, fastest first. Returns
+    the fastest.
+
+    Args:
+        rankings: {devices: predictions, ranked}.
 
     Raises:
-        ValueError: no layout fits, or see Predictor.rank.
+        ValueError: no layout fits.
     """
-    predictions = predictor.rank(n, card)
-    batch = count_text(predictions[0].plan.sequences, "sequence")
-    devices = f"{n} x {card}, {min(n, predictor.per_node)} on each machine"
-    print(f"the global batch of {batch} on {devices}, predicted:")
-    print_table(rows_of(predictions))
-    check_fits(predictions)
-    return predictions
-
-
-def rows_of(predictions: list[Prediction]) -> list[dict[str, str]]:
-    """The rows of a table of layouts, with the reasons why they are slower than the first."""
-    rows = []
-    for prediction in best_of_layouts(predictions)[:ROWS]:
-        why = reason(prediction, predictions[0])
-        rows.append(row_of(prediction, typed(prediction.settings) + (f"  ({why})" if why else "")))
-    return rows
-
-
-def row_of(prediction: Prediction, settings: str) -> dict[str, str]:
-    """A row of a table: time, speed, FLOP/s of each device and memory of a step, and its settings."""
-    plan, speed = prediction.plan, prediction.tokens_per_s
-    flops = speed * flops_per_token(plan.counts, GPTConfig(**plan.model_args)) / plan.world_size
-    row = {"ms/step": f"{prediction.total_s * 1e3:,.1f}", "tokens/s": f"{speed:,.0f}"}
-    row["TFLOP/s"] = f"{flops / 1e12:.1f}"
-    if prediction.problem:
-        row = dict.fromkeys(row, "")
-    return row | {"GB": f"{prediction.gb:.1f}", SETTINGS: settings}
-
-
-def print_table(rows: list[dict[str, str]]) -> None:
-    """Print a table from its rows: {heading: cell}."""
+    most = ROWS if len(rankings) == 1 else 1
+    shown = [(devices, step) for devices, steps in rankings.items() for step in best_of_layouts(steps)[:most]]
+    # those that do not fit are last, smallest first
+    shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
+    rows = [row_of(devices, step, rankings[devices][0]) for devices, step in shown]
     columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
+    print("predicted:")
     for line in console.aligned(columns):
         print(f"  {line}")
+    fastest = shown[0][1]
+    check_fits(fastest)
+    return fastest
 
 
-def as_record(prediction: Prediction) -> dict:
+def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
+    """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
+    plan, why = step.plan, reason(step, best)
+    flops = step.tokens_per_s * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+    figures = {
+        "ms/step": f"{step.total_s * 1e3:,.1f}",
+        "tokens/s": f"{step.tokens_per_s:,.0f}",
+        "TFLOP/s": f"{flops / plan.world_size / 1e12:.1f}",
+    }
+    if step.problem:
+        figures = dict.fromkeys(figures, "")
+    settings = typed(step.settings) + (f"  ({why})" if why else "")
+    batch = {"devices": devices, "sequences": f"{plan.sequences:,}"}
+    return batch | figures | {"GB": f"{step.gb:.1f}", "settings (why they are slower)": settings}
+
+
+def as_record(devices: str, step: Prediction) -> dict:
     """A prediction for the JSON file."""
-    record = {name: value for name, value in vars(prediction).items() if name != "plan"}
-    total_s = None if prediction.problem else prediction.total_s
-    return record | {"settings": prediction.settings, "total_s": total_s}
+    record = {name: value for name, value in vars(step).items() if name != "plan"}
+    total_s = None if step.problem else step.total_s
+    return {"devices": devices} | record | {"settings": step.settings, "total_s": total_s}
 
 
-def compare_devices(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
-    """Print the fastest layout on each number of devices of each kind, the fastest first."""
-    compared = [(card, predictor.rank(n, card)[0]) for n, card in product(counts, cards)]
-    # those on which no layout fits are last, smallest first
-    compared.sort(key=lambda pair: (-pair[1].tokens_per_s, pair[1].gb))
-    rows, records = [], []
-    for card, step in compared:
-        n, settings = step.plan.world_size, "does not fit" if step.problem else typed(step.settings)
-        devices = {"devices": f"{n} x {card}", "sequences": f"{step.plan.sequences:,}"}
-        rows.append(devices | row_of(step, settings))
-        records.append({"devices": n, "hardware": card} | as_record(step))
-    print("the fastest layout on each, with the sequences of the global batch, predicted:")
-    print_table(rows)
-    fastest = "--devices={devices} --hardware={hardware}".format(**records[0])
-    print(f"\nfor all layouts of a line and its command, type for example {fastest}")
-    return {"compared": records}
-
-
-def tune(predictor: Predictor, card: str) -> dict:
+def tune(predictor: Predictor, launches: Launches, card: str) -> dict:
     """Measure the best few layouts for the launched processes; print the fastest layout's command."""
-    workload = predictor.workload
-    predictions = rank_and_print(predictor, workload.processes, card)
+    workload, n = predictor.workload, predictor.workload.processes
+    predictions = predictor.rank(n, card)
+    print_rankings({f"{n} x {card}": predictions})
     fitting = [prediction for prediction in predictions if not prediction.problem]
     candidates = best_of_layouts(fitting)[:4]
     # of the best layout, two other schedules, recomputations or micro-batches too
     same = [p for p in fitting if degrees(p) == degrees(candidates[0]) and p not in candidates]
-    layouts = [prediction.settings for prediction in candidates + same[:2]]
+    tried = candidates + same[:2]
+    layouts = [prediction.settings for prediction in tried]
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
-    measured = Table(predictor.launches, tuple(varied), steps=5)
-    for layout in layouts:
-        measured.add(workload.settings | layout)
-    speeds = [run.get("tokens_per_s", 0.0) for run in measured.runs]
-    report = {"tried": measured.runs}
+    measured = measure(launches, [workload.settings | layout for layout in layouts], varied, steps=5)
+    speeds = [run.get("tokens_per_s", 0.0) for run in measured]
+    report = {"tried": measured}
     if max(speeds):
-        fastest = layouts[speeds.index(max(speeds))]
-        report["command"] = predictor.command(fastest, workload.processes)
+        report["command"] = predictor.command(tried[speeds.index(max(speeds))])
         print(f"\nthe fastest, {max(speeds):,.0f} tokens/s:\n{report['command']}")
     return report

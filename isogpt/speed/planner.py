@@ -30,24 +30,7 @@ from isogpt.training import precision
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import fit_model_args
 
-LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
-
-
-def island_count(ranks: Ranks) -> int:
-    """
-    Return the number of islands if each machine is an island.
-
-    Raises:
-        ValueError: the launcher has started different numbers of processes on the machines.
-    """
-    sizes = {ranks.machines.count(machine) for machine in ranks.machines}
-    if len(sizes) > 1:
-        raise ValueError(
-            "islands is 0, one on each machine, but the numbers of processes differ: start the same number "
-            f"on each machine, or set --islands= to a number that divides {ranks.world_size}"
-        )
-    return len(set(ranks.machines))
 
 
 def make_plan(
@@ -64,7 +47,7 @@ def make_plan(
     with exit_together():
         plan = plan_of(
             config,
-            config["islands"] or island_count(ranks),
+            config["islands"] or len(set(ranks.machines)),
             world_size=ranks.world_size,
             device_type=ranks.device.type,
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
@@ -116,7 +99,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
     job = plan.job() | {"per_node": per_node, "device": precision.device_name(ranks.device)}
     make_writable(out_dir)
-    path = Path(out_dir) / LAYOUT_FILE
+    path = Path(out_dir) / "layout.json"
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
     if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
@@ -124,8 +107,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
     predictions = ranked(plan, hw, per_node)
-    check_fits(predictions)
     best, *others = best_of_layouts(predictions)
+    check_fits(best)
     console.print_line(
         f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "
         f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
 from typing import Any, NamedTuple
 
-from isogpt.nn.architecture import ARCHS
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
@@ -67,17 +66,9 @@ class Passes(NamedTuple):
 # computation
 
 
-def matmul_s(hw: Hardware, m: float, k: float, n: float, size: int) -> float:
-    """
-    Seconds of an (m, k) x (k, n) matmul with elements of `size` bytes: small dimensions leave units idle.
-    """
-    flops, smallest = 2 * m * k * n, min(m, k, n)
-    return max(flops / hw.matmul * (1 + hw.half / smallest), size * (m * k + k * n + m * n) / hw.bytes_per_s)
-
-
-def linear_s(hw: Hardware, m: float, k: float, n: float, size: int) -> Passes:
-    """Seconds of a Linear layer; its backward pass computes gradients of the input and of the weight."""
-    return Passes(matmul_s(hw, m, k, n, size), matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size))
+def matmuls_s(hw: Hardware, tokens: float, weights: float, smallest: float) -> float:
+    """Seconds in which tokens are multiplied by matrices, whose small dimensions leave units idle."""
+    return 2 * tokens * weights / hw.matmul * (1 + hw.half / smallest)
 
 
 def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
@@ -86,42 +77,27 @@ def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
     return (on_gpu if plan.device_type == "cuda" else 1) * size / hw.bytes_per_s
 
 
-def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
+def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     """
     Return the seconds of a block on `plan.micro_batch` sequences.
 
-    The matmuls are those of the block that the settings describe; those of an edited block take longer in
-    proportion to the weights of its matrices.
-
-    Attention takes 4 T C FLOPs per token in the forward pass, halved by the causal mask, and 2.5 times as
-    many in the backward pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and
-    read in the forward pass and read in the backward pass, and the gradient is written and read.
-
-    Args:
-        matrices: weights that a token is multiplied by, see RankPart.block_matrices.
+    A matmul takes twice as many FLOPs in the backward pass, and reads its weights at least. Attention takes 4
+    T C FLOPs per token in the forward pass, halved by the causal mask, and 2.5 times as many in the backward
+    pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and read in the forward
+    pass and read in the backward pass, and the gradient is written and read.
     """
-    args, tp, cp, ep, size = plan.model_args, plan.tp, plan.cp, plan.ep, plan.torch_dtype.itemsize
-    C, T, hidden = args["n_embd"], args["block_size"], args["n_hidden"]
-    tokens = plan.micro_batch * T / cp  # tokens in attention and the MLP
-    kv = C * args["n_kv_head"] // args["n_head"]
-    gate_and_hidden = hidden * (2 if ARCHS[args["arch"]].activation == "swiglu" else 1)
-    n_mlp = max(1, args["n_expert"]) / ep  # a rank's experts run one matmul after the other
-    active = args["n_expert_active"] if args["n_expert"] else 1
-    mlp_tokens = tokens * active / n_mlp
-    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + args["n_expert"])
-
-    linears = [
-        (1, linear_s(hw, tokens, C, (C + 2 * kv) / tp, size)),
-        (1, linear_s(hw, tokens, C / tp, C, size)),
-        (n_mlp, linear_s(hw, mlp_tokens, C, gate_and_hidden / tp, size)),
-        (n_mlp, linear_s(hw, mlp_tokens, hidden / tp, C, size)),
-    ]
+    args, tp, cp = plan.model_args, plan.tp, plan.cp
+    C, T = args["n_embd"], args["block_size"]
+    tokens = plan.micro_batch * T / cp
+    n_mlp = max(1, args["n_expert"]) / plan.ep  # a rank's experts run one matmul after the other
+    mlp_tokens = tokens * args["n_expert_active"] / n_mlp if args["n_expert"] else tokens
+    weights_s = plan.torch_dtype.itemsize * (part.block + part.block_experts) / hw.bytes_per_s
+    matmuls = max(weights_s, matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens)))
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
     traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
-    edited = matrices / unedited  # 1 without an edit
-    forward = edited * sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
-    backward = edited * sum(n * seconds.backward for n, seconds in linears)
-    backward += (2.5 + (cp > 1)) * attention + 3 * traffic  # context_attention repeats the forward pass
+    forward = matmuls + attention + 2 * traffic
+    # context_attention repeats the forward pass
+    backward = 2 * matmuls + (2.5 + (cp > 1)) * attention + 3 * traffic
     kernels = (20 + 12 * n_mlp) * hw.kernel_s
     return Passes(max(forward, kernels), max(backward, 2 * kernels))
 
@@ -129,23 +105,20 @@ def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
 def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     """Seconds of a rank's matmuls outside of the blocks, such as the head, and of kernels.summed_loss."""
     args, size = plan.model_args, plan.torch_dtype.itemsize
-    C, V = args["n_embd"], args["vocab_size"] / plan.tp
     tokens = plan.micro_batch * args["block_size"] / plan.cp
-    width = part.edge_matrices / C / plan.tp
-    head = linear_s(hw, tokens, C, width, size) if width else Passes(0.0, 0.0)
+    head = matmuls_s(hw, tokens, part.edge_matrices / plan.tp, args["n_embd"])
     # logits in the computing dtype and in float32, log_softmax, and the gradients
-    traffic = traffic_s(hw, plan, tokens * V) if part.has_loss else 0.0
-    return Passes(head.forward + (8 + 2 * size) * traffic, head.backward + (4 + 2 * size) * traffic)
+    traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp) if part.has_loss else 0.0
+    return Passes(head + (8 + 2 * size) * traffic, 2 * head + (4 + 2 * size) * traffic)
 
 
 def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
     part = part_of(plan, pp_rank)
-    block, edges = block_s(hw, plan, part.block_matrices), edges_s(hw, plan, part)
+    block, edges = block_s(hw, plan, part), edges_s(hw, plan, part)
     every = recompute_every(plan.activation_checkpointing)
-    recomputation = block.forward / every if every else 0.0
-    if plan.activation_checkpointing == "selective":
-        recomputation *= 0.15  # without matmuls and attention
+    share = 0.15 if plan.activation_checkpointing == "selective" else 1.0  # without matmuls and attention
+    recomputation = share * block.forward / every if every else 0.0
     forward = part.layers * block.forward + edges.forward
     backward = part.layers * (block.backward + recomputation) + edges.backward
     parameters = part.dense + part.experts
@@ -245,10 +218,9 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     """
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
 
-    ZeRO-0 and 1 reduce gradients in float32, in buckets, the last of which is always exposed; ZeRO-1 then
-    sends the weights. ZeRO-2 and 3 gather each unit's weights in the computing dtype, ZeRO-3 again in the
-    backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
-    reduce the shards.
+    ZeRO-0 and 1 reduce gradients in float32, in buckets; ZeRO-1 then sends the weights. ZeRO-2 and 3 gather
+    the weights of each block in the computing dtype, ZeRO-3 again in the backward pass, and scatter its
+    gradients. With HSDP, the replicas then reduce the shards.
 
     Args:
         computed: the computation of a micro-step, which hides a part of them.
@@ -256,31 +228,28 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     hw, part, replicas, shards = rings.hw, part_of(plan, 0), rings.mesh.replicas, rings.mesh.shards
     parameters, bucket = part.dense + part.experts, plan.ddp_bucket_mb * 2**20 / 4
     averages = rings.all_reduce_s(("islands",), 4 * parameters, ceil(part.dense / bucket))
-    total = averages / plan.local_steps
+    total, gather = averages / plan.local_steps, 0.0
     if plan.zero < 2:
         reductions = micro_steps if plan.grad_sync == "every" else 1
-        unit, gather = min(1.0, bucket / part.dense), 0.0
         reduction = 2 * rings.all_parameters(part, replicas.axes, 4, bucket, trees=True)
         if plan.zero == 1:
             total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
     else:
         reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-        unit, size = 1 / (part.layers + 1), plan.torch_dtype.itemsize  # a unit is a block, or the rest
-        piece = unit * parameters
+        piece, size = parameters / (part.layers + 1), plan.torch_dtype.itemsize
         gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
         reduction = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
         of_shards = 2 * rings.all_parameters(part, replicas.axes, 4 / shards.size, piece, trees=True)
         total += reductions * of_shards
     gather_again = gather if plan.zero == 3 else 0.0
-    total += micro_steps * exposed_s(hw, gather, computed.forward, unit * gather)
-    total += reductions * exposed_s(hw, gather_again + reduction, computed.backward, unit * reduction)
-    others = micro_steps - reductions
-    return total + others * exposed_s(hw, gather_again, computed.backward, unit * gather_again)
+    total += micro_steps * exposed_s(hw, gather, computed.forward)
+    total += reductions * exposed_s(hw, gather_again + reduction, computed.backward)
+    return total + (micro_steps - reductions) * exposed_s(hw, gather_again, computed.backward)
 
 
-def exposed_s(hw: Hardware, collectives: float, computation: float, least: float) -> float:
-    """The seconds of collectives that computation does not hide, of which `least` cannot be hidden."""
-    return max(collectives - hw.overlap * min(collectives, computation), least)
+def exposed_s(hw: Hardware, collectives: float, computation: float) -> float:
+    """The seconds of collectives that computation at the same time does not hide."""
+    return collectives - hw.overlap * min(collectives, computation)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -320,13 +289,3 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     # ZeRO divides experts less, since ep has divided them already
     updated = part.dense / shards.size + part.experts / shards.without("ep").size
     return 40 * updated / hw.bytes_per_s
-
-
-def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
-    """
-    Scale the speeds of `hw` so that the predicted computation of a step takes the measured time: a prediction
-    includes only the large operations.
-    """
-    seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
-    factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
-    return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)

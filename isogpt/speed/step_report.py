@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from isogpt.common.console import aligned, count_text
+from isogpt.common.console import aligned, count_text, print_result
 from isogpt.parallel.mesh import bubble_formula
 from isogpt.parallel.shares import share_of
 from isogpt.speed.clock import COMMUNICATION, WAITING
@@ -49,7 +49,7 @@ def print_step(report: dict, steps: int) -> None:
     run = report["run"]
     processes = count_text(run["processes"], "process", "processes")
     tokens = f"{run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}"
-    print(f"\n{count_text(steps, 'step')} of {tokens}; medians:")
+    print_result(f"\n{count_text(steps, 'step')} of {tokens}; medians:")
     rows = {"tokens/s": (f"{run['tokens_per_s']:,.0f}", "")}
     for name, ms in {"ms per step": run["step_ms"], **report["split_ms"]}.items():
         rows[name] = (shown(ms["mean"], ".2f"), shown(ms["max"], ".2f"))
@@ -61,16 +61,16 @@ def print_step(report: dict, steps: int) -> None:
     rows["matmul, TFLOP/s"] = (shown(tflops, ".3g"), "")
     rows["of which reached"] = (shown(report["matmul_ratio"], ".1%"), "")
     mean, slowest = zip(*rows.values(), strict=True)
-    print("\n".join(aligned({"": [*rows], "mean of the ranks": mean, "slowest rank": slowest})))
+    print_result("\n".join(aligned({"": [*rows], "mean of the ranks": mean, "slowest rank": slowest})))
 
 
 def keep_profile(out: Path) -> str:
     """Copy the files of a profile to the working directory, and print and return its table of operators."""
     for name, viewer in VIEWERS.items():
         if (out / name).exists():
-            print(f"wrote {shutil.copy(out / name, f'bench_{name}')} (open it in https://{viewer})")
+            print_result(f"wrote {shutil.copy(out / name, f'bench_{name}')} (open it in https://{viewer})")
     operators = (out / "operators.txt").read_text()
-    print(operators)
+    print_result(operators)
     return operators
 
 

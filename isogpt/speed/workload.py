@@ -1,6 +1,5 @@
 """What bench.py launches or predicts: a model and a batch, as settings of train.py."""
 
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +23,7 @@ from isogpt.training.settings import check_layout, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65
-# arguments that choose a model: these settings of train.py, or a config file
-CHOOSES_MODEL = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
+CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "init_from"}
 
 
 def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
@@ -33,11 +31,8 @@ def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
     changes = {name: {"default": value, "section": "set by bench.py"} for name, value in FIXED.items()}
     for name, value in SMALL.items():
         changes[name] = {"meaning": f"{settings[name].meaning} (small model: {value})"}
-    changes["gradient_accumulation_steps"] = {
-        "range": ">= 0",
-        "default": 0,
-        "meaning": "micro-batches per step (0: one per process)",
-    }
+    meaning = "micro-batches per step (0: one per process)"
+    changes["gradient_accumulation_steps"] = {"range": ">= 0", "default": 0, "meaning": meaning}
     return settings | {name: replace(settings[name], **change) for name, change in changes.items()}
 
 
@@ -117,9 +112,9 @@ class Workload:
             ValueError: the settings do not fit the devices, or the data set, from which the vocabulary's size
                 is read, is not prepared.
         """
-        micro_batches = {"gradient_accumulation_steps": self.micro_batches(world_size)}
-        settings = self.without_weights() | micro_batches
-        device_type, dtype = self.device.type, settings["dtype"]
+        settings, device_type = self.without_weights(), self.device.type
+        settings = settings | {"gradient_accumulation_steps": self.micro_batches(world_size)}
+        dtype = settings["dtype"]
         if card in ("this", "cpu"):
             dtype = precision.resolve_dtype(dtype, self.device)
         elif dtype in ("auto", "bfloat16", "float16"):
@@ -127,7 +122,6 @@ class Workload:
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
         precision.check_residual_dtype(settings["residual_dtype"], dtype)
-        model_args = self.model_args()
         plan = plan_of(
             settings,
             settings["islands"] or machines,
@@ -135,9 +129,9 @@ class Workload:
             device_type=device_type,
             dtype=dtype,
             kept=self.kept,
-            model_args=model_args,
-            counts=count_on_meta(self.model_class, model_args),
+            model_args=self.model_args(),
         )
+        plan = replace(plan, counts=count_on_meta(self.model_class, plan.model_args))
         check_layout(plan)
         data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
         speeds = parse_shares(plan.shares, data_size)
@@ -185,7 +179,6 @@ def name_of(argument: str) -> str:
 def choose_workload(
     config: dict,
     defaults: dict[str, Setting],
-    arguments: list[str],
     device: torch.device,
     request: Request,
     model_class: Callable[[GPTConfig], nn.Module],
@@ -204,7 +197,7 @@ def choose_workload(
     """
     if config.get("dry_run_ranks"):
         raise ValueError("a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py")
-    chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
+    chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
     typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
     chosen = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
@@ -212,12 +205,12 @@ def choose_workload(
     if config["plan"] or config["tune"]:
         settings["layout"] = "manual"
     is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
-    is_random = not config["real_data"] or not is_prepared
+    is_random = not (config["real_data"] and is_prepared)
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    kept = [name for name in LAYOUT if name in config]
+    kept, weak = [name for name in LAYOUT if name in config], config["weak"]
     workload = Workload(
-        settings, typed, kept, chosen, device, request.processes, config["weak"], is_random, model_class
+        settings, typed, kept, chosen, device, request.processes, weak, is_random, model_class
     )
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])

@@ -1,25 +1,10 @@
-"""Detect repeated overflows and slow ranks."""
+"""Detect ranks that are slower than the others, or use more memory."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from isogpt.common.console import ranks_text
-
-
-@dataclass
-class Overflows:
-    """
-    Detects consecutive float16 steps that are skipped because the gradient overflows at any loss scale.
-    """
-
-    patience: int = 8  # a run's first steps often overflow; after 8 steps the scale is 1/256
-    count: int = 0
-
-    def seen(self, is_finite: bool) -> bool:
-        """Return whether a step is the last of `patience` consecutive skipped steps: True once."""
-        self.count = 0 if is_finite else self.count + 1
-        return self.count == self.patience
 
 
 @dataclass
