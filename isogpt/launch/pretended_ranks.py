@@ -4,7 +4,6 @@ be a copy of it. A collective completes at once with what such copies would send
 """
 
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,17 +64,6 @@ def pretend(rank: int, ranks: int, run: Any) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
 
-def one_after_the_other(collective: Callable[..., Work]) -> Callable[..., Work]:
-    """The method that calls a collective for each output and input of two lists."""
-
-    def coalesced(self: ProcessGroup, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Work:
-        for output, part in zip(outputs, inputs, strict=True):
-            work = collective(self, output, part, *options)
-        return work
-
-    return coalesced
-
-
 class PretendedGroup(ProcessGroup):
     """
     A process group in which each rank holds what this rank holds. A pipeline's stage receives zeros instead,
@@ -131,13 +119,19 @@ class PretendedGroup(ProcessGroup):
             place.copy_(part.view(1, -1))
         return self.record("all_gather", [output])
 
+    def all_gather_single_coalesced(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> Work:
+        return [*map(self.all_gather_single, outputs, parts)][-1]
+
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Work:
         output.copy_(whole.view(self.size(), -1)[self.rank()].view_as(output))
         self.add_copies(output, options)
         return self.record("reduce_scatter", [whole], [output])
 
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> Work:
+        return [*map(self.reduce_scatter_single, outputs, wholes)][-1]
+
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], *_: Any
+        self, output: Tensor, whole: Tensor, _: Any, sizes: list[int], *options: Any
     ) -> Work:
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
@@ -157,8 +151,6 @@ class PretendedGroup(ProcessGroup):
         return self.record("barrier", [])
 
     allreduce_coalesced = allreduce
-    all_gather_single_coalesced = one_after_the_other(all_gather_single)
-    reduce_scatter_single_coalesced = one_after_the_other(reduce_scatter_single)
     # the names before torch 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -1,5 +1,5 @@
 """
-Dry runs: train.py runs as one of many ranks, without the others, see launch/pretended_ranks.py, and on tensors
+Dry runs: train.py runs as one of many ranks, without the others, see launch/pretended_ranks.py, on tensors
 without memory. It takes two steps; the memory and collectives of the second are counted, and printed beside
 the planner's prediction.
 """
@@ -205,34 +205,30 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     columns = {name: [f"{gb:.4g}" for gb in parts.values()] for name, parts in columns.items()}
     yield from console.aligned({"GB at the peak": list(predicted), **columns})
     yield ""
-    rows = [collectives_row(*group, run.collectives, mesh) for group in groups_of(run.collectives)]
-    yield from console.aligned({heading: [row[heading] for row in rows] for heading in rows[0]})
+    columns = {name: [] for name in ("collectives of a step", "ranks", "count", "bytes", "sent", "along")}
+    for operation, ranks in dict.fromkeys((c.operation, c.ranks) for c in run.collectives if c.size):
+        members = [c for c in run.collectives if (c.operation, c.ranks) == (operation, ranks)]
+        numbers = [
+            len(ranks),
+            len(members),
+            sum(c.size for c in members),
+            round(sum(c.sent for c in members)),
+        ]
+        cells = [operation, *(f"{number:,}" for number in numbers), axes_of(ranks, mesh)]
+        if len(ranks) > 1:  # else nothing is sent
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
+    yield from console.aligned(columns)
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
     held, whole = run.gb["weights"] + run.gb["optimizer"], checkpoint_bytes(plan) / 1e9
     yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
 
 
-def groups_of(collectives: list[Collective]) -> dict[tuple[str, tuple[int, ...]], None]:
-    """The operations and ranks of collectives, without those that send nothing."""
-    return dict.fromkeys((c.operation, c.ranks) for c in collectives if c.size and len(c.ranks) > 1)
-
-
-def collectives_row(
-    operation: str, ranks: tuple[int, ...], collectives: list[Collective], mesh: Mesh
-) -> dict[str, str]:
-    """The row of a step's collectives of a kind among the same ranks, and the axes along which these differ."""
-    members = [c for c in collectives if (c.operation, c.ranks) == (operation, ranks)]
+def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
+    """The axes of the mesh along which ranks differ."""
     places = [replace(mesh, rank=rank) for rank in ranks]
-    axes = [axis for axis in AXES if len({place.index(axis) for place in places}) > 1]
-    return {
-        "collectives of a step": operation,
-        "ranks": f"{len(ranks):,}",
-        "count": f"{len(members):,}",
-        "bytes": f"{sum(c.size for c in members):,}",
-        "sent": f"{round(sum(c.sent for c in members)):,}",
-        "along": " x ".join(axes),
-    }
+    return " x ".join(axis for axis in AXES if len({place.index(axis) for place in places}) > 1)
 
 
 def checkpoint_bytes(plan: Plan) -> float:
