@@ -126,10 +126,10 @@ def test_predictions_follow_an_edit_of_the_model():
     usual, wider = compute_s(""), compute_s("", n_hidden=6144)
     # one and a half times as wide on average
     assert compute_s("MLPs of different width") == pytest.approx(wider, rel=0.1) and wider > 1.2 * usual
-    assert usual < compute_s("gate of each head") < 1.01 * usual
+    assert usual < compute_s("gate of each head") < 1.02 * usual
     assert usual < compute_s("factorized embedding") < 1.01 * usual
     assert compute_s("shared MLP of distant blocks") == pytest.approx(usual, rel=0.01)
-    assert compute_s("value embeddings") == pytest.approx(usual, rel=0.01)
+    assert compute_s("value embeddings") == pytest.approx(usual, rel=0.02)
 
 
 def ranked(model, devices, rows, accumulation, card="h100", **settings):
