@@ -39,7 +39,8 @@ from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.devices import HARDWARE
 from isogpt.speed.launches import Launches
-from isogpt.speed.memory import about_edited_modules, memory_estimate
+from isogpt.speed.layouts import typed
+from isogpt.speed.memory import memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
@@ -81,22 +82,24 @@ def say(text: str) -> None:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
-        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
-        rows.append(row)
+    model_args, n = workload.model_args(), max(2, nproc)
+    for name, state, text in check_model(launches, GPT, workload.settings, model_args, n):
+        say(f"{name:24} {state:8} {text}".rstrip())
+        rows.append({"name": name, "state": state, "text": text})
     return rows
 
 
 def print_estimate(workload: Workload, world_size: int, card: str) -> None:
-    """Print the GB that a rank needs, without allocating them."""
-    planned = workload.plan(world_size, card)
+    """Print the parts of the GB that a plan's table shows for a layout, without allocating them."""
+    planned, hw = workload.plan(world_size, card), HARDWARE.get(card)
+    parts = memory_estimate(planned, hw.memory_gb if hw else 0)
+    if hw:
+        parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
-    device_gb = 0 if card == "this" else HARDWARE[card].memory_gb
-    for name, gb in memory_estimate(planned, device_gb).items():
-        say(f"  {name:12} {gb:8.3f}")
-    if note := about_edited_modules(planned):
-        say(note)
+    if rank == 0:
+        row = {name: f"{gb:.3f}" for name, gb in parts.items()}
+        plan_report.print_table([row | {"settings": typed(planned.layout_settings())}])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -111,16 +114,17 @@ try:
     config = configure(globals(), extra=train_settings)
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
-    request = read_request(config, lists, is_launched, max(nproc, world_size))
+    processes = max(nproc, world_size)
+    counts, cards = read_request(config, lists, is_launched, processes)
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, local_device, request, GPT)
+    workload = choose_workload(config, train_settings, local_device, processes, cards, GPT)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:
-        print_estimate(workload, estimate_world_size or request.processes, request.cards[0])
+        print_estimate(workload, estimate_world_size or processes, cards[0])
     if estimate_world_size:
         sys.exit()
     machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
@@ -151,9 +155,9 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
+            result["plan"] = plan_report.report_plan(predictor, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(predictor, launches, request.cards[0])
+            result["tune"] = plan_report.tune(predictor, launches, cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:
