@@ -83,8 +83,10 @@ def parting_of(a: Run, b: Run) -> int | None:
     no such step.
     """
     losses = {step["iter"]: step["loss"] for step in b.steps}
-    differ = [step["iter"] for step in a.steps if losses.get(step["iter"], step["loss"]) != step["loss"]]
-    return differ[0] if differ and a.seed == b.seed else None
+    for step in a.steps if a.seed == b.seed else ():
+        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
+            return step["iter"]
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def row_of(group: Group, target: float) -> dict:
     first = found[0] if found else {}
     # without the first step, which is slow
     steps = [run.steps[1:] for run in group.runs if len(run.steps) > 1]
-    speeds = [{"median": statistics.median(step["tokens_per_s"] for step in of_run)} for of_run in steps]
+    speeds = [statistics.median(step["tokens_per_s"] for step in of_run) for of_run in steps]
     row = {
         "group": group.name,
         "code": group.settings.get(CODE),
@@ -196,7 +198,7 @@ def row_of(group: Group, target: float) -> dict:
         row |= {"loss": target, "runs_to_loss": len(points)}
         row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
     return row | {
-        "tokens_per_s": mean_of(speeds, "median")["mean"],
+        "tokens_per_s": statistics.fmean(speeds) if speeds else None,
         "memory_gb": max((step["memory_gb_max"] for of_run in steps for step in of_run), default=None),
         "commits": sorted({commit_of(run) for run in group.runs}),
         "state": [run.state for run in group.runs if run.state],
