@@ -190,7 +190,7 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
         raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
     share = len(own_cores()) / nproc / torch.get_num_threads()  # of the cores that compute the matmul
     speed = share * measured_matmul(device, dtype) / CPU.matmul
-    memory_gb = memory_of(device) / 1e9 / nproc
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / nproc
     return replace(CPU, memory_gb=memory_gb, matmul=speed * CPU.matmul, bytes_per_s=speed * CPU.bytes_per_s)
 
 
@@ -284,10 +284,3 @@ def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> f
         synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times)
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, otherwise of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

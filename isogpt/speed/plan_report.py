@@ -96,14 +96,18 @@ def print_rankings(rankings: dict[str, list[Prediction]]) -> Prediction:
     shown = [(devices, step) for devices, steps in rankings.items() for step in best_of_layouts(steps)[:most]]
     # those that do not fit are last, smallest first
     shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
-    rows = [row_of(devices, step, rankings[devices][0]) for devices, step in shown]
-    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
     print("predicted:")
-    for line in console.aligned(columns):
-        print(f"  {line}")
+    print_table([row_of(devices, step, rankings[devices][0]) for devices, step in shown])
     fastest = shown[0][1]
     check_fits(fastest)
     return fastest
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Print a table from its rows: {heading: cell}."""
+    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
+    for line in console.aligned(columns):
+        print(f"  {line}")
 
 
 def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
