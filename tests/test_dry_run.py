@@ -301,11 +301,11 @@ def test_memory_is_that_of_real_ranks_and_near_the_prediction(zygote, work, name
     real = [*SMALL, *args, "--dataset=tiny", "--max_iters=2", "--decay_lr=False", "--save_checkpoint=False"]
     text = start_changed(zygote, COUNT, [*real, "--check_layout=False"], work, n).wait(180).text()
     counts = {int(rank): json.loads(parts) for rank, parts in re.findall(r"^counted (\d+) (.+)$", text, re.M)}
-    total = counts[0]["total"]
-    if name == "experts":  # some get more tokens, others fewer
-        total = sum(parts["total"] for parts in counts.values()) / n
+    total, rel = counts[0]["total"], 0.02
+    if name == "experts":  # some get more tokens, others fewer; in a dry run, all get as many
+        total, rel = sum(parts["total"] for parts in counts.values()) / n, 0.03
     assert [report.counted[p] for p in PARTS] == pytest.approx([counts[0][p] for p in PARTS], rel=0.02)
-    assert report.counted["total"] == pytest.approx(total, rel=0.02)
+    assert report.counted["total"] == pytest.approx(total, rel=rel)
     assert report.predicted["total"] == pytest.approx(report.counted["total"], rel=0.15), report.text
 
 

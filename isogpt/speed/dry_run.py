@@ -50,6 +50,7 @@ SETTINGS = FIXED | {
     "decay_lr": False,
     "on_nan": "skip",
     "data_order": "random",
+    "log_interval": 10**9,
 }
 
 
