@@ -39,7 +39,8 @@ from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.devices import HARDWARE
 from isogpt.speed.launches import Launches
-from isogpt.speed.memory import about_edited_modules, memory_estimate
+from isogpt.speed.layouts import typed
+from isogpt.speed.memory import memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
@@ -89,15 +90,16 @@ def report_check(launches: Launches, workload: Workload) -> list[dict]:
 
 
 def print_estimate(workload: Workload, world_size: int, card: str) -> None:
-    """Print the GB that a rank needs, without allocating them."""
-    planned = workload.plan(world_size, card)
+    """Print the parts of the GB that a plan's table shows for a layout, without allocating them."""
+    planned, hw = workload.plan(world_size, card), HARDWARE.get(card)
+    parts = memory_estimate(planned, hw.memory_gb if hw else 0)
+    if hw:
+        parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
-    device_gb = 0 if card == "this" else HARDWARE[card].memory_gb
-    for name, gb in memory_estimate(planned, device_gb).items():
-        say(f"  {name:12} {gb:8.3f}")
-    if note := about_edited_modules(planned):
-        say(note)
+    if rank == 0:
+        row = {name: f"{gb:.3f}" for name, gb in parts.items()}
+        plan_report.print_table([row | {"settings": typed(planned.layout_settings())}])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ recompute.recompute(raw_model, plan.activation_checkpointing)
 compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
-dry_run.begin(plan, mesh)  # in a dry run, counts memory from here on
+dry_run.begin(raw_model, plan, mesh, progress)  # in a dry run: from here on, only counts memory
 parallelize.materialize(raw_model, torch.device("cpu") if plan.cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
@@ -315,7 +315,7 @@ meter = Meter(
 statistics = LayerStatistics(
     stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
 )
-report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
+report = run_report.RunReport(logger, meter, limits.max_iters, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -332,7 +332,6 @@ else:
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
 batches = reader.train(state.step, progress.position, progress.excluded)
-dry_run.watch(state, logger.sinks)  # in a dry run, counts what the second step takes
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
     step = state.step

@@ -396,23 +396,18 @@ def edited_gpt(name):
 
 
 # With n_layer=4, n_embd=64, n_head=4, vocab_size=65, bias=False, tied=False: {name of an edit: (parameters that
-# it adds, those that a token is multiplied by, the modules that are not as the settings describe them)}
-MLP = ["transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj"]
+# it adds, those that a token is multiplied by)}
 COUNTED = {
-    "value embeddings": (4 * 65 * 64, 0, ["transformer.h.*.attn.values"]),
-    "gate of each head": (4 * 65 * 4, 4 * 65 * 4, ["transformer.h.*.attn.gate"]),
-    "MLPs of different width": (2 * 2**15, 2 * 2**15, MLP),
-    "no first MLP": (-(2**15), -(2**15), MLP),
-    "shared MLP of distant blocks": (-(2**15), 0, []),
-    "shared blocks": (-2 * (12 * 64**2 + 2 * 64), 0, []),
-    "tied weights of two linears": (
-        4 * 64**2,
-        8 * 64**2,
-        ["transformer.h.*.attn.c_one", "transformer.h.*.attn.c_two"],
-    ),
-    "convolution in each block": (4 * 3 * 64, 4 * 3 * 64, ["transformer.h.*.conv"]),
-    "factorized embedding": (12 * (65 + 64) - 65 * 64, 12 * 64, ["transformer.wte", "widen"]),
-    "extra bias": (4 * 64, 4 * 64, ["transformer.h.*.extra"]),
+    "value embeddings": (4 * 65 * 64, 0),
+    "gate of each head": (4 * 65 * 4, 4 * 65 * 4),
+    "MLPs of different width": (2 * 2**15, 2 * 2**15),
+    "no first MLP": (-(2**15), -(2**15)),
+    "shared MLP of distant blocks": (-(2**15), 0),
+    "shared blocks": (-2 * (12 * 64**2 + 2 * 64), 0),
+    "tied weights of two linears": (4 * 64**2, 8 * 64**2),
+    "convolution in each block": (4 * 3 * 64, 4 * 3 * 64),
+    "factorized embedding": (12 * (65 + 64) - 65 * 64, 12 * 64),
+    "extra bias": (4 * 64, 4 * 64),
 }
 COUNTED_SHAPE = dict(
     n_layer=4, n_head=4, n_embd=64, block_size=32, vocab_size=65, bias=False, tied=False, arch="gpt2"

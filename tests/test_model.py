@@ -972,13 +972,12 @@ def test_mfu_of_gpt2():
 @pytest.mark.parametrize("edit", COUNTED)
 def test_parameters_and_flops_of_an_edited_model_are_counted(edit):
     """What is looked up has no FLOPs, and what blocks share has its FLOPs in each."""
-    config, (parameters, used, modules) = GPTConfig(**COUNTED_SHAPE), COUNTED[edit]
+    config, (parameters, used) = GPTConfig(**COUNTED_SHAPE), COUNTED[edit]
     with torch.device("meta"):
         usual, edited = GPT(config), edited_gpt(edit)(config)
     assert edited.get_num_params() == usual.get_num_params() + parameters
     assert count_model(edited).parameters == edited.get_num_params(non_embedding=False)
     assert edited.flops_per_token() == usual.flops_per_token() + 6 * used
-    assert count_model(edited).edited == modules
 
 
 @pytest.mark.parametrize(

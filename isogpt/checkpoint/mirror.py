@@ -18,7 +18,6 @@ from isogpt.checkpoint.search import best_folder
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.console import duration
 from isogpt.common.patience import within
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import do_together, is_main
 from isogpt.options.values import without_credentials
 
@@ -160,13 +159,13 @@ class Mirror:
 def open_mirror(config: dict, resumed: OpenCheckpoint | None) -> Mirror | None:
     """
     Make the Mirror that copies a run's checkpoints to config["mirror"] (all ranks; rank 0 copies). Returns
-    None without the setting, with eval_only and in a dry run. Exits with a message if the URL cannot be used,
+    None without the setting and with eval_only. Exits with a message if the URL cannot be used,
     or if a new run would write among the checkpoints of an earlier one.
 
     Args:
         resumed: the checkpoint whose run continues; None for a new run.
     """
-    if not config["mirror"] or config["eval_only"] or is_pretended():
+    if not config["mirror"] or config["eval_only"]:
         return None
     start = resumed.stored.step if resumed else None
     mirror = Mirror(config["mirror"], Path(config["out_dir"]), config["keep_last"], start)

@@ -55,7 +55,7 @@ def text_of(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+        return "" if math.isnan(value) else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
     return str(value or "")
 
 

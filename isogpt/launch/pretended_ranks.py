@@ -64,13 +64,6 @@ def pretend(rank: int, ranks: int, run: Any) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
 
-def completed(tensors: list[Tensor]) -> Work:
-    """Work that is done, with a future, which hooks of DistributedDataParallel wait for."""
-    future = Future()
-    future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future)
-
-
 class PretendedGroup(ProcessGroup):
     """
     A process group in which each rank holds what this rank holds. A pipeline's stage receives zeros instead,
@@ -100,14 +93,10 @@ class PretendedGroup(ProcessGroup):
         """Note a collective of tensors that together are the whole. Its results are these unless given."""
         size = sum(tensor.nbytes for tensor in tensors)
         self.run.collectives.append(Collective(operation, self.ranks, size))
-        return completed(results or tensors)
+        future = Future()  # hooks of DistributedDataParallel wait for it
+        future.set_result(results or tensors)
+        return torch._C._distributed_c10d._create_work_from_future(future)
 
-    def add_copies(self, tensor: Tensor, options: Any) -> None:
-        """Let a tensor become the sum of as many copies as there are ranks, unless their mean is wanted."""
-        if options is None or options.reduceOp == ReduceOp.SUM:
-            tensor.mul_(self.size())
-
-    @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         for tensor in tensors:
             self.add_copies(tensor, options)
@@ -116,7 +105,6 @@ class PretendedGroup(ProcessGroup):
     def broadcast(self, tensors: list[Tensor], *_: Any) -> Work:
         return self.record("broadcast", tensors)
 
-    @torch.no_grad()
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> Work:
         for parts, part in zip(outputs, inputs, strict=True):
             for copy in parts:
@@ -124,7 +112,6 @@ class PretendedGroup(ProcessGroup):
             work = self.record("all_gather", parts)
         return work
 
-    @torch.no_grad()
     def all_gather_single(self, output: Tensor, part: Tensor, *_: Any) -> Work:
         rank, copies = self.rank(), output.view(self.size(), -1)
         # this rank's copy first, of which the part may be a view
@@ -133,31 +120,22 @@ class PretendedGroup(ProcessGroup):
         return self.record("all_gather", [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> Work:
-        for output, part in zip(outputs, parts, strict=True):
-            self.all_gather_single(output, part)
-        return completed(outputs)
+        return [*map(self.all_gather_single, outputs, parts)][-1]
 
-    @torch.no_grad()
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Work:
         output.copy_(whole.view(self.size(), -1)[self.rank()].view_as(output))
         self.add_copies(output, options)
         return self.record("reduce_scatter", [whole], [output])
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], wholes: list[Tensor], options: Any
-    ) -> Work:
-        for output, whole in zip(outputs, wholes, strict=True):
-            self.reduce_scatter_single(output, whole, options)
-        return completed(outputs)
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> Work:
+        return [*map(self.reduce_scatter_single, outputs, wholes)][-1]
 
-    @torch.no_grad()
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_sizes: list[int], sizes: list[int], *_: Any
+        self, output: Tensor, whole: Tensor, _: Any, sizes: list[int], *options: Any
     ) -> Work:
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
-        for part in output.split(output_sizes) if output_sizes else output.chunk(self.size()):
-            part[: len(mine)].copy_(mine[: len(part)])  # their lengths may differ by one
+        output.view(self.size(), *mine.shape).copy_(mine)
         return self.record("all_to_all", [whole], [output])
 
     def send(self, tensors: list[Tensor], *_: Any) -> Work:
@@ -170,7 +148,7 @@ class PretendedGroup(ProcessGroup):
         return self.record("recv", tensors)
 
     def barrier(self, *_: Any) -> Work:
-        return completed([])
+        return self.record("barrier", [])
 
     allreduce_coalesced = allreduce
     # the names before torch 2.13
@@ -179,3 +157,9 @@ class PretendedGroup(ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+    @torch.no_grad()
+    def add_copies(self, tensor: Tensor, options: Any) -> None:
+        """Let a tensor become the sum of as many copies as there are ranks, unless their mean is wanted."""
+        if options is None or options.reduceOp == ReduceOp.SUM:
+            tensor.mul_(self.size())

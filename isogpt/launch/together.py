@@ -42,9 +42,8 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """Gather `value` from every rank, by rank (all ranks), or from those of a group (all of these)."""
     if not dist.is_initialized():
         return [value]
-    values = [value] * dist.get_world_size(group)
-    if not is_pretended():
-        dist.all_gather_object(values, value, group)
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -13,7 +13,6 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import DataError
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import exit_together, gather_numbers, number_dtype
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
@@ -43,8 +42,6 @@ class Evaluator:
         a stop is requested meanwhile, `stop.agreed` is set, and there is no result. A dry run, which counts a
         step, does not evaluate.
         """
-        if is_pretended():
-            return
         on_error = partial(self.saver.save_and_fail, self.state)
         with exit_together(on_error), self.state.evaluated_weights():
             sums = self.sum_losses()

@@ -12,7 +12,6 @@ import torch
 
 from isogpt.common import console
 from isogpt.launch.launchers import agent_start, stop_signals
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import gather_number
 
 PROCESS_START = time.monotonic()  # approximately
@@ -82,8 +81,6 @@ class Stop:
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """Record the signals of stop_signals in the returned Stop, which all ranks check together."""
     stop = Stop(time_limit_s)
-    if is_pretended():  # a dry run has nothing to save, and ends at once
-        return stop
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)

@@ -3,15 +3,14 @@ Count the parameters and the FLOPs of a model from its modules, on the meta devi
 follow an edit of model.py.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 
 
@@ -47,12 +46,12 @@ class ModelCounts:
     Args:
         blocks: of each block.
         outside: of the modules outside of the blocks, by name, such as wte and lm_head.
-        edited: see `edited_modules`. Formulas that take the model's shape from its settings miss these.
+        model_class: the model's class, which may be edited.
     """
 
     blocks: list[Counts]
     outside: dict[str, Counts]
-    edited: list[str]
+    model_class: type[nn.Module] = field(repr=False)
 
     @property
     def parameters(self) -> int:
@@ -98,7 +97,7 @@ def count_model(model: nn.Module) -> ModelCounts:
             place["matrices"] += size if p.dim() > 1 else 0
     blocks = [Counts(**places.pop(f"h.{i}")) for i in range(len(model.transformer.h))]
     outside = {name: Counts(**place) for name, place in places.items()}
-    return ModelCounts(blocks, outside, edited_modules(model))
+    return ModelCounts(blocks, outside, type(model))
 
 
 def count_on_meta(model_class: Callable[[GPTConfig], nn.Module], model_args: dict) -> ModelCounts:
@@ -118,36 +117,6 @@ def place_of(name: str) -> str:
     """The place of a parameter: h.0 of transformer.h.0.mlp.c_fc.weight, wte of transformer.wte.weight."""
     first, *rest = name.removeprefix("transformer.").split(".")
     return f"h.{rest[0]}" if first == "h" else first
-
-
-def edited_modules(model: nn.Module) -> list[str]:
-    """
-    The names of modules, or of parameters that are in no module, in which a model differs from
-    `unedited_modules`; * stands for the numbers of blocks.
-    """
-    expected = unedited_modules(model.config)
-    matrices = {name: [] for name in expected}
-    for name, _, p in parameters_in_use(model):
-        module = re.sub(r"\.(weight|bias)$", "", re.sub(r"^transformer\.h\.\d+", "transformer.h.*", name))
-        matrices.setdefault(module, []).extend([p.numel()] if p.dim() > 1 else [])
-    return sorted(name for name, sizes in matrices.items() if sizes != expected.get(name))
-
-
-def unedited_modules(c: GPTConfig) -> dict[str, list[int]]:
-    """
-    The modules with parameters of the model that the settings describe, each with how many weights its matrix
-    has, in each of the blocks; no number if there are only vectors.
-    """
-    C, arch = c.n_embd, ARCHS[c.arch]
-    outside = {"transformer.wte": [c.vocab_size * C], "lm_head": [c.vocab_size * C]}
-    outside |= {"transformer.ln_0": [], "transformer.ln_f": []}
-    outside |= {} if arch.rotation else {"transformer.wpe": [c.block_size * C]}
-    block = {"attn.c_attn": [C * sum(c.qkv_rows)], "attn.c_proj": [C * C], "ln_1": [], "ln_2": []}
-    mlp, experts = ("mlp.experts", c.n_expert) if c.n_expert else ("mlp", 1)
-    names = ("c_gate", "c_fc", "c_proj") if arch.activation == "swiglu" else ("c_fc", "c_proj")
-    block |= {f"{mlp}.{name}": [experts * C * c.n_hidden] for name in names}
-    block |= {"mlp.router": [c.n_expert * C]} if c.n_expert else {}
-    return outside | {f"transformer.h.*.{name}": c.n_layer * sizes for name, sizes in block.items()}
 
 
 def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:

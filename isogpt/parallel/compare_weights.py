@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from isogpt.common import console
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.launch.together import add_together, exit_together, gather_objects
 from isogpt.parallel.gradients import is_tied_over_ranks
 from isogpt.parallel.local_parts import local_parts_by_name, whole_tensors
@@ -85,8 +84,6 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
     Return the first digits of the SHA-256 of the weights, the same on any layout (all ranks). It is the
     digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
     """
-    if is_pretended():  # the other ranks' weights are not known, and in a dry run perhaps no weights are
-        return ""
     number, copies = mesh.loss.index, mesh.loss.size
     shards = mesh.shards.group
     mine = {}

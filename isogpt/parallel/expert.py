@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from isogpt.launch.pretended_ranks import is_pretended
 from isogpt.nn.experts import Reorder
 from isogpt.parallel.attach import Attachment, attach, replace_seams
 from isogpt.parallel.mesh import Mesh
@@ -32,22 +31,14 @@ def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, cou
     counts_here = torch.empty_like(counts)  # rows for this rank's experts, from each rank
     dist.all_to_all_single(counts_here, counts, group=group)
     counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
-    if is_pretended():  # a dry run does not know what the other ranks route
-        sent = received = even_parts(len(x), ranks)
-        counts_here = torch.tensor([even_parts(n, counts_here.size(1)) for n in received])
-    else:  # the copy waits for a GPU
-        sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
+    # the copy waits for a GPU
+    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
     order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)
     place = order.argsort()
     y = experts(Reorder.apply(rows, order, place), counts_here.sum(0))
     return all_to_all_single_autograd(Reorder.apply(y, place, order), sent, received, group)
-
-
-def even_parts(n: int, count: int) -> list[int]:
-    """The sizes of `count` parts of n rows, which differ by at most one."""
-    return [n * (i + 1) // count - n * i // count for i in range(count)]
 
 
 # experts are stacked along this dimension

@@ -109,7 +109,7 @@ class Plan:
         coefficients = ("balance_loss", "router_z_loss")
         model_args = {name: value for name, value in self.model_args.items() if name not in coefficients}
         settings = {name: value for name, value in asdict(self).items() if name not in without_effect}
-        return settings | {"model_args": model_args}
+        return settings | {"model_args": model_args, "counts": repr(self.counts)}
 
 
 # a single process that takes no steps: nothing is divided, and what only training reads is None. sample.py

@@ -11,7 +11,7 @@ from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
 from isogpt.launch.together import gather_objects
 from isogpt.parallel.plan import DTYPES
-from isogpt.training.precision import is_emulated, set_numerics
+from isogpt.training.precision import is_emulated
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, where nothing else is known
@@ -188,11 +188,8 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
         if card := known_gpu(gpu.name):
             return replace(card.hardware, memory_gb=gpu.total_memory / 1e9)
         raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(own_cores()))
-    set_numerics(device, dtype, False)
-    speed = measured_matmul(device, dtype) / nproc / CPU.matmul
-    torch.set_num_threads(threads)
+    share = len(own_cores()) / nproc / torch.get_num_threads()  # of the cores that compute the matmul
+    speed = share * measured_matmul(device, dtype) / CPU.matmul
     memory_gb = memory_of(device) / 1e9 / nproc
     return replace(CPU, memory_gb=memory_gb, matmul=speed * CPU.matmul, bytes_per_s=speed * CPU.bytes_per_s)
 

@@ -1,35 +1,30 @@
 """
-Dry runs: train.py runs as one of many ranks, without the others, see launch/pretended_ranks.py. It takes two
-steps; the memory and collectives of the second are counted, and printed beside the planner's prediction.
+Dry runs: train.py runs as one of many ranks, without the others, see launch/pretended_ranks.py, on tensors
+without memory. It takes two steps; the memory and collectives of the second are counted, and printed beside
+the planner's prediction.
 """
 
-import json
 import os
 import runpy
 import signal
 import sys
 import tempfile
 import warnings
-import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._guards import active_fake_mode
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.data.dataset import GPT2_VOCAB
-from isogpt.data.mixture import find_sources
+from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.launchers import stop_signals
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
 from isogpt.parallel.compression import POWERSGD_START
@@ -37,23 +32,13 @@ from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of_plan
-from isogpt.parallel.slow_network import keeps_errors
-from isogpt.speed.devices import memory_of
 from isogpt.speed.launches import FIXED
-from isogpt.speed.memory import about_edited_modules, rank_estimate
+from isogpt.speed.memory import rank_estimate
+from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
+from isogpt.speed.workload import vocab_size_of
 from isogpt.training.optim import moments_of
 from isogpt.training.optimizer_class import inner_optimizer
 
-# what takes a CPU longer, or does not fit, is computed with tensors without memory
-MOST_REAL_FLOPS = 2e12
-MOST_REAL_SHARE = 0.4  # of the machine's memory
-MEANINGS = {
-    "weights": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations, temporary",
-    "total": "total",
-}
 # settings of train.py with which a dry run takes two steps and writes nothing
 SETTINGS = FIXED | {
     "init_from": "scratch",
@@ -64,126 +49,8 @@ SETTINGS = FIXED | {
     "profile": False,
     "decay_lr": False,
     "on_nan": "skip",
+    "data_order": "random",
 }
-
-
-class MemoryCounter(TorchDispatchMode):
-    """
-    Counts the bytes of all tensors that exist while this mode is entered. With a FakeTensorMode, tensors of
-    floating-point numbers have no memory: only their shapes are computed.
-
-    torch's MemTracker raises an exception in the second step, since it follows the model's modules (torch
-    2.13).
-    """
-
-    def __init__(self, fake: Any = None) -> None:
-        super().__init__()
-        self.fake = fake
-        self.sizes: dict[int, int] = {}  # bytes of each storage, by its address
-        self.references: dict[int, weakref.ref] = {}
-        self.resizable: set[int] = set()  # FSDP frees and allocates these without an operator
-        self.total = self.peak = 0
-
-    def __torch_dispatch__(
-        self, operator: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # the operators on its local part come here
-        kwargs = kwargs or {}
-        if active_fake_mode():  # DTensor asks for the shapes of results
-            return operator(*args, **kwargs)
-        inputs = list(tensors_in((*args, *kwargs.values())))
-        if operator is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
-            return torch.ones((), dtype=args[0].dtype).item()  # a number of which only the shape is known
-        if operator is torch.ops.aten.nonzero.default and is_fake(args[0]):
-            return torch.zeros(0, args[0].dim(), dtype=torch.int64)
-        if operator is torch.ops._c10d_functional.all_to_all_single.default and is_fake(args[0]):
-            # only the shape of the result is computed, and the group is not called
-            dist.distributed_c10d._resolve_process_group(args[-1]).record("all_to_all", [args[0]])
-        if operator is torch.ops.aten._grouped_mm.default and is_fake(args[0]):
-            result = args[0].new_empty(shape_of_grouped_mm(*args[:3]))
-        elif self.fake and not inputs:
-            with self.fake:
-                result = operator(*args, **kwargs)
-            if torch.is_tensor(result) and not result.is_floating_point():  # tokens, positions
-                result = operator(*args, **kwargs)
-        else:
-            result = operator(*args, **kwargs)
-        is_of_fsdp = operator.namespace == "fsdp"
-        for tensor in (*inputs, *tensors_in((result,))):
-            self.track(tensor, is_of_fsdp)
-        if self.total > self.peak:
-            self.find_resized()
-            self.peak = max(self.peak, self.total)
-        return result
-
-    def track(self, tensor: Tensor, is_resizable: bool = False) -> None:
-        """Count a tensor's storage, or count it again if its size has changed."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.references:
-            # the storage's address may be that of a later storage
-            self.references[key] = weakref.ref(storage, partial(self.forget, key))
-        if is_resizable:
-            self.resizable.add(key)
-        self.set_size(key, storage.nbytes())
-
-    def set_size(self, key: int, size: int) -> None:
-        """Note the bytes of a storage."""
-        self.total += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-
-    def forget(self, key: int, _: weakref.ref) -> None:
-        """Note that a storage was freed."""
-        self.total -= self.sizes.pop(key, 0)
-        del self.references[key]
-        self.resizable.discard(key)
-
-    def find_resized(self) -> None:
-        """Look at the storages that FSDP may have freed."""
-        for key in list(self.resizable):
-            storage = self.references[key]()
-            if storage is not None:
-                self.set_size(key, storage.nbytes())
-
-    def bytes_of(self, tensors: list[Tensor]) -> int:
-        """The bytes of the storages of tensors, each once."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(local, tensors)}
-        return sum(storages.values())
-
-
-def tensors_in(values: tuple | list) -> Iterator[Tensor]:
-    """The tensors among arguments or results of an operator."""
-    for value in values:
-        if torch.is_tensor(value):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def shape_of_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
-    """
-    The shape of F.grouped_mm of rows of experts, or the gradient of their weights. For a CPU, torch has no
-    such function in float32 (torch 2.13).
-    """
-    return [len(ends)] * (a.dim() == b.dim()) + [a.size(-2), b.size(-1)]
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape, but no memory."""
-    return type(tensor).__name__ == "FakeTensor"
-
-
-@dataclass
-class Counted:
-    """What the second step of a dry run has taken, in bytes."""
-
-    parameters: int
-    gradients: int
-    optimizer: int  # its state, and what compression and islands keep
-    peak: int
-    parts: int  # of a checkpoint, on this rank
-    collectives: list[Collective]
 
 
 @dataclass
@@ -192,67 +59,59 @@ class DryRun:
     A dry run. `start` makes it, and the process groups of the run refer to it.
 
     Attributes:
+        folder: of its data; the run writes nothing.
+        stack: what ends with the run.
+        steps_left: until the memory is known.
         collectives: of the run so far, which the process groups record.
-        plan, mesh: known when `begin` is called.
-        counted: None until the second step is done.
+        optimizers: those that have taken a step. The first one's steps divide the time into steps.
+        model, plan, mesh: known when `begin` is called.
+        gb: what the last step has taken, None until it is done.
     """
 
-    rank: int
-    ranks: int
+    folder: tempfile.TemporaryDirectory
     stack: ExitStack
     steps_left: int
     collectives: list[Collective] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    counter: MemoryCounter = field(default_factory=MemoryCounter)
+    model: nn.Module | None = None
     plan: Plan | None = None
     mesh: Mesh | None = None
-    counter: MemoryCounter | None = None
-    counted: Counted | None = None
+    gb: dict[str, float] | None = None
 
-    def begin(self, plan: Plan, mesh: Mesh) -> None:
-        """Count memory from here on, with tensors without memory if those of the plan are too large."""
-        self.plan, self.mesh, fake = plan, mesh, None
-        if not fits_here(plan, mesh):
-            from torch._subclasses.fake_tensor import FakeTensorMode
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Count the last step, and exit at its end."""
+        if optimizer.param_groups[0]["params"][0] not in {*self.model.parameters()}:
+            return  # make_optimizers tries a class on a small parameter
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        if optimizer is not self.optimizers[0]:
+            return
+        self.steps_left -= 1
+        if self.steps_left == 1:
+            self.counter.peak = self.counter.total
+            self.collectives.clear()
+        if self.steps_left == 0:
+            self.gb = self.count()
+            sys.exit()
 
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.counter = self.stack.enter_context(MemoryCounter(fake))
-
-    def watch(self, state: TrainState) -> None:
-        """Count the last step, between the ends of the last optimizer's last two steps."""
-
-        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if optimizer is not state.optimizers[-1]:
-                return
-            self.steps_left -= 1
-            if self.steps_left == 1:
-                self.counter.peak = self.counter.total
-                self.collectives.clear()
-            if self.steps_left == 0:
-                self.counted = self.count(state)
-                hook.remove()
-
-        hook = register_optimizer_step_post_hook(after_step)
-
-    def count(self, state: TrainState) -> Counted:
-        """What the state and the step before have taken."""
-        params, network = list(state.model.parameters()), state.slow_network
-        kept = [held for o in state.optimizers for held in inner_optimizer(o).state.values()]
-        if network.compression:
-            kept.append(network.compression.errors)
-        if network.islands:
-            kept += [network.islands.weights, network.islands.momentum]
-        tensors = [t for held in filter(None, kept) for t in held.values() if torch.is_tensor(t)]
-        return Counted(
-            parameters=self.counter.bytes_of(params),
-            gradients=self.counter.bytes_of([p.grad for p in params if p.grad is not None]),
-            optimizer=self.counter.bytes_of(tensors),
-            peak=self.counter.peak,
-            parts=sum(piece.nbytes for part in state.parts().values() for _, piece in part.pieces),
-            collectives=list(self.collectives),
-        )
+    def count(self) -> dict[str, float]:
+        """The parts of the peak, as in memory.memory_estimate."""
+        params = list(self.model.parameters())
+        states = [state for o in self.optimizers for state in inner_optimizer(o).state.values()]
+        parts = {
+            "weights": gb_of(params),
+            "gradients": gb_of([p.grad for p in params if p.grad is not None]),
+            "optimizer": gb_of([t for state in states for t in state.values() if torch.is_tensor(t)]),
+        }
+        total = self.counter.peak / 1e9
+        return parts | {"activations": total - sum(parts.values()), "total": total}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# what train.py calls: these functions do nothing without the setting dry_run_ranks
+def gb_of(tensors: list[Tensor]) -> float:
+    """The GB of the storages of tensors, each once."""
+    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values()) / 1e9
 
 
 def start(config: dict, script: str) -> None:
@@ -267,26 +126,25 @@ def start(config: dict, script: str) -> None:
     if not (ranks or rank) or pretended_rank():
         return
     check(config)
-    folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
+    settings = SETTINGS | {"vocab_size": vocab_size_of(config)}
+    if config["islands"] != 1:
+        settings["local_steps"] = 1  # the second step averages
+    # PowerSGD begins later
+    settings["max_iters"] = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
     with ExitStack() as stack:
-        settings = SETTINGS | {"out_dir": stack.enter_context(folder)}
-        if config["islands"] != 1:
-            settings["local_steps"] = 1  # the second step averages
-        if not is_prepared(config):
-            write_random_tokens(Path(folder.name), config)
-            settings |= {"dataset": folder.name, "data_order": "random"}
-        # PowerSGD begins later
-        steps = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
-        settings["max_iters"] = steps - 1
-        run = DryRun(rank, ranks, stack, steps)
+        folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
+        settings["out_dir"] = settings["dataset"] = stack.enter_context(folder)
+        write_random_tokens(Path(folder.name), settings["vocab_size"], 2 * config["block_size"] + 1)
+        run = DryRun(folder, stack, settings["max_iters"])
         pretend(rank, ranks, run)
         sys.argv += [f"--{name}={value}" for name, value in settings.items()]
-        for number in stop_signals():
-            signal.signal(number, partial(exit_at_once, folder))
-        warnings.filterwarnings(
-            "ignore", message="Set timeout is now only supported|Accessing the data pointer"
-        )
-        runpy.run_path(script, run_name="__main__")
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit:
+            if not run.gb:
+                raise
     for line in report(run, config["local_steps"]):
         console.print_line(line)
     sys.exit()
@@ -295,13 +153,8 @@ def start(config: dict, script: str) -> None:
 def check(config: dict) -> None:
     """Raise ValueError if settings cannot be dry run."""
     ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
-    if ranks == 1:
-        raise ValueError("dry_run_ranks is 1, but a dry run needs several: set --dry_run_ranks=2 or more")
-    if rank >= ranks:
-        raise ValueError(
-            f"dry_run_rank is {rank}, but dry_run_ranks is {ranks}: set --dry_run_ranks={rank + 1} or more, "
-            "or a lower --dry_run_rank="
-        )
+    if ranks < max(2, rank + 1):
+        raise ValueError(f"dry_run_ranks is {ranks}: set --dry_run_ranks={max(2, rank + 1)} or more")
     if "RANK" in os.environ:
         raise ValueError("a dry run is one process: start train.py without a launcher")
     if config["init_from"] not in ("scratch", "auto"):
@@ -313,59 +166,25 @@ def check(config: dict) -> None:
         raise ValueError("shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal")
 
 
+def begin(model: nn.Module, plan: Plan, mesh: Mesh, progress: Progress) -> None:
+    """In a dry run, compute only shapes from here on, and count the memory of all tensors."""
+    if not is_pretended():
+        return
+    run = dist.group.WORLD.run
+    run.model, run.plan, run.mesh = model, plan, mesh
+    progress.step = 1  # step 0 would be evaluated
+    signal.set_wakeup_fd(-1)  # nothing is saved: a signal ends the run at once
+    for number in stop_signals():
+        signal.signal(number, partial(exit_at_once, run.folder))
+    run.stack.callback(register_optimizer_step_post_hook(run.after_step).remove)
+    run.stack.enter_context(FakeFloats())
+    run.stack.enter_context(run.counter)
+
+
 def exit_at_once(folder: tempfile.TemporaryDirectory, number: int, _: object) -> None:
     """End a dry run that was asked to stop; its folder is deleted."""
     folder.cleanup()
     os._exit(128 + number)  # Python ignores SystemExit in a weak reference's callback
-
-
-def is_prepared(config: dict) -> bool:
-    """Whether the data set is there. Raises ValueError if neither it nor the vocabulary's size is known."""
-    try:
-        find_sources(config["dataset"])
-    except ValueError as e:
-        if not config["vocab_size"]:
-            raise ValueError(
-                f"{e}; to dry run without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
-            ) from e
-        return False
-    return True
-
-
-def write_random_tokens(folder: Path, config: dict) -> None:
-    """Write a data set of random tokens."""
-    length, ids = 2 * config["block_size"] + 1, config["vocab_size"]
-    for split in ("train", "val"):
-        tokens = np.random.default_rng(0).integers(0, ids, length, dtype=np.uint32)
-        tokens.tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
-
-
-def current() -> DryRun | None:
-    """The dry run that this process is."""
-    return dist.group.WORLD.run if is_pretended() else None
-
-
-def begin(plan: Plan, mesh: Mesh) -> None:
-    """In a dry run, count the memory of all tensors from here on."""
-    if run := current():
-        run.begin(plan, mesh)
-
-
-def watch(state: TrainState, sinks: list[Any]) -> None:
-    """In a dry run, count what the last step takes, and report no steps: their losses mean nothing."""
-    if run := current():
-        sinks.clear()
-        run.watch(state)
-
-
-def fits_here(plan: Plan, mesh: Mesh) -> bool:
-    """Whether this machine computes a rank's three steps in its memory, and within a minute or so."""
-    needed = 1e9 * prediction(plan, mesh)["total"]
-    share = share_of_plan(plan, mesh)
-    tokens = share.rows * share.micro_steps * plan.model_args["block_size"]
-    flops = 6 * plan.counts.parameters / (mesh.pp * mesh.cp * mesh.tp) * tokens
-    return needed < MOST_REAL_SHARE * memory_of(torch.device("cpu")) and flops < MOST_REAL_FLOPS
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -374,42 +193,42 @@ def fits_here(plan: Plan, mesh: Mesh) -> bool:
 
 def report(run: DryRun, local_steps: int) -> Iterator[str]:
     """The lines of a dry run's report."""
-    plan, mesh, counted = run.plan, run.mesh, run.counted
-    kind = "tensors without memory" if run.counter.fake else "real tensors"
-    degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
+    plan, mesh = run.plan, run.mesh
     share = share_of_plan(plan, mesh)
-    yield f"\ndry run: rank {run.rank} of {run.ranks:,} ({degrees}), zero {plan.zero}, on a CPU with {kind}"
-    tokens = plan.model_args["block_size"]
+    degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
     count = console.count_text(share.micro_steps, "micro-batch", "micro-batches")
-    yield f"a step: {count} of {share.rows} x {tokens:,} tokens on this rank"
-
-    predicted = prediction(plan, mesh)
-    kept = {"weights": counted.parameters, "gradients": counted.gradients, "optimizer": counted.optimizer}
-    kept["activations"] = counted.peak - sum(kept.values())
-    kept["total"] = counted.peak
-    yield f"\n  {'GB at the peak':28} {'counted':>10} {'predicted':>10}"
-    for name, size in kept.items():
-        yield f"  {MEANINGS[name]:28} {size / 1e9:10.4g} {predicted[name]:10.4g}"
-    if note := about_edited_modules(plan):
-        yield f"  {note}"
-
-    sums: dict[tuple, list[Collective]] = {}
-    for collective in counted.collectives:
-        if len(collective.ranks) == 1:  # nothing is sent
-            continue
-        sums.setdefault((collective.operation, collective.ranks), []).append(collective)
-    yield f"\n  {'collectives of a step':28} {'ranks':>6} {'count':>8} {'bytes':>18} {'sent':>18}  along"
-    for (operation, ranks), members in sums.items():
-        size, sent = sum(c.size for c in members), sum(c.sent for c in members)
-        numbers = f"{len(ranks):6,} {len(members):8,} {size:18,} {round(sent):18,}"
-        yield f"  {operation:28} {numbers}  {axes_of(ranks, mesh)}"
+    yield f"dry run: rank {mesh.rank} of {plan.world_size:,} ({degrees}), zero {plan.zero}, on a CPU"
+    yield f"a step: {count} of {share.rows} x {plan.model_args['block_size']:,} tokens on this rank"
+    yield ""
+    predicted = rank_estimate(replace(plan, micro_batch=max(share.rows_of)), mesh.index("pp"), 0.0)
+    columns = {"counted": run.gb, "predicted": predicted}
+    columns = {name: [f"{gb:.4g}" for gb in parts.values()] for name, parts in columns.items()}
+    yield from console.aligned({"GB at the peak": list(predicted), **columns})
+    yield ""
+    columns = {name: [] for name in ("collectives of a step", "ranks", "count", "bytes", "sent", "along")}
+    for operation, ranks in dict.fromkeys((c.operation, c.ranks) for c in run.collectives if c.size):
+        members = [c for c in run.collectives if (c.operation, c.ranks) == (operation, ranks)]
+        numbers = [
+            len(ranks),
+            len(members),
+            sum(c.size for c in members),
+            round(sum(c.sent for c in members)),
+        ]
+        cells = [operation, *(f"{number:,}" for number in numbers), axes_of(ranks, mesh)]
+        if len(ranks) > 1:  # else nothing is sent
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
+    yield from console.aligned(columns)
     if plan.islands > 1 and local_steps > 1:
-        yield f"  those along islands take place once in {local_steps:,} steps"
+        yield f"those along islands take place once in {local_steps:,} steps"
+    held, whole = run.gb["weights"] + run.gb["optimizer"], checkpoint_bytes(plan) / 1e9
+    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
 
-    whole = f" of about {checkpoint_bytes(plan) / 1e9:.4g} GB"
-    if plan.islands > 1 or keeps_errors(plan.grad_compression):  # what these keep is more
-        whole = ""
-    yield f"\ncheckpoint: this rank holds {counted.parts / 1e9:.4g} GB{whole}"
+
+def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
+    """The axes of the mesh along which ranks differ."""
+    places = [replace(mesh, rank=rank) for rank in ranks]
+    return " x ".join(axis for axis in AXES if len({place.index(axis) for place in places}) > 1)
 
 
 def checkpoint_bytes(plan: Plan) -> float:
@@ -417,15 +236,3 @@ def checkpoint_bytes(plan: Plan) -> float:
     of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
     in_blocks = sum(block.parameters for block in plan.counts.blocks)
     return 4 * (plan.counts.parameters * (1 + of_others) - in_blocks * (of_others - of_blocks))
-
-
-def prediction(plan: Plan, mesh: Mesh) -> dict[str, float]:
-    """The planner's estimate of this rank's memory, in GB."""
-    rows = max(share_of_plan(plan, mesh).rows_of)
-    return rank_estimate(replace(plan, micro_batch=rows), mesh.index("pp"), 0.0)
-
-
-def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
-    """The axes of the mesh along which ranks differ."""
-    places = [replace(mesh, rank=rank) for rank in ranks]
-    return " x ".join(axis for axis in AXES if len({place.index(axis) for place in places}) > 1)

@@ -15,8 +15,9 @@ from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
+from isogpt.speed.activations import activations_of
 from isogpt.speed.devices import Hardware
-from isogpt.speed.memory import RankPart, block_activations, memory_estimate, part_of
+from isogpt.speed.memory import RankPart, memory_estimate, part_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
@@ -93,7 +94,7 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     weights_s = plan.torch_dtype.itemsize * (part.block + part.block_experts) / hw.bytes_per_s
     matmuls = max(weights_s, matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens)))
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
-    traffic = traffic_s(hw, plan, block_activations(plan).kept * tokens / tp)
+    traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
     forward = matmuls + attention + 2 * traffic
     # context_attention repeats the forward pass
     backward = 2 * matmuls + (2.5 + (cp > 1)) * attention + 3 * traffic

@@ -98,13 +98,7 @@ class Workload:
             ValueError: the data set, from which the vocabulary's size is read, is not prepared.
         """
         settings = self.without_weights()
-        vocab_size = settings["vocab_size"]
-        try:
-            vocab_size = vocab_size or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
-        except ValueError as e:
-            hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
-            raise ValueError(f"{e}{hint}") from e
-        return asdict(GPTConfig(**model_args_of(settings, vocab_size)))
+        return asdict(GPTConfig(**model_args_of(settings, vocab_size_of(settings))))
 
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
@@ -160,6 +154,20 @@ class Workload:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
         return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in chosen.items())])}"
+
+
+def vocab_size_of(settings: dict) -> int:
+    """
+    The number of token ids: as it is set, or of the data set.
+
+    Raises:
+        ValueError: it is not set, and the data set is not prepared.
+    """
+    try:
+        return settings["vocab_size"] or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
+    except ValueError as e:
+        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
+        raise ValueError(f"{e}{hint}") from e
 
 
 def name_of(argument: str) -> str:
