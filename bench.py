@@ -97,9 +97,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
         parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
-    if rank == 0:
-        row = {name: f"{gb:.3f}" for name, gb in parts.items()}
-        plan_report.print_table([row | {"settings": typed(planned.layout_settings())}])
+    columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
+    say("\n".join(console.aligned(columns | {"settings": [typed(planned.layout_settings())]})))
 
 
 # ------------------------------------------------------------------------------------------------------------
