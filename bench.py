@@ -98,8 +98,7 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
     columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
-    for line in console.aligned(columns | {"settings": [typed(planned.layout_settings())]}):
-        say(f"  {line}")
+    say("\n".join(console.aligned(columns | {"settings": [typed(planned.layout_settings())]})))
 
 
 # ------------------------------------------------------------------------------------------------------------
