@@ -82,9 +82,10 @@ def say(text: str) -> None:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
-        say(f"{row['name']:24} {row['state']:8} {row['text']}".rstrip())
-        rows.append(row)
+    model_args, n = workload.model_args(), max(2, nproc)
+    for name, state, text in check_model(launches, GPT, workload.settings, model_args, n):
+        say(f"{name:24} {state:8} {text}".rstrip())
+        rows.append({"name": name, "state": state, "text": text})
     return rows
 
 
@@ -113,16 +114,17 @@ try:
     config = configure(globals(), extra=train_settings)
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
-    request = read_request(config, lists, is_launched, max(nproc, world_size))
+    processes = max(nproc, world_size)
+    counts, cards = read_request(config, lists, is_launched, processes)
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, local_device, request, GPT)
+    workload = choose_workload(config, train_settings, local_device, processes, cards, GPT)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:
-        print_estimate(workload, estimate_world_size or request.processes, request.cards[0])
+        print_estimate(workload, estimate_world_size or processes, cards[0])
     if estimate_world_size:
         sys.exit()
     machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
@@ -153,9 +155,9 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
+            result["plan"] = plan_report.report_plan(predictor, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(predictor, launches, request.cards[0])
+            result["tune"] = plan_report.tune(predictor, launches, cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

@@ -26,7 +26,7 @@ from isogpt.training.settings import report
 # -- sweep ---------------------------------------------------------------------------------------------------
 jobs = 0  # most runs at the same time (0: on GPUs, as many as they suffice for; on a CPU, one) [>= 0]
 each = False  # one setting at a time: the first values, then each other value alone, all with every seed
-dry_run = False  # list the runs, how far they are and the time they will take; train and write nothing
+dry_run = False  # list the runs, how far they are and the time that is left; train and write nothing
 # ------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
 
@@ -84,5 +84,4 @@ complete = [str(run.folder) for run in runs if run.is_complete]
 if complete:
     subprocess.run([sys.executable, str(HERE / "compare.py"), *complete])
 if missing:
-    lines = [f"{run.folder}: {run.ending}; see its train.log" for run in missing]
-    fail("\n".join([*lines, "to try them again, repeat the command"]))
+    fail("\n".join(f"{run.folder}: {run.ending}; see its train.log" for run in missing))

@@ -315,7 +315,7 @@ meter = Meter(
 statistics = LayerStatistics(
     stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
 )
-report = run_report.RunReport(logger, meter, ranks, limits.max_iters, log_interval, flops_per_step, peak)
+report = run_report.RunReport(logger, meter, limits.max_iters, flops_per_step, peak)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )

@@ -27,7 +27,7 @@ def start(event="start", step=0, facts=(), **settings):
 
 def step(n, loss=3.0):
     record = {"iter": n, "loss": loss, "loss_mean": loss, "tokens": 256 * (n + 1), "seconds": n + 1.0}
-    return record | {"tokens_per_s": 1e4, "memory_gb_max": 0.5}
+    return record | {"tokens_per_s": 1e4, "memory_gb_max": 0.5, "step_ms": 1.0}
 
 
 def evaluation(n, loss, bits=0.7):
@@ -76,7 +76,8 @@ def test_what_a_resume_repeats_counts_once(tmp_path):
     killed = read_run(write(tmp_path, *before))
     assert killed.state == "running or killed" and killed.steps[-1]["iter"] == 5
     after = [start("resume", 5, init_from="resume"), *(step(n, 2.0) for n in range(5, 10))]
-    run = read_run(write(tmp_path, *before, *after, evaluation(10, 3.0), {"event": "end", "iter": 10}))
+    spike = {"event": "spike", "iter": 9, "loss": 9.0}
+    run = read_run(write(tmp_path, *before, *after, spike, evaluation(10, 3.0), {"event": "end", "iter": 10}))
     assert {one["iter"]: one["loss"] for one in run.steps} == {n: 3.0 if n < 5 else 2.0 for n in range(10)}
     assert [one["iter"] for one in run.evaluations] == [0, 5, 10], "that of the state before step 5 remains"
     assert run.evaluations[-1]["flops"] == 1e7 and run.state == "" and run.settings["init_from"] == "scratch"
@@ -158,9 +159,7 @@ def pair(path, effect=-0.02, seeds=5):
 def test_two_groups_of_seeds(tmp_path, at, capsys):
     pair(tmp_path)
     lines = compared(at, capsys, "*").splitlines()
-    assert lines[0].startswith(
-        "all: seeds 1,2,3,4,5, steps 20, tokens 5,120, seconds 20.00, parameters 1,000"
-    )
+    assert lines[0].startswith("all: seeds 1,2,3,4,5, steps 20, tokens 5,120, seconds 20, parameters 1,000")
     assert lines[1].split() == ["group", "val_loss", "val_bpb", "best"] and "val_loss/wiki 4.5000" in lines[0]
     assert lines[2].startswith("learning_rate=0.003"), "the best first"
     assert lines[3].startswith("learning_rate=0.001  3.3000 ± 0.0707  ")

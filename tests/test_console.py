@@ -14,17 +14,22 @@ import termios
 import threading
 import time
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import TINY, column, default_plan, records, start_changed
 from test_monitor import numbers_of
 
+from isogpt.checkpoint.progress import Progress
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
+from isogpt.monitor.log import Logger
 from isogpt.monitor.records import waiting_percent, waiting_text
+from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
 from isogpt.speed.clock import Clock
+from isogpt.speed.devices import Peak
 from model import GPT, GPTConfig
 
 ALONE = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
@@ -90,26 +95,19 @@ def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work):
     assert "\x1b" not in output and output.count("\niter ") == 2
 
 
-def test_the_time_left(zygote, work):
+def test_the_time_left(monkeypatch):
     """Unknown in the first ten steps, then the mean of the steps so far, evaluations included."""
-    changes = """
-import time
-from isogpt.monitor import evaluation, meter
-run, gather = evaluation.Evaluator.run, meter.Meter.gather
-def slow_run(evaluator):
-    now[0] += 7.0
-    run(evaluator)
-def slow_gather(*args):
-    now[0] += 1.0
-    return gather(*args)
-now = [0.0]
-evaluation.Evaluator.run, meter.Meter.gather, time.perf_counter = slow_run, slow_gather, lambda: now[0]
-"""
-    args = ["--max_iters=12", "--eval_interval=11", "--out_dir=out"]
-    start_changed(zygote, changes, args, work).wait()
-    left = column(work / "out", "left_s")
-    assert [step for step in left if left[step] is None] == [*range(9)]
-    assert left[9] == 3 and left[10] == 2 and left[11] == pytest.approx((9 + 7) / 9)
+    now, told = 0.0, []
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    progress = Progress(1)
+    logger = Logger(progress, [SimpleNamespace(write=lambda record, text: told.append(record))])
+    meter = SimpleNamespace(routing=None, log_interval=1, device=ALONE.device)
+    report = RunReport(logger, meter, max_iters=12, flops_per_step=1.0, peak=Peak(ALONE.device, "float32"))
+    for progress.step in range(12):
+        now += 8.0 if progress.step == 11 else 1.0
+        report.step(numbers_of(1.0, 1.0)._replace(step_ms=torch.ones(2)), 0.0)
+    left = [record["left_s"] for record in told if "left_s" in record]
+    assert left == [None] * 9 + [3, 2, pytest.approx((9 + 7) / 9)]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -54,6 +55,45 @@ def place(trained, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------
 # data lost
+
+
+# train.py that is killed at a call that changes the run's folder, after its second checkpoint
+KILLED = """
+import signal
+from itertools import count
+from isogpt.checkpoint import commit
+number, committed = count(), []
+def counted(function):
+    def call(*args, **kwargs):
+        if len(committed) > 1 and next(number) == NUMBER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+for name in ("fsync", "rename", "replace", "symlink", "unlink", "mkdir"):
+    setattr(os, name, counted(getattr(os, name)))
+commit_checkpoint = commit.commit_checkpoint
+from isogpt.checkpoint import save
+def noted(*args, **kwargs):
+    committed.append(commit_checkpoint(*args, **kwargs))
+    return committed[-1]
+save.commit_checkpoint = noted
+"""
+
+
+@pytest.mark.slow
+def test_twenty_kills_around_saves_lose_nothing(zygote, work):
+    """Each start resumes from the newest checkpoint that was complete before the kill."""
+    out, before = work / "out", 0
+    args = ["--save_interval=1", "--max_iters=1000", "--out_dir=out", "--init_from=auto", "--keep_last=1"]
+    for number in range(20):
+        changes = KILLED.replace("NUMBER", str(number))
+        run = start_changed(zygote, changes, args, work).wait(ok=False)
+        assert run.codes == [-signal.SIGKILL], run.text()
+        assert f"out/step_{before:08d}/ckpt.pt, step {before}\n" in run.text() or not before
+        found, reports = find_checkpoint(str(out))
+        saved = re.findall(r"saved out/step_(\d+)", run.text())
+        assert not reports and found.step >= max(before + 1, *map(int, saved)), number
+        before = found.step
 
 
 def test_two_damaged_newest_checkpoints_are_passed_over(zygote, place):

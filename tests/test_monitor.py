@@ -41,30 +41,15 @@ def numbers_of(loss, grad_square, loss_scale=1.0):
 # sinks that fail
 
 
-class Sink:
-    """A sink that fails as often as told, and then works."""
-
-    def __init__(self, failures=0):
-        self.failures, self.seen = failures, []
-
-    def write(self, record, text):
-        if self.failures:
-            self.failures -= 1
-            raise ConnectionResetError("Connection lost")
-        self.seen.append(record.get("event") or record.get("iter"))
-
-
-class Other(Sink):
-    pass
-
-
 def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
-    failing, working = Sink(failures=3), Other()
+    failing, working = Mock(), Mock()
+    failing.write.side_effect = [ConnectionResetError("Connection lost")] * 3 + [None, None]
     logger = Logger(Progress(1), [failing, working])
     for step in range(4):
         logger.write({"iter": step})
-    assert working.seen == ["sink_failed", 0, 1, 2, 3] and failing.seen == [2, 3], "its event was lost, too"
-    said = "warning: Sink failed (Connection lost); training continues, and it is tried again\n"
+    seen = [call.args[0].get("event") or call.args[0]["iter"] for call in working.write.call_args_list]
+    assert seen == ["sink_failed", 0, 1, 2, 3] and failing.write.call_count == 5, "the event was lost, too"
+    said = "warning: Mock failed (Connection lost); training continues, and it is tried again\n"
     assert capsys.readouterr().err == said
 
 
@@ -136,61 +121,43 @@ def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
     assert logger.failed_sinks == {"TensorBoard"} and len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-class FakeWandb:
-    """The package wandb, whose process can be killed, and whose calls can block."""
-
-    Settings = SimpleNamespace
-
-    def __init__(self, monkeypatch):
-        self.logged, self.started, self.is_killed, self.may_log = [], [], False, threading.Event()
-        self.may_log.set()
-        monkeypatch.setitem(sys.modules, "wandb", self)
-
-    def init(self, id=None, **_):
-        self.started.append(id)
-        self.is_killed = False
-        return SimpleNamespace(id=id or "new", log=self.log, finish=self.may_log.wait)
-
-    def log(self, values, step):
-        self.may_log.wait()
-        if self.is_killed:
-            raise ConnectionResetError("Connection lost")
-        self.logged.append(step)
-
-    def teardown(self):
-        raise ConnectionResetError("Connection lost")
-
-
 WANDB = {"wandb_log": True, "tensorboard_log": False, "wandb_project": "p", "wandb_run_name": "n"}
 
 
-def test_a_killed_process_of_wandb_is_replaced(monkeypatch):
-    wandb = FakeWandb(monkeypatch)
-    logger = Logger(Progress(1), [Sink()])
+@pytest.fixture
+def wandb(monkeypatch):
+    """The package wandb."""
+    fake = Mock()
+    fake.init.return_value.id = "new"
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_killed_process_of_wandb_is_replaced(wandb):
+    lost = ConnectionResetError("Connection lost")
+    run, wandb.teardown.side_effect = wandb.init.return_value, lost
+    run.log.side_effect = [None, lost, None]
+    logger = Logger(Progress(1), [Mock()])
     logger.start_services(WANDB)
-    service, _ = logger.sinks
-    logger.write({"iter": 0, "loss": 1.0})
-    wait_for(lambda: wandb.logged == [0])
-    wandb.is_killed = True
-    logger.write({"iter": 1, "loss": 1.0})
-    wait_for(lambda: service.failure)
-    logger.write({"iter": 2, "loss": 1.0})
+    for step in range(3):
+        logger.write({"iter": step, "loss": 1.0})
     logger.event("end")
     assert logger.failed_sinks == {"Wandb"} and logger.progress.wandb_id == "new"
-    assert wandb.logged == [0, 2] and wandb.started == [None, "new"]
+    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "new"]
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 1, 2] and run.finish.called
 
 
-def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
+def test_a_wandb_that_blocks_does_not_block_the_run(wandb, monkeypatch, capsys):
     monkeypatch.setattr(sink_wandb, "WAITING", 3)
     monkeypatch.setattr(sink_wandb, "FINISH_S", 0.1)
-    wandb = FakeWandb(monkeypatch)
-    wandb.may_log.clear()
+    may_log = threading.Event()
+    wandb.init.return_value.log.side_effect = lambda *args, **options: may_log.wait()
     logger = Logger(Progress(1), [Wandb(WANDB, None)])
     for step in range(5):
         logger.write({"iter": step, "loss": 1.0})
     logger.event("end")
     assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
-    wandb.may_log.set()  # the thread ends
+    may_log.set()  # the thread ends
 
 
 def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(monkeypatch, capfd, tmp_path):
@@ -200,9 +167,9 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     alerts = Alerts({"alert_command": f"echo much; sleep 1000 > {fifo}; exit", "out_dir": "out"})
-    for event in ("start", "save", "end"):
+    for event in ("start", "end"):
         alerts.write({"event": event}, "")
-    assert len(alerts.threads) == 2 and not any(thread.is_alive() for thread in alerts.threads)
+    assert not any(thread.is_alive() for thread in alerts.threads)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "nobody holds its other end any more"
     assert capfd.readouterr() == ("", "")

@@ -120,7 +120,9 @@ sys.modules.update(dict.fromkeys({hidden}))
     ):
         said[name] = start_changed(zygote, hiding, args, at.path, script=name).wait().text()
     *_, last = said["train.py"].splitlines()
-    assert re.fullmatch(r"no plot .*: it needs matplotlib \(No module .*\): pip install matplotlib", last)
+    assert re.fullmatch(
+        r"no plot .*: the picture needs matplotlib \(No module .*\): pip install matplotlib", last
+    )
     assert "valid (best)" in said["export.py"] and "5 tokens in" in said["sample.py"]
 
 

@@ -191,7 +191,10 @@ dtype compile
 NANOGPT_SAMPLE = (
     "init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile"
 )
-NANOGPT_BENCH = "batch_size block_size bias real_data seed device dtype compile profile"
+NANOGPT_BENCH = """
+--batch_size=12 --block_size=1024 --bias=False --real_data=True --seed=1337 --device=cuda --dtype=bfloat16
+--compile=True --profile=False
+"""
 
 
 def test_settings_and_defaults_of_nanogpt():
@@ -200,7 +203,7 @@ def test_settings_and_defaults_of_nanogpt():
     defaults = [f"--{word}" for word in NANOGPT.split() if "=" in word]
     assert len(defaults) == 21 and accepted("train.py", *defaults) == accepted("train.py")
     assert set(NANOGPT_SAMPLE.split()) <= set(settings_of(REPO / "sample.py"))
-    assert set(NANOGPT_BENCH.split()) <= set(settings_of(REPO / "bench.py"))
+    assert accepted("bench.py", *NANOGPT_BENCH.split(), extra=settings_of(REPO / "train.py"))["seed"] == 1337
 
 
 # ------------------------------------------------------------------------------------------------------------

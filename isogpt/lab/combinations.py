@@ -32,8 +32,8 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed, and the
     arguments that set other settings. The last argument counts if a setting occurs twice.
     """
-    typed = {match[1]: match[2] for match in map(TYPED.fullmatch, words) if match}
-    values = {name: values_in(name, text) for name, text in typed.items() if name in known}
+    texts = {match[1]: match[2] for match in map(TYPED.fullmatch, words) if match}
+    values = {name: values_in(name, text) for name, text in texts.items() if name in known}
     lists = {name: several for name, several in values.items() if len(several) > 1}
     return lists, without(words, lists)
 

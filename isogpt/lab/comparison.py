@@ -83,8 +83,10 @@ def parting_of(a: Run, b: Run) -> int | None:
     no such step.
     """
     losses = {step["iter"]: step["loss"] for step in b.steps}
-    differ = [step["iter"] for step in a.steps if losses.get(step["iter"], step["loss"]) != step["loss"]]
-    return differ[0] if differ and a.seed == b.seed else None
+    for step in a.steps if a.seed == b.seed else ():
+        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
+            return step["iter"]
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -178,8 +180,9 @@ def row_of(group: Group, target: float) -> dict:
     step = last_step(group.counted)
     found = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = found[0] if found else {}
-    steps = [step for run in group.runs for step in run.steps[1:]]  # the first one is slow
-    speeds = [step["tokens_per_s"] for step in steps if "tokens_per_s" in step]
+    # without the first step, which is slow
+    steps = [run.steps[1:] for run in group.runs if len(run.steps) > 1]
+    speeds = [statistics.median(step["tokens_per_s"] for step in of_run) for of_run in steps]
     row = {
         "group": group.name,
         "code": group.settings.get(CODE),
@@ -195,8 +198,8 @@ def row_of(group: Group, target: float) -> dict:
         row |= {"loss": target, "runs_to_loss": len(points)}
         row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
     return row | {
-        "tokens_per_s": statistics.median(speeds) if speeds else None,
-        "memory_gb": max((step.get("memory_gb_max", 0.0) for step in steps), default=None),
+        "tokens_per_s": statistics.fmean(speeds) if speeds else None,
+        "memory_gb": max((step["memory_gb_max"] for of_run in steps for step in of_run), default=None),
         "commits": sorted({commit_of(run) for run in group.runs}),
         "state": [run.state for run in group.runs if run.state],
         "runs": [

@@ -101,8 +101,8 @@ def draw_groups(axes: "Axes", groups: list[Group], curves: dict[Path, Curve]) ->
                 label = "" if counted else f"{name}: {run.state}"
                 axes.plot(*curves[run.folder], color=color, linewidth=0.5, label=label)
     losses = np.concatenate([line.get_ydata() for line in axes.lines])
-    if losses.size:  # without the highest tenth: the fall at the start would flatten the rest
-        axes.set_ylim(top=np.quantile(losses, 0.9))
+    if losses.size:  # without the highest fifth: the fall at the start would flatten the rest
+        axes.set_ylim(top=np.quantile(losses, 0.8))
 
 
 def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve]) -> None:
@@ -212,8 +212,12 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def name_of(group: Group) -> str:
-    """The name of a group, or its folder's if there is nothing to distinguish; a $ begins no formula."""
-    return (group.name or group.runs[0].folder.resolve().name).replace("$", r"\$")
+    """
+    The name of a group, or its folder's if there is nothing to distinguish: in UTF-8, and a $ begins no
+    formula.
+    """
+    name = group.name or group.runs[0].folder.resolve().name
+    return name.replace("$", r"\$").encode(errors="replace").decode()
 
 
 def write(figure: "Figure", path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from isogpt.checkpoint.folder import RESULT
 from isogpt.checkpoint.manifest import steps_in
 from isogpt.common.console import duration, print_line, print_to_stderr
-from isogpt.common.files import lock, parse_json, read_utf8, write_whole
+from isogpt.common.files import lock, parse_json, read_records, read_utf8, write_whole
 from isogpt.data.dataset import open_dataset
 from isogpt.lab.comparison import NOT_COMPARED
 from isogpt.launch.device import pick_device
@@ -27,7 +27,7 @@ from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
 LOG = "train.log"  # what a run printed; the file is locked while the run is trained
-SETTINGS = "sweep.json"  # the settings with which a run was started
+SETTINGS = "sweep.json"  # the settings with which a run was started, in a line
 # settings that may differ when a run continues: they change neither the weights nor the figures
 MAY_CHANGE = NOT_COMPARED - {"seed"} | {"nproc", "backend", "alert_command"}
 POLL_S = 0.05  # seconds between two looks at the processes
@@ -48,7 +48,9 @@ class SweptRun:
     @property
     def result(self) -> dict:
         """How the run has ended: its result.json. {}: it is new, it is training, or it was killed."""
-        return read_json(self.folder / RESULT)
+        with suppress(OSError, ValueError):  # it is missing or damaged
+            return parse_json(read_utf8(self.folder / RESULT))
+        return {}
 
     @property
     def is_complete(self) -> bool:
@@ -89,18 +91,11 @@ class SweptRun:
         c.update(limits_of(c, len(data.train)).settings())
         if not self.step and not self.is_complete:
             return  # train.py moves aside what is in the folder
-        before = read_json(self.folder / SETTINGS)
+        before = next(read_records(self.folder / SETTINGS), {})
         changed = [f"--{name}={value}" for name, value in before.items() if c.get(name, value) != value]
         if changed or not before:
             text = " ".join(changed) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
-
-
-def read_json(path: Path) -> dict:
-    """The content of a JSON file; {} if it is missing or damaged."""
-    with suppress(OSError, ValueError):
-        return parse_json(read_utf8(path))
-    return {}
 
 
 def time_left(runs: list[SweptRun], at_once: int) -> str:
@@ -141,10 +136,10 @@ def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
     if kind == "cuda" and ":" not in device:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = named.split(",") if named else [*range(torch.cuda.device_count())]
-        groups = groups_of(processes, gpus)[: jobs or None]
-        if not groups:
+        if processes > len(gpus):
             raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
-        return [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups]
+        slots = [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups_of(processes, gpus)]
+        return slots[: jobs or None] if len(slots) > 1 else [[]]
     if kind == "cpu" and jobs > 1 and sys.platform == "linux":
         cores = own_cores()
         return [["taskset", "-c", group] for group in groups_of(max(1, len(cores) // jobs), cores)[:jobs]]
@@ -223,7 +218,7 @@ def start(train_py: Path, run: SweptRun, slot: list[str]) -> Job | None:
         return None
     print_line(f"start  {run.folder}")
     kept = {name: value for name, value in run.config.items() if name not in MAY_CHANGE}
-    write_whole(run.folder / SETTINGS, json.dumps(kept, indent=1) + "\n")
+    write_whole(run.folder / SETTINGS, json.dumps(kept) + "\n")
     (run.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
     sweep = os.getpid()
     process = subprocess.Popen(

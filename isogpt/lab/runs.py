@@ -123,7 +123,7 @@ def read_records_of(run: Run, path: Path) -> None:
             evaluations[step] = record
         elif "statistics" in record:
             layers[step] = record
-        elif "loss" in record:
+        elif "step_ms" in record:
             last = {step: record}
             if step % spacing == 0:
                 steps[step] = record

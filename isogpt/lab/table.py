@@ -40,9 +40,12 @@ def table(rows: list[dict]) -> list[str]:
     cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
     names = dict.fromkeys(name for one in cells for name in one if one[name])
     columns = {name: [one.get(name, "") for one in cells] for name in names}
-    same = [name for name in columns if len(rows) > 1 and len(set(columns[name])) == 1]
-    of_all = [f"all: {', '.join(f'{name} {columns.pop(name)[0]}' for name in same)}"] if same else []
-    return of_all + aligned(columns)
+    if len(rows) == 1:
+        return aligned(columns)
+    same = [f"{name} {cells[0]}" for name, cells in columns.items() if len(set(cells)) == 1]
+    differing = {name: cells for name, cells in columns.items() if len(set(cells)) > 1}
+    of_all = [f"all: {', '.join(same)}"] if same else []
+    return of_all + aligned(differing)
 
 
 def text_of(value: object) -> str:
@@ -55,7 +58,7 @@ def text_of(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+        return "" if math.isnan(value) else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
     return str(value or "")
 
 
@@ -73,9 +76,11 @@ def sentence(name: str, comparison: dict) -> str:
     if p is None:
         return f"{text}; {result['method']}"
     text += f" (95% interval: {result['low']:+.4f} to {result['high']:+.4f})"
-    text += f", {'p < 0.0001' if p < 1e-4 else f'p = {p:.2g}'}, {result['method']}"
+    text += ", p < 0.0001" if p < 1e-4 else f", p = {p:.2g}"
     chance = "Chance alone rarely causes such a difference"
     if p >= LEVEL:
         chance = "This cannot be told from chance"
     needed = f"about {result['seeds_needed']}" if result["seeds_needed"] else f"more than {MOST_SEEDS:,}"
-    return f"{text}. {chance}; to detect a difference of this size takes {needed} seeds each"
+    return (
+        f"{text}, {result['method']}. {chance}; to detect a difference of this size takes {needed} seeds each"
+    )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
 from isogpt.common.console import count_text, duration
-from isogpt.launch.process_group import Ranks
-from isogpt.launch.together import gather_objects
+from isogpt.launch.together import gather_objects, is_main
 from isogpt.monitor import banner, records
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
@@ -34,9 +33,7 @@ class RunReport:
 
     logger: Logger
     meter: Meter
-    ranks: Ranks
     max_iters: int
-    log_interval: int
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
     steps_taken: int = 0  # by this process
@@ -57,10 +54,10 @@ class RunReport:
     def step(self, numbers: StepNumbers, lr: float) -> None:
         """Report a step that was taken, if it is logged, and what is wrong with it (all ranks)."""
         self.steps_taken += 1
-        is_logged = self.progress.step % self.log_interval == 0
+        is_logged = self.progress.step % self.meter.log_interval == 0
         if is_logged:
             self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
-        if not self.ranks.is_main:
+        if not is_main():
             return
         if self.steps_taken == 1 and (report := compile_report()):
             self.logger.print(report)
@@ -77,7 +74,7 @@ class RunReport:
         """Return the record of a step that is logged."""
         record = records.step_record(self.progress, numbers, lr, self.flops_per_step, self.peak.flops)
         self.progress.totals.add(record, is_timed=self.steps_taken > SLOW_STEPS)
-        record["gpu_percent"] = utilization(self.ranks.device)
+        record["gpu_percent"] = utilization(self.meter.device)
         record |= self.since_log.read()
         if self.meter.routing is not None:
             record |= records.routing_record(self.meter.routing, self.progress.tokens_per_step)

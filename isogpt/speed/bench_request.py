@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,25 +9,12 @@ from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.training.settings import report
 
 
-@dataclass(frozen=True)
-class Request:
+def read_request(
+    config: dict, lists: dict[str, list[str]], is_launched: bool, processes: int
+) -> tuple[list[int], list[str]]:
     """
-    What the settings of bench.py mean.
-
-    Args:
-        processes: how many are launched.
-        counts: numbers of devices to plan for.
-        cards: kinds of devices to plan for: keys of devices.HARDWARE, or 'this'.
-    """
-
-    processes: int
-    counts: list[int]
-    cards: list[str]
-
-
-def read_request(config: dict, lists: dict[str, list[str]], is_launched: bool, processes: int) -> Request:
-    """
-    Check the settings of bench.py.
+    Check the settings of bench.py. Returns the numbers of devices to plan for, and their kinds: keys of
+    devices.HARDWARE, or 'this'.
 
     Args:
         lists: {setting: its values} of those that were typed as lists.
@@ -39,31 +25,30 @@ def read_request(config: dict, lists: dict[str, list[str]], is_launched: bool, p
         ValueError: one line for each problem.
     """
     c = SimpleNamespace(**config)
-    counts = map(int, re.findall(r"\d+", c.devices) or [processes])
+    counts = [*map(int, re.findall(r"\d+", c.devices) or [processes])]
     # RTX4090 and nvidia-l4 are the cards 4090 and l4
     names = re.split(r"[\s,]+", c.hardware.strip().lower())
-    cards = (re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names)
-    request = Request(processes, list(dict.fromkeys(counts)), list(dict.fromkeys(cards)))
-    report([*rules_of_prediction(c, request), *rules_of_reports(c, lists, is_launched)])
-    return request
+    cards = [re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names]
+    report([*rules_of_prediction(c, counts, cards), *rules_of_reports(c, lists, is_launched)])
+    return list(dict.fromkeys(counts)), list(dict.fromkeys(cards))
 
 
-def rules_of_prediction(c: SimpleNamespace, request: Request) -> Iterator[str]:
+def rules_of_prediction(c: SimpleNamespace, counts: list[int], cards: list[str]) -> Iterator[str]:
     """A sentence for each mistake in the settings that describe devices which need not be here."""
-    for card in request.cards:
+    for card in cards:
         if card not in (*HARDWARE, "this"):
             yield f"hardware is {card!r}, which is not known: {KNOWN_CARDS}"
     if not re.fullmatch(r"([1-9]\d{0,5}([\s,]+|$))*", c.devices):
         yield f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8"
-    for n in request.counts:
+    for n in counts:
         if c.plan and n > c.per_node and n % c.per_node:
             yield f"devices is {n}: type a multiple of per_node, {c.per_node}"
-    describes_other = bool(c.devices) or request.cards != ["this"]
+    describes_other = bool(c.devices) or cards != ["this"]
     if describes_other and not (c.plan or c.tune or c.estimate or c.estimate_world_size):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
-    if len(request.cards) > 1 and not c.plan:
+    if len(cards) > 1 and not c.plan:
         yield "several kinds of devices are for a plan: set --plan"
-    is_listed = c.plan and len(request.cards) == 1 and request.cards[0] not in ("this", "cpu")
+    is_listed = c.plan and len(cards) == 1 and cards[0] not in ("this", "cpu")
     if (c.device_memory_gb or c.device_tflops) and not is_listed:
         yield (
             "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "

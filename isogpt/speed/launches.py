@@ -78,16 +78,8 @@ class Launches:
         stdout = None if show else subprocess.DEVNULL
         run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
         if show:
-            sys.stderr.write(without_torchrun(run.stderr))
+            sys.stderr.write(run.stderr)
         return run.returncode, run.stderr
-
-
-def without_torchrun(errors: str) -> str:
-    """
-    Return what train.py wrote to stderr, without torchrun's warnings before it and its report of a failure
-    after it.
-    """
-    return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
 
 
 def reason_for(code: int, errors: str) -> str:
@@ -98,7 +90,8 @@ def reason_for(code: int, errors: str) -> str:
         return "killed (SIGKILL), probably because the machine ran out of memory"
     if message := re.search(r"^error: (.*)", errors, re.M):  # the first: other ranks may have lost this one
         return message[1]
-    lines = re.findall(r"^(?:\[rank\d+\]: ?)?(\S.*)", without_torchrun(errors), re.M)
+    before_report = re.split(r"^E\d{4} ", errors, flags=re.M)[0]  # torchrun's, of the failure
+    lines = re.findall(r"^(?:\[rank\d+\]: ?)?(\S.*)", before_report, re.M)
     return lines[-1] if lines else f"exit status {code}"
 
 

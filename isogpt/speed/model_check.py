@@ -100,8 +100,11 @@ def compare_layout(
     model_class: Callable[[GPTConfig], nn.Module], plan: Plan, config: dict
 ) -> tuple[str, str]:
     """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
-    settings.check_layout(plan)
-    check_degrees(plan)
+    try:
+        settings.check_layout(plan)
+        check_degrees(plan)
+    except ValueError as e:
+        return REFUSED, str(e)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
     return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
@@ -209,8 +212,7 @@ def compare_counts(trial: Trial) -> tuple[str, str]:
     if trial.plan.model_args["n_expert"]:
         return REFUSED, "torch counts no matmuls of experts"
     model = trial.new_model()
-    counts = count_model(model)
-    counted = 2 * counts.matrices
+    counted = 2 * count_model(model).matrices
     x, y = trial.micro_batches()[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x, y)
@@ -244,7 +246,7 @@ def check_model(
     config: dict,
     model_args: dict,
     processes: int,
-) -> Iterator[dict]:
+) -> Iterator[tuple[str, str, str]]:
     """
     Make all comparisons, and yield the name, state and text of each when it is made.
 
@@ -256,18 +258,13 @@ def check_model(
     """
     trial = Trial(model_class, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
     for name, compare in ALONE.items():
-        yield row(name, in_processes(1, partial(compare, trial)))
+        yield name, *in_processes(1, partial(compare, trial))
     for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
         if model_args["n_expert"] or "ep" not in changes:
             plan = plan_with(changes, config, model_args, processes)
             compare = partial(compare_layout, model_class, plan, config | changes)
-            yield row(name, in_processes(processes, compare))
-    yield row("resume", compare_resume(launches, config, model_args))
-
-
-def row(name: str, found: tuple[str, str]) -> dict:
-    """A row of the table of comparisons."""
-    return {"name": name, "state": found[0], "text": found[1]}
+            yield name, *in_processes(processes, compare)
+    yield "resume", *compare_resume(launches, config, model_args)
 
 
 def in_processes(processes: int, compare: Callable[[], tuple[str, str]]) -> tuple[str, str]:

@@ -25,8 +25,8 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict[str, list[str]
 
 def measure(launches: Launches, settings_of_each: list[dict], varied: list[str], steps: int) -> list[dict]:
     """
-    Launch train.py with each of these settings, print a table, and return its rows (all ranks; rank 0
-    prints).
+    Launch train.py with each of these settings, print a table of the launches that did not fail, and return
+    all.
 
     Args:
         varied: names of the settings that differ.
@@ -36,22 +36,18 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
         point = {name: settings[name] for name in varied}
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)
-        if launches.rank == 0:
-            outcome = (
-                f"failed: {run['problem']}" if "problem" in run else f"{run['tokens_per_s']:,.0f} tokens/s"
-            )
-            console.print_result(f"{' '.join(typed(point))}: {outcome}")
+        outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
+        console.print_result(f"{' '.join(typed(point))}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
-    if launches.rank == 0 and measured:
+    if measured:
         console.print_result("\n".join(["", *console.aligned(columns_of(measured, varied))]))
     return runs
 
 
 def columns_of(runs: list[dict], varied: list[str]) -> dict[str, list[str]]:
     """The columns of the table, {heading: cells}. The speed-up is relative to the first launch."""
-    first = runs[0]
-    speed_ups = [run["tokens_per_s"] / first["tokens_per_s"] for run in runs]
-    growth = [run["processes"] / first["processes"] for run in runs]
+    speed = runs[0]["tokens_per_s"]
+    of_each = speed / runs[0]["processes"]
     return {name: [str(run["point"][name]) for run in runs] for name in varied} | {
         "tokens/step": [f"{run['tokens_a_step']:,}" for run in runs],
         "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
@@ -60,6 +56,6 @@ def columns_of(runs: list[dict], varied: list[str]) -> dict[str, list[str]]:
         "bubble (formula)": [shown_bubble(run) for run in runs],
         "GB": [f"{run['memory_gb']['max']:.2f}" for run in runs],
         "MFU": [shown(run["mfu"], ".1%") for run in runs],
-        "speed-up": [f"{speed_up:.2f}x" for speed_up in speed_ups],
-        "efficiency": [f"{up / more:.0%}" for up, more in zip(speed_ups, growth, strict=True)],
+        "speed-up": [f"{run['tokens_per_s'] / speed:.2f}x" for run in runs],
+        "efficiency": [f"{run['tokens_per_s'] / run['processes'] / of_each:.0%}" for run in runs],
     }

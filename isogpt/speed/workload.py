@@ -15,7 +15,6 @@ from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
 from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
-from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
@@ -180,7 +179,8 @@ def choose_workload(
     config: dict,
     defaults: dict[str, Setting],
     device: torch.device,
-    request: Request,
+    processes: int,
+    cards: list[str],
     model_class: Callable[[GPTConfig], nn.Module],
 ) -> Workload:
     """
@@ -190,6 +190,7 @@ def choose_workload(
     Args:
         config: bench.py's settings, and those of train.py's that were set.
         defaults: train.py's settings, see `described_for_bench`.
+        cards: kinds of devices to plan for.
         model_class: GPT, from the model.py that train.py trains.
 
     Raises:
@@ -198,10 +199,10 @@ def choose_workload(
     if config.get("dry_run_ranks"):
         raise ValueError("a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py")
     chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
-    is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
+    is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
     typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
     chosen = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
-    settings = typed | chosen | {"nproc": request.processes}
+    settings = typed | chosen | {"nproc": processes}
     if config["plan"] or config["tune"]:
         settings["layout"] = "manual"
     is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
@@ -209,10 +210,8 @@ def choose_workload(
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
     kept, weak = [name for name in LAYOUT if name in config], config["weak"]
-    workload = Workload(
-        settings, typed, kept, chosen, device, request.processes, weak, is_random, model_class
-    )
+    workload = Workload(settings, typed, kept, chosen, device, processes, weak, is_random, model_class)
     if chooses_nothing and device.type == "cuda":
-        plan = workload.plan(request.processes, request.cards[0])
+        plan = workload.plan(processes, cards[0])
         settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
     return workload
