@@ -71,9 +71,9 @@ def start_run(config: dict, run_id: str | None) -> "Run":
     # wandb sends the command line, in which these settings may contain a token
     secret = ("--alert_command=", "--mirror=", "--init_from=")
     sys.argv = [word for word in sys.argv if not word.startswith(secret)]
+    with needed_by("wandb_log", "wandb"):
+        import wandb
     try:
-        with needed_by("wandb_log", "wandb"):
-            import wandb
         return wandb.init(
             project=config["wandb_project"],
             name=config["wandb_run_name"],

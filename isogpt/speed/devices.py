@@ -113,7 +113,7 @@ ONE_10 = Link(5e-5, 1.2e9)
 # float16. Compared with copies of the data sheets in November 2026: A100, B200, L40S, MI300X, V100, T4.
 # Compared with quotations: RTX 3090 and 5090 (NVIDIA's RTX Blackwell whitepaper, table 3: 71.2 and 209.5
 # TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity), and the bandwidths of H100 PCIe and NVL, H200
-# NVL, A100 PCIe, V100 PCIe and RTX A6000.
+# NVL, V100 PCIe and RTX A6000.
 CARDS = {
     # What these reach was fitted to published runs (docs/scaling.md compares them with the predictions). The
     # runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11 uses cuDNN's,
