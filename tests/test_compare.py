@@ -274,7 +274,7 @@ def test_runs_that_are_not_complete(tmp_path, at, capsys):
     assert "running or killed" in compared(at, capsys, "a f")
     write_run(tmp_path / "g", [4], learning_rate=9.0, ending="failed")
     text = compared(at, capsys, "a g")
-    assert "a group without runs" in text and "the same" not in text, "of the initial weights"
+    assert "at no step after the start" in text and "the same" not in text, "of the initial weights"
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ def test_only_seeds_of_both_groups_are_pairs():
 @pytest.mark.parametrize(
     "a, b, mean, method",
     [
-        ({1: 1.0}, {}, None, "a group without runs: no comparison"),
+        ({1: 1.0}, {}, None, "at no step after the start were runs of both evaluated: no comparison"),
         ({1: 1.0}, {1: 1.5}, 0.5, ONE_EACH),
-        ({1: 1.0, 2: 8.0}, {1: 1.5}, 0.5, ONE_EACH),  # seed 2 has no second run
+        ({1: 1.0, 2: 8.0}, {1: 1.5}, 0.5, "one pair of runs: no test"),  # seed 2 has no second run
         ({1: 1.0}, {2: 1.5, 3: 2.5}, 1.0, "one run in a group: no test"),
         ({1: 1.5, 2: 1.6}, {1: 1.5, 2: 1.6}, 0.0, NO_CHANCE),
         ({1: 1.5, 2: 1.5}, {3: 1.5, 4: 1.5}, 0.0, NO_CHANCE),

@@ -37,7 +37,8 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     by, reason = what_to_compare_by(runs)
     rows = [row_of(group, target) for group in groups]
     if by:
-        rows.sort(key=lambda row: row[by]["mean"] if by in row else math.inf)  # the best first
+        # the best first, and last those that are incomplete
+        rows.sort(key=lambda row: (bool(row["state"]), row[by]["mean"] if by in row else math.inf))
     return {
         "compared_by": by,  # LOSS or BITS; "": the runs cannot be compared
         "reason": reason,  # why not by the loss

@@ -46,7 +46,10 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
     shared = a.keys() & b.keys()
     is_paired = len(shared) >= 2 or len(shared) == min(len(a), len(b)) == 1
     seeds_a, seeds_b = (shared, shared) if is_paired else (a, b)
-    return t_test([a[seed] for seed in seeds_a], [b[seed] for seed in seeds_b], is_paired)
+    result = t_test([a[seed] for seed in seeds_a], [b[seed] for seed in seeds_b], is_paired)
+    if result.method == ONE_EACH and len(a) + len(b) > 2:
+        return replace(result, method="one pair of runs: no test")
+    return result
 
 
 def t_test(a: list[float], b: list[float], is_paired: bool) -> Difference:
@@ -57,7 +60,7 @@ def t_test(a: list[float], b: list[float], is_paired: bool) -> Difference:
         ValueError: scipy is missing.
     """
     if not a or not b:
-        return Difference(None, "a group without runs: no comparison")
+        return Difference(None, "at no step after the start were runs of both evaluated: no comparison")
     mean = fmean(b) - fmean(a)
     if len(a) == len(b) == 1:
         return Difference(mean, ONE_EACH)
