@@ -270,6 +270,9 @@ def test_runs_that_are_not_complete(tmp_path, at, capsys):
     write_run(tmp_path / "e", [4, 3.4, 3.1, math.nan], learning_rate=3e-3, seed=2)
     text = compared(at, capsys, "c d e")
     assert "2.7000" in text and "failed,diverged" in text
+    write_run(tmp_path / "h", [4, 1], learning_rate=4e-3, ending="failed")
+    lines = compared(at, capsys, "h a").splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["learning_rate=0.001", "learning_rate=0.004"]
     write(tmp_path / "f", start())  # has only just started
     assert "running or killed" in compared(at, capsys, "a f")
     write_run(tmp_path / "g", [4], learning_rate=9.0, ending="failed")

@@ -146,8 +146,7 @@ class Watchdog:
                 order, state = -1, f"has failed ({beat.fate}), its last position was"
             elif beat == earlier and beat.fate is None:
                 order, state = 0, "does not respond, its last position was"
-            if name != self.name:  # whose position the message begins with
-                states.append((order, f"{name} {state} {beat.position}"))
+            states.append((order, f"{name} {state} {beat.position}"))
         states.sort(key=itemgetter(0))
         return console.shortened([text for _, text in states], console.RANKS_SHOWN, "; ")
 
