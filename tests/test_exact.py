@@ -71,7 +71,9 @@ NUMBERS = ("iter", "loss", "grad_norm", "train_loss", "val_loss", "weights", "ro
 
 def numbers_of(folder):
     """Every number of a run's steps and evaluations that must not depend on the layout."""
-    return [{k: r[k] for k in NUMBERS if k in r} for r in records(folder) if "event" not in r]
+    numbers = [{k: r[k] for k in NUMBERS if k in r} for r in records(folder) if "event" not in r]
+    # the last evaluation of a launch may be repeated by the next one
+    return [one for one, following in zip(numbers, [*numbers[1:], {}], strict=True) if one != following]
 
 
 def same_numbers(folder, *others):
