@@ -8,7 +8,7 @@ from pathlib import Path
 from isogpt.common.console import shortened
 from isogpt.common.files import METRICS, read_records
 
-MOST = 2000  # steps that are kept, which is more than a picture shows
+MOST = 1000  # steps that are kept, which is more than a picture shows
 
 
 @dataclass
