@@ -106,8 +106,8 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, at, capsys):
 def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
     run = read_run(write(tmp_path, start(), *map(step, range(0, 30_000, 3)), evaluation(30_000, 3.0)))
     iters = [one["iter"] for one in run.steps]
-    assert 1000 < len(iters) <= 2001 and iters[-1] == 29_997
-    assert {b - a for a, b in zip(iters[:-1], iters[1:-1])} == {24}
+    assert 500 < len(iters) <= 1001 and iters[-1] == 29_997
+    assert {b - a for a, b in zip(iters[:-1], iters[1:-1])} == {48}
 
 
 @pytest.mark.parametrize(
