@@ -5,8 +5,9 @@ attention logits. They are the same numbers on any layout, up to rounding, and c
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -62,7 +63,7 @@ class Observed:
         squares = squares.to(number_dtype(x.device)).square()  # (B,)
         both = torch.stack((squares, torch.full_like(squares, x[0].numel())))
         both = both.masked_fill(~self.is_read, 0).sum(1)
-        self.outputs[name] = self.outputs[name] + both if name in self.outputs else both
+        self.outputs[name] = both + self.outputs.get(name, 0)
 
     def attend(self, name: str, attention: Callable, q: Tensor, k: Tensor, *others: object) -> Tensor:
         """Call the `attention` of model.Seams, and observe its queries and keys."""
@@ -70,8 +71,7 @@ class Observed:
             keys = gathered(k, self.group) if self.group else k
             largest = largest_logit(q, keys, self.queries, self.keys)
             largest = largest.masked_fill(~self.is_read, -torch.inf).amax()
-            before = self.logits.get(name, largest)
-            self.logits[name] = torch.maximum(before, largest)
+            self.logits[name] = largest.maximum(self.logits.get(name, largest))
         return attention(q, k, *others)
 
 
@@ -100,25 +100,21 @@ def observing(model: nn.Module, observed: Observed) -> Iterator[None]:
     In the block, the model's forward passes add to `observed` what its blocks ("3") return, and those of
     their parts that consist of modules, such as attention ("3.attn"). They run uncompiled.
     """
-    hooks, seams = [], []
-    for number, block in model.transformer.h.named_children():
-        for path, part in block.named_modules():
-            name = f"{number}.{path}".rstrip(".")
-            if "." not in path and any(True for _ in part.children()):
-                hooks.append(part.register_forward_hook(partial(observed.add_output, name)))
-            if hasattr(part, "seams"):
-                seams.append((part, part.seams))
-                attend = partial(observed.attend, name, part.seams.attention)
-                part.seams = replace(part.seams, attention=attend)
-    try:
+    with ExitStack() as changes:  # undone in reverse order, since two blocks may share a module
+        for number, block in model.transformer.h.named_children():
+            for path, part in block.named_modules():
+                name = f"{number}.{path}".rstrip(".")
+                if "." not in path and [*part.children()]:
+                    hook = partial(observed.add_output, f"activation_rms/{name}")
+                    changes.enter_context(part.register_forward_hook(hook))
+                if hasattr(part, "seams"):
+                    changes.callback(setattr, part, "seams", part.seams)
+                    attend = partial(observed.attend, name, part.seams.attention)
+                    part.seams = replace(part.seams, attention=attend)
         # torch.compile would trace the hooks. The import takes a second where nothing is compiled
-        with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for part, before in reversed(seams):  # two blocks may share a module: the first is restored last
-            part.seams = before
+        if is_compiled(model):
+            changes.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 @dataclass
@@ -146,7 +142,7 @@ class LayerStatistics:
     sequences: int
     autocast: AbstractContextManager
     logger: Logger
-    names: dict[str, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by kind
+    names: dict[Any, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by operation
 
     def __post_init__(self) -> None:
         if not self.interval:
@@ -176,17 +172,21 @@ class LayerStatistics:
             yield
             return
         observed = self.observe()
+        weights = [local(p.detach()) for p in self.parameters.values()]
         grads = [p.new_zeros(()) if p.grad is None else local(p.grad) for p in self.parameters.values()]
-        squares = {"weight_norm": self.squares(self.weights()), "grad_norm": self.squares(grads)}
-        before = [weight.clone() for weight in self.weights()]
+        before = [weight.clone() for weight in weights]
+        sums = self.squares("weight_norm", weights) | self.squares("grad_norm", grads)
         yield
-        torch._foreach_sub_(before, self.weights())
-        squares["update_norm"] = self.squares(before)
-        self.logger.write({"iter": step, "statistics": self.over_ranks(squares, observed)})
-
-    def weights(self) -> list[Tensor]:
-        """This rank's parts of the parameters."""
-        return [local(p.detach()) for p in self.parameters.values()]
+        torch._foreach_sub_(before, weights)
+        sums |= self.squares("update_norm", before) | observed.outputs
+        statistics = defaultdict(dict)  # {kind: {name: number}}
+        zeros = self.copies.new_zeros(2)
+        for key, (square, count) in self.reduced(sums, zeros, dist.ReduceOp.SUM).items():
+            kind, _, name = key.partition("/")
+            statistics[kind][name] = math.sqrt(square / (count or 1))
+        logits = self.reduced(observed.logits, zeros[0] - math.inf, dist.ReduceOp.MAX)
+        statistics["attention_logit"] = logits
+        self.logger.write({"iter": step, "statistics": statistics})
 
     @torch.no_grad()
     def observe(self) -> Observed:
@@ -199,40 +199,24 @@ class LayerStatistics:
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)
-        if self.queries.is_cuda and not self.weights()[0].is_cuda:
-            # with cpu_offload, the update must not change weights that are still being copied to the GPU
+        if self.reader.plan.cpu_offload and self.queries.is_cuda:
+            # the update must not change weights that are still being copied to the GPU
             torch.cuda.current_stream().synchronize()
         return observed
 
     @torch.no_grad()
-    def squares(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        """This rank's share of the squared norm of each parameter."""
+    def squares(self, kind: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the squared norm of each parameter, and 0, since it is not a mean."""
         norms = torch.stack(torch._foreach_norm(tensors)).to(self.copies)
-        return dict(zip(self.parameters, norms.square() / self.copies, strict=True))
+        squares = norms.square() / self.copies
+        rows = torch.stack((squares, torch.zeros_like(squares)), 1)
+        return {f"{kind}/{name}": row for name, row in zip(self.parameters, rows, strict=True)}
 
-    def over_ranks(self, squares: dict[str, dict[str, Tensor]], observed: Observed) -> dict[str, dict]:
-        """
-        Return the statistics, {kind: {name: number}} (all ranks).
-
-        Args:
-            squares: of weights, gradients and updates, by kind.
-        """
-        zero, statistics = self.copies.new_zeros(()), {}
-        for kind, shares in squares.items():
-            sums = self.reduced(kind, shares, zero)
-            statistics[kind] = {name: math.sqrt(square) for name, square in sums.items()}
-        outputs = self.reduced("activation_rms", observed.outputs, self.copies.new_zeros(2))
-        statistics["activation_rms"] = {name: math.sqrt(s / count) for name, (s, count) in outputs.items()}
-        logits = self.reduced("attention_logit", observed.logits, zero - math.inf, dist.ReduceOp.MAX)
-        return statistics | {"attention_logit": logits}
-
-    def reduced(
-        self, kind: str, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp = dist.ReduceOp.SUM
-    ) -> dict[str, Any]:
-        """Reduce the numbers of a kind by name; a rank that has none has the neutral one (all ranks)."""
-        if kind not in self.names:  # a stage of a pipeline has only some
-            self.names[kind] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
-        names = self.names[kind]
+    def reduced(self, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp) -> dict[str, Any]:
+        """Reduce the numbers by name; a rank that has none has the neutral one (all ranks)."""
+        if how not in self.names:  # a stage of a pipeline has only some
+            self.names[how] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
+        names = self.names[how]
         if not names:
             return {}
         table = torch.stack([numbers.get(name, neutral).to(neutral) for name in names])

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -61,17 +61,16 @@ class Clock:
         # for the watchdog: a number that grows with each mark, and what the main thread does
         self.count, self.doing = 0, "the first step"
         self.waits_in_pipeline = False
-        self.is_in_step = False
         self.began = time.perf_counter()  # when the step began
         self.paused_at: float | None = None
-        self.previous: Mark | None = None  # where the present lap began
+        self.previous: Mark | None = None  # where the present lap began; None: between two steps
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
         self.laps: list[str] = []  # of this step
         self.laps_of_a_step: list[str] = []  # of the step before
-        self.spans: dict[str, list[tuple[Mark, Mark]]] = {}  # of this step
-        self.pending = deque()  # the spans of steps whose events the GPU may not have passed
-        self.steps = deque(maxlen=1000)  # {part: ms} of each step
+        self.spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # of this step
+        self.recent = deque(maxlen=3)  # the spans of steps: the GPU has passed all events of the first
+        self.steps = deque([{}], maxlen=1000)  # {part: ms} of each step that is known
 
     def pause(self) -> None:
         """Count nothing that follows as part of a step, until `start`."""
@@ -83,7 +82,6 @@ class Clock:
         if self.paused_at is not None:
             self.began += time.perf_counter() - self.paused_at
             self.paused_at = None
-        self.is_in_step = True
         self.last_gradient = None
         self.begin_lap(self.mark())
 
@@ -92,22 +90,20 @@ class Clock:
         now = self.mark()
         self.range.close()
         self.laps.append(name)
-        self.add(name, self.previous, now)
+        self.doing = f"after {name}"
+        self.spans[name].append((self.previous, now))
         if self.last_gradient:
-            self.add(WAITING, self.last_gradient, now)
+            self.spans[WAITING].append((self.last_gradient, now))
             self.last_gradient = None
         self.begin_lap(now)
 
     def begin_lap(self, now: Mark) -> None:
         """Begin a lap, whose name is that of the same lap in the step before."""
         self.previous = now
-        self.count += 1
         number = len(self.laps)
         if number < len(self.laps_of_a_step):
             self.doing = self.laps_of_a_step[number]
             self.show(self.doing, self.range)
-        elif self.laps:
-            self.doing = f"after {self.laps[-1]}"
 
     @property
     def expects_progress(self) -> bool:
@@ -115,7 +111,7 @@ class Clock:
         Whether marks should follow each other: in a step, but not in the first one, which may compile for
         minutes. Between steps, the disk or an evaluation may be slow.
         """
-        return self.is_in_step and bool(self.laps_of_a_step)
+        return self.previous is not None and bool(self.laps_of_a_step)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -123,14 +119,10 @@ class Clock:
         with ExitStack() as shown:
             self.show(name, shown)
             start = self.mark()
-            self.count, self.doing = self.count + 1, name
+            self.doing = name
             yield
-            self.count, self.doing = self.count + 1, f"after {name}"
-            self.add(name, start, self.mark())
-
-    def add(self, name: str, start: Mark, end: Mark) -> None:
-        """Add a span to the step."""
-        self.spans.setdefault(name, []).append((start, end))
+            self.doing = f"after {name}"
+            self.spans[name].append((start, self.mark()))
 
     def show(self, name: str, shown: ExitStack) -> None:
         """Show what follows in the profiler's trace, and as an NVTX range, until `shown` is closed."""
@@ -147,7 +139,7 @@ class Clock:
         Return the share of the latest step whose times are known in which this rank communicated or waited
         for other ranks, and no computation hid it; nan if the share is not known.
         """
-        ms = self.steps[-1] if self.steps else {}
+        ms = self.steps[-1]
         if WAITING not in ms:
             return math.nan
         total = sum(ms[name] for name in set(self.laps_of_a_step))
@@ -159,7 +151,8 @@ class Clock:
         return self.began - before
 
     def mark(self) -> Mark:
-        """Return the present point in time."""
+        """Return the present point in time, and count it."""
+        self.count += 1
         event = None
         if self.on_gpu:
             event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
@@ -167,18 +160,23 @@ class Clock:
 
     def cpu_ms(self, name: str) -> float:
         """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
-        return milliseconds(self.spans.get(name, []), on_gpu=False)
+        return self.milliseconds(name, self.spans)
+
+    def milliseconds(self, name: str, spans: dict[str, list[tuple[Mark, Mark]]]) -> float:
+        """Return a part's milliseconds in a step, of the GPU's queue or of the CPU's clock."""
+        if self.on_gpu and name not in TIMED_ON_CPU:
+            return sum(start.event.elapsed_time(end.event) for start, end in spans[name])
+        return sum(end.seconds - start.seconds for start, end in spans[name]) * 1e3
 
     def step(self) -> None:
         """End a step."""
         self.laps_of_a_step = self.laps
         if self.profiler:
             self.profiler.step()
-        self.pending.append(self.spans)
+        self.recent.append(self.spans)
         self.forget_laps()
-        if len(self.pending) > 2:  # the GPU has passed all events of the step before the last one
-            spans = self.pending.popleft()
-            ms = {name: milliseconds(spans[name], self.on_gpu and name not in TIMED_ON_CPU) for name in spans}
+        if len(self.recent) == 3:
+            ms = {name: self.milliseconds(name, self.recent[0]) for name in self.recent[0]}
             if self.waits_in_pipeline:
                 ms[WAITING] = ms["pipeline"] - ms["stages"]
             self.steps.append(ms)
@@ -190,25 +188,17 @@ class Clock:
 
     def forget_laps(self) -> None:
         """Forget the laps of this step."""
-        self.is_in_step = False
+        self.previous = None
         self.range.close()
-        self.laps, self.spans = [], {}
+        self.laps, self.spans = [], defaultdict(list)
 
     def last(self, name: str) -> float:
         """Return a part's milliseconds in the latest step whose times are known; 0 if there is none."""
-        return self.steps[-1].get(name, 0.0) if self.steps else 0.0
+        return self.steps[-1].get(name, 0.0)
 
     def medians(self) -> dict[str, float]:
         """Return the median of each part in milliseconds, over the last thousand steps."""
-        names = self.steps[-1] if self.steps else {}
-        return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
-
-
-def milliseconds(spans: list[tuple[Mark, Mark]], on_gpu: bool) -> float:
-    """Return the sum of spans of time, of the GPU's queue or of the CPU's clock."""
-    if on_gpu:
-        return sum(start.event.elapsed_time(end.event) for start, end in spans)
-    return sum(end.seconds - start.seconds for start, end in spans) * 1e3
+        return {name: statistics.median(s[name] for s in self.steps if name in s) for name in self.steps[-1]}
 
 
 def make_clock(
