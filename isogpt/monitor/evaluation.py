@@ -1,6 +1,5 @@
 """Evaluation: the loss over fixed sequences, divided over the ranks."""
 
-from collections import namedtuple
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import DataError
-from isogpt.launch.together import exit_together, gather_numbers, number_dtype
+from isogpt.launch.together import exit_together, gather_number, number_dtype
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compare_weights import weights_digest
@@ -47,7 +46,7 @@ class Evaluator:
             sums = self.sum_losses()
         if self.stop.agreed:
             return
-        losses = self.means(sums)
+        losses = {split: self.mean(split, total) for split, total in sums.items()}
         self.state.progress.evaluated(self.reader.data.val_loss(losses))
         values = evaluation_values(losses, self.reader.data)
         if self.reader.plan.exact:
@@ -63,7 +62,8 @@ class Evaluator:
         Raises:
             DataError: after the last micro-batch, so that this rank has computed as many as the others.
         """
-        device, is_exact, problems = self.reader.device, self.reader.plan.exact, []
+        device, is_exact = self.reader.device, self.reader.plan.exact
+        dtype, problems = number_dtype(device), []
         sums = dict.fromkeys(self.reader.data.splits, 0.0)
         self.model.eval()
         for split in sums:
@@ -71,30 +71,22 @@ class Evaluator:
                 for i, (x, y) in enumerate(self.reader.evaluation(split, self.sequences)):
                     with self.clock.part("evaluation"), self.autocast:
                         loss = self.model(x, y, 1.0)[1]  # the sum over the targets
-                        sums[split] += (
-                            rounded(loss, TOKENS_UNIT) if is_exact else loss.to(number_dtype(device))
-                        )
+                        sums[split] += rounded(loss, TOKENS_UNIT) if is_exact else loss.to(dtype)
                     if self.stop.in_evaluation(i, device, self.saver.seconds_at_end):
                         break
             except DataError as e:
                 problems.append(str(e))
-            if self.stop.agreed:
-                break
         self.model.train()
         reshard(self.model)
         if problems:
             raise DataError("; ".join(problems))
         return sums
 
-    def means(self, sums: dict[str, Tensor | float]) -> dict[str, float]:
-        """Return the mean losses over the sequences of all ranks (all ranks), in one collective."""
-        numbers = namedtuple("SplitSums", sums, rename=True)(*sums.values())  # names may contain anything
-        over_ranks = gather_numbers(numbers, self.reader.device).read()
+    def mean(self, split: str, total: Tensor | float) -> float:
+        """Return the mean loss over the sequences of all ranks, from the sum of each (all ranks)."""
         copies = self.reader.mesh.same_tokens.size
-        return {
-            split: values.sum().item() / (self.reader.eval_targets(split, self.sequences) * copies)
-            for split, values in zip(sums, over_ranks, strict=True)
-        }
+        count = self.reader.eval_targets(split, self.sequences) * copies
+        return gather_number(total, self.reader.device).sum().item() / count
 
 
 def evaluation_values(losses: dict[str, float], data: Dataset) -> dict[str, float]:

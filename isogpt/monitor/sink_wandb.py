@@ -4,13 +4,11 @@ import sys
 import threading
 from contextlib import suppress
 from queue import Full, Queue
-from typing import TYPE_CHECKING
+from typing import Any
 
 from isogpt.common.packages import needed_by
+from isogpt.common.patience import within
 from isogpt.monitor.records import CLOSING, chart_values
-
-if TYPE_CHECKING:
-    from wandb.sdk.wandb_run import Run
 
 WAITING = 1000  # records that may wait for wandb
 FINISH_S = 60  # seconds for the upload at the end; `wandb sync` can upload the rest later
@@ -44,9 +42,7 @@ class Wandb:
         except Full:
             raise TimeoutError(f"wandb has not taken {WAITING} records") from None
         if is_last:
-            self.thread.join(2 * FINISH_S)  # wandb itself gives up after FINISH_S
-            if self.thread.is_alive():
-                raise TimeoutError("wandb does not respond at the end of the run")
+            within(2 * FINISH_S, self.thread.join)  # wandb itself gives up after FINISH_S
         if self.failure:
             failure, self.failure = self.failure, None
             raise failure
@@ -57,7 +53,7 @@ class Wandb:
         while record.get("event") not in CLOSING:
             record = self.records.get()
             try:
-                self.run = self.run or restart_run(self.config, self.run_id)
+                self.run = self.run or start_run(self.config, self.run_id)
                 if values := chart_values(record):
                     self.run.log(values, step=record["iter"])
                 if record.get("event") in CLOSING:
@@ -66,19 +62,21 @@ class Wandb:
                 self.run, self.failure = None, e
 
 
-def start_run(config: dict, run_id: str | None) -> "Run":
-    """Start a run of wandb, or continue `run_id`; for errors see `Wandb`."""
+def start_run(config: dict, run_id: str | None) -> Any:
+    """Start a run of wandb, or continue `run_id`, with a new process; for errors see `Wandb`."""
     # wandb sends the command line, in which these settings may contain a token
     secret = ("--alert_command=", "--mirror=", "--init_from=")
     sys.argv = [word for word in sys.argv if not word.startswith(secret)]
     with needed_by("wandb_log", "wandb"):
         import wandb
+    with suppress(Exception):  # the process of an earlier start, if it is gone
+        wandb.teardown()
     try:
         return wandb.init(
             project=config["wandb_project"],
             name=config["wandb_run_name"],
             id=run_id,
-            resume="allow" if run_id else None,
+            resume="allow",
             config=config,
             settings=wandb.Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
         )
@@ -86,12 +84,3 @@ def start_run(config: dict, run_id: str | None) -> "Run":
         reason = " ".join(str(e).split())
         advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
         raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
-
-
-def restart_run(config: dict, run_id: str) -> "Run":
-    """Continue a run with a new process of wandb."""
-    import wandb
-
-    with suppress(Exception):  # the process that is gone
-        wandb.teardown()
-    return start_run(config, run_id)

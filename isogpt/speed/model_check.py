@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,37 +40,26 @@ from isogpt.training.layout_check import Trial, difference_of, small_plan
 from isogpt.training.optim import describe_updates, make_optimizers
 
 CPU = torch.device("cpu")
+Answer = tuple[str, str]  # the state and the text of a comparison
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
 LIMIT_S = 600.0  # for a comparison
 TIMEOUT_S = 60.0  # for a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
     "ddp": {},
-    "zero 1": {"zero": 1},
-    "zero 2": {"zero": 2},
-    "zero 3": {"zero": 3},
-    "tp 2": {"tp": 2},
-    "cp 2": {"cp": 2},
+    **{f"zero {stage}": {"zero": stage} for stage in (1, 2, 3)},
+    **{f"{name} 2": {name: 2} for name in ("tp", "cp", "ep", "islands")},
     **{f"pp 2, {schedule}": {"pp": 2, "pp_schedule": schedule} for schedule in SCHEDULES},
-    "ep 2": {"ep": 2},
-    "islands 2": {"islands": 2},
     "exact": {"exact": True},
     "exact, zero 3": {"exact": True, "zero": 3},
-    "recompute full": {"activation_checkpointing": "full"},
-    "recompute selective": {"activation_checkpointing": "selective"},
+    **{f"recompute {what}": {"activation_checkpointing": what} for what in ("full", "selective")},
 }
-# with four processes, also
+# with four processes, also these in pairs
 COMBINED = {
-    "tp 2, cp 2": {"tp": 2, "cp": 2},
-    "tp 2, pp 2": {"tp": 2, "pp": 2},
-    "cp 2, pp 2": {"cp": 2, "pp": 2},
-    "zero 3, tp 2": {"zero": 3, "tp": 2},
-    "zero 3, cp 2": {"zero": 3, "cp": 2},
-    "zero 2, pp 2": {"zero": 2, "pp": 2},
-    "zero 3, dp_replicate 2": {"zero": 3, "dp_replicate": 2},
-    "ep 2, tp 2": {"ep": 2, "tp": 2},
-    "ep 2, zero 3": {"ep": 2, "zero": 3},
+    f"{one}, {other}": LAYOUTS[one] | LAYOUTS[other]
+    for one, other in combinations(("zero 3", "tp 2", "cp 2", "ep 2", "pp 2, 1f1b"), 2)
 }
+COMBINED["zero 3, dp_replicate 2"] = {"zero": 3, "dp_replicate": 2}
 # settings of train.py before a layout changes them
 UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
 UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
@@ -91,14 +81,12 @@ def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1)
 # the comparisons: each returns a state and a text
 
 
-def verdict(problem: str) -> tuple[str, str]:
+def verdict(problem: str) -> Answer:
     """Whether a comparison holds, which has found this problem, or none."""
     return (DIFFERS, problem) if problem else (HOLDS, "")
 
 
-def compare_layout(
-    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, config: dict
-) -> tuple[str, str]:
+def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
     """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
     try:
         settings.check_layout(plan)
@@ -109,7 +97,7 @@ def compare_layout(
     return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
 
-def compare_alone(trial: Trial) -> tuple[str, str]:
+def compare_alone(trial: Trial) -> Answer:
     """Whether the loss is finite, and each parameter that is trained gets a gradient."""
     model = trial.new_model()
     loss = trial.whole_step(model, trial.micro_batches())
@@ -120,7 +108,7 @@ def compare_alone(trial: Trial) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def compare_logits(trial: Trial) -> tuple[str, str]:
+def compare_logits(trial: Trial) -> Answer:
     """
     Compare the loss that training computes with the cross-entropy of the logits, which sampling uses, and
     with the loss in evaluation mode.
@@ -129,17 +117,16 @@ def compare_logits(trial: Trial) -> tuple[str, str]:
     x, y = trial.micro_batches()[0]
     count = float((y != IGNORE).sum())
     summed, (logits, mean), evaluated = model(x, y, count)[1], model(x, y), model.eval()(x, y, count)[1]
-    last = model(x)[0]  # (B, 1, V)
-    difference = difference_of("the loss of an evaluation", summed.item(), evaluated.item())
-    if difference := difference or difference_of("the loss by logits", summed.item(), mean.item()):
-        return DIFFERS, difference.text
-    error = (last - logits[:, -1:]).norm() / logits[:, -1:].norm()
+    for name, loss in {"the loss of an evaluation": evaluated, "the loss by logits": mean}.items():
+        if difference := difference_of(name, summed.item(), loss.item()):
+            return DIFFERS, difference.text
+    error = (model(x)[0] - logits[:, -1:]).norm() / logits[:, -1:].norm()  # of (B, 1, V)
     if not error <= layout_check.NUMBER_LIMIT:
         return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
     return HOLDS, ""
 
 
-def compare_compiled(trial: Trial) -> tuple[str, str]:
+def compare_compiled(trial: Trial) -> Answer:
     """Compare the loss and the gradients of the compiled model with those of the same model, uncompiled."""
     if problem := trial_compilation(CPU):
         return REFUSED, f"it does not work on this machine: {problem}"
@@ -151,7 +138,7 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
     return verdict(difference.text if difference else "")
 
 
-def compare_optimizers(trial: Trial) -> tuple[str, str]:
+def compare_optimizers(trial: Trial) -> Answer:
     """Whether a step changes each parameter that has a gradient, and no other. Says what updates them."""
     model = trial.new_model()
     trial.whole_step(model, trial.micro_batches())
@@ -169,7 +156,7 @@ def compare_optimizers(trial: Trial) -> tuple[str, str]:
     return HOLDS, describe_updates(model, optimizers, trial.mesh)
 
 
-def compare_generation(trial: Trial) -> tuple[str, str]:
+def compare_generation(trial: Trial) -> Answer:
     """Compare the logits of cached steps with those of whole sequences, see generation.problem_of_cache."""
     model = trial.new_model().eval()
     x, _ = trial.micro_batches()[0]
@@ -177,7 +164,7 @@ def compare_generation(trial: Trial) -> tuple[str, str]:
     return (REFUSED, problem) if problem else (HOLDS, "")
 
 
-def compare_export(trial: Trial) -> tuple[str, str]:
+def compare_export(trial: Trial) -> Answer:
     """
     Export the model to transformers, which compares logits, and compare the weights of what is read back.
     """
@@ -192,7 +179,7 @@ def compare_export(trial: Trial) -> tuple[str, str]:
     return verdict(f"{wrong[0]} is different after the conversion back" if wrong else "")
 
 
-def compare_initial_values(trial: Trial) -> tuple[str, str]:
+def compare_initial_values(trial: Trial) -> Answer:
     """Compare a model that is made in memory with one that is allocated after it is made, as in a run."""
     config = GPTConfig(**trial.plan.model_args)
     expected = trial.model_class(config, trial.draw).state_dict()
@@ -204,7 +191,7 @@ def compare_initial_values(trial: Trial) -> tuple[str, str]:
     return verdict(f"{wrong[0]} begins with different values" if wrong else "")
 
 
-def compare_counts(trial: Trial) -> tuple[str, str]:
+def compare_counts(trial: Trial) -> Answer:
     """
     Compare the weights that a token is multiplied by, which plans and MFU count, with the matmuls and
     convolutions of a forward pass, 2 FLOPs for each weight.
@@ -241,11 +228,7 @@ ALONE = {
 
 
 def check_model(
-    launches: Launches,
-    model_class: Callable[[GPTConfig], nn.Module],
-    config: dict,
-    model_args: dict,
-    processes: int,
+    launches: Launches, model_class: type[nn.Module], config: dict, model_args: dict, processes: int
 ) -> Iterator[tuple[str, str, str]]:
     """
     Make all comparisons, and yield the name, state and text of each when it is made.
@@ -267,10 +250,10 @@ def check_model(
     yield "resume", *compare_resume(launches, config, model_args)
 
 
-def in_processes(processes: int, compare: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
     """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
     context = multiprocessing.get_context("fork")
-    with TemporaryDirectory() as folder, context.Pool(processes, be_silent) as pool:
+    with TemporaryDirectory() as folder, context.Pool(processes) as pool:
         answers = pool.imap_unordered(partial(answer, compare, processes, folder), range(processes))
         try:
             return answers.next(LIMIT_S)
@@ -278,23 +261,21 @@ def in_processes(processes: int, compare: Callable[[], tuple[str, str]]) -> tupl
             return REFUSED, f"no result within {LIMIT_S:.0f} s"
 
 
-def be_silent() -> None:
-    """Print nothing: transformers does, and an edited model may. Ctrl-C ends bench.py, which ends this."""
+def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int) -> Answer:
+    """
+    Compare as one of the processes. It prints nothing: transformers does, and an edited model may. Ctrl-C
+    ends bench.py, which ends this.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-
-
-def answer(compare: Callable[[], tuple[str, str]], processes: int, folder: str, rank: int) -> tuple[str, str]:
-    """Compare as one of the processes."""
     torch.set_num_threads(1)
     try:
         if processes > 1:
             choose_interface()
-            store = dist.FileStore(f"{folder}/store", processes)
             limit = timedelta(seconds=TIMEOUT_S)
-            dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=processes)
+            dist.init_process_group("gloo", f"file://{folder}/store", limit, processes, rank)
         return compare()
     except LayoutError as e:  # on all ranks
         return REFUSED, str(e)
@@ -302,7 +283,7 @@ def answer(compare: Callable[[], tuple[str, str]], processes: int, folder: str, 
         return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
 
 
-def compare_resume(launches: Launches, config: dict, model_args: dict) -> tuple[str, str]:
+def compare_resume(launches: Launches, config: dict, model_args: dict) -> Answer:
     """Compare steps of a run of train.py with the same steps of a resumed run, bit for bit."""
     args = small_plan(plan_with({}, config, model_args)).model_args
     data, out = launches.folder / "random", launches.folder / "resumed"
