@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, column, records, start_faulty
+from runs import column, records, start_faulty
 
 from isogpt.lab.runs import read_run
 from isogpt.monitor import code_version
@@ -59,10 +59,6 @@ def test_the_result_of_a_complete_run(zygote, work):
         **{name: start[name] for name in ("parameters", "commit", "changed")},
     }
     assert expected.items() <= result.items() and 0 < result["mfu"] < 1
-    if (REPO / ".git").exists():
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
-        assert result["commit"] == head.stdout.strip()
-
     again = last_line(zygote.train([*COMPLETE, "--init_from=resume"], work))
     assert again == result_of(out) == result | {"seconds": again["seconds"]}
     evaluated = zygote.train([*COMPLETE, "--init_from=resume", "--eval_only"], work)
@@ -80,20 +76,17 @@ def test_the_result_of_a_run_that_stops(zygote, work):
     run.kill(sig=signal.SIGTERM)
     (work / "go").touch()
     first = last_line(run.wait(ok=False))
-    assert first == result_of(out) and (first["exit_reason"], first["reason"]) == ("preempted", "SIGTERM")
-    assert first["val_loss"] is first["weights"] is first["bits_per_byte"] is None
-    assert first["best_val_loss"] == column(out, "val_loss")[0]
+    expected = {"exit_reason": "preempted", "reason": "SIGTERM", "best_val_loss": column(out, "val_loss")[0]}
+    expected |= dict.fromkeys(("val_loss", "weights", "bits_per_byte"))
+    assert first == result_of(out) == first | expected
     steps = first["steps"]
     assert 5 <= steps < 7 and steps == max(column(out, "loss")) + 1
 
     (work / "go").unlink()
     run = start_faulty(zygote, [*args, "--init_from=resume"], work, WAIT=[steps + 1, 0])
-    assert run.until(lambda text: "held by the test" in text)
-    assert not (out / "result.json").exists()
+    assert run.until(lambda text: "held by the test" in text) and not (out / "result.json").exists()
     run.kill()
     run.wait(ok=False)
-    assert not (out / "result.json").exists()
-
     end = last_line(zygote.train([*args, "--init_from=resume"], work))
     assert end == result_of(out) and (end["exit_reason"], end["steps"]) == ("complete", 12)
     assert end["tokens_per_s"] == speed_of(out, slow=(0, 1, 2, steps, steps + 1, steps + 2))

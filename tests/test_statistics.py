@@ -1,7 +1,6 @@
 """Statistics of the layers: their numbers on one process and on many, and that a run keeps its bits."""
 
 import math
-import operator
 
 import numpy as np
 import pytest
@@ -135,17 +134,6 @@ def test_a_compiled_model_is_not_compiled_again(by_block):
     assert dict(counters["stats"]) == graphs
 
 
-def test_the_model_is_left_as_it_was():
-    """Also after an error."""
-    model = GPT(GPTConfig(**SHAPE), seed=1)
-    before = [module.seams for module in model.modules() if hasattr(module, "seams")]
-    with pytest.raises(RuntimeError), observing(model, Observed(None, None, None)):
-        raise RuntimeError
-    after = [module.seams for module in model.modules() if hasattr(module, "seams")]
-    assert before and all(map(operator.is_, before, after))
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_a_skipped_step_and_a_resume(zygote, work):
     """A step that is skipped updates nothing; steps that a resume repeats are measured again."""
     args = ["--stats_interval=2", "--max_iters=7", "--save_interval=3", "--keep_last=0", "--out_dir=out"]
@@ -182,24 +170,17 @@ def test_a_run_has_the_same_bits(zygote, work, nproc, flags):
         assert column(work / "with", name) == column(work / "without", name)
 
 
-LAYOUTS = {
-    "zero 3": (["--zero=3"], []),
-    "tp": (["--tp=2"], []),
-    "pp": (["--pp=2"], []),
-    "cp": (["--cp=2"], []),
-    "ep": (["--ep=2"], ["--n_expert=4"]),
-    "zbv": (["--pp=2", "--pp_schedule=zbv", "--zero=2"], []),
-}
+ZBV = "--pp=2 --pp_schedule=zbv --zero=2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_has_the_numbers_of_one_process(zygote, work, name):
-    layout, model = LAYOUTS[name]
-    args = ["--stats_interval=2", "--max_iters=2", "--n_layer=4", *model]
+@pytest.mark.parametrize("layout", ["--zero=3", "--tp=2", "--pp=2", "--cp=2", "--ep=2", ZBV])
+def test_a_layout_has_the_numbers_of_one_process(zygote, work, layout):
+    experts = ["--n_expert=4"] if layout == "--ep=2" else []
+    args = ["--stats_interval=2", "--max_iters=2", "--n_layer=4", *experts]
     zygote.train([*args, "--out_dir=one"], work)
-    zygote.train([*args, *layout, "--out_dir=two"], work, 2)
+    zygote.train([*args, *layout.split(), "--out_dir=two"], work, 2)
     found, expected = statistics_of(work / "two"), statistics_of(work / "one")
     assert [*found] == [*expected] == [0, 2]
-    for step, numbers in expected.items():
-        assert found[step] == pytest.approx(numbers, rel=1e-4)
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=1e-4)

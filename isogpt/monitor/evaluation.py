@@ -76,6 +76,8 @@ class Evaluator:
                         break
             except DataError as e:
                 problems.append(str(e))
+            if self.stop.agreed:
+                break
         self.model.train()
         reshard(self.model)
         if problems:

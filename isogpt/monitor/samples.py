@@ -89,10 +89,10 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
 
 def prompt_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a line break, or a single id if the vocabulary does not contain it."""
+    ids = []
     with suppress(ValueError):
-        if ids := tokenizer.encode("\n"):
-            return ids
-    return [tokenizer.end_of_text or 0]
+        ids = tokenizer.encode("\n")
+    return ids or [tokenizer.end_of_text or 0]
 
 
 def first_lines(text: str) -> list[str]:

@@ -42,12 +42,10 @@ class TensorBoard:
             if "val_loss" not in record:
                 return
             self.open()
-        try:
-            for name, value in chart_values(record).items():
-                if name != "iter" and isinstance(value, int | float):
-                    self.writer.add_scalar(name, value, record["iter"])
-            if record.get("event") in CLOSING:
-                self.writer.close()
-        except Exception:
-            self.writer = None
-            raise
+        writer, self.writer = self.writer, None  # which it stays after an error
+        for name, value in chart_values(record).items():
+            if name != "iter" and isinstance(value, int | float):
+                writer.add_scalar(name, value, record["iter"])
+        if record.get("event") in CLOSING:
+            writer.close()
+        self.writer = writer

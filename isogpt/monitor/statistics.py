@@ -155,12 +155,11 @@ class LayerStatistics:
         self.group, length = mesh.group("cp"), self.reader.block_size
         self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
         self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
-        self.parameters = {short_name(name): p for name, p in self.raw_model.named_parameters()}
-        groups = parameters_by_replica_count(self.raw_model, mesh)
-        copies = {p: n for n, params in groups.items() for p in params}
-        self.copies = torch.tensor(
-            [copies[p] for p in self.parameters.values()], dtype=number_dtype(device), device=device
-        )
+        names = {p: short_name(name) for name, p in self.raw_model.named_parameters()}
+        groups = parameters_by_replica_count(self.raw_model, mesh).items()
+        self.parameters = {names[p]: p for _, params in groups for p in params}
+        copies = [n for n, params in groups for _ in params]
+        self.copies = torch.tensor(copies, dtype=number_dtype(device), device=device)
 
     @contextmanager
     def of_update(self, step: int) -> Iterator[None]:

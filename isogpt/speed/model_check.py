@@ -9,6 +9,7 @@ are forked from bench.py, which has computed nothing.
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -32,7 +33,7 @@ from isogpt.parallel.compilation import compile_parts, trial_compilation
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.pipeline import SCHEDULES
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.training import layout_check, settings
 from isogpt.training.degrees import check_degrees
@@ -88,11 +89,8 @@ def verdict(problem: str) -> Answer:
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
     """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
-    try:
-        settings.check_layout(plan)
-        check_degrees(plan)
-    except ValueError as e:
-        return REFUSED, str(e)
+    settings.check_layout(plan)
+    check_degrees(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
     return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
@@ -143,10 +141,7 @@ def compare_optimizers(trial: Trial) -> Answer:
     model = trial.new_model()
     trial.whole_step(model, trial.micro_batches())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        optimizers = make_optimizers(model, trial.config)
-    except ValueError as e:
-        return REFUSED, str(e)
+    optimizers = make_optimizers(model, trial.config)
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
@@ -170,11 +165,8 @@ def compare_export(trial: Trial) -> Answer:
     """
     model = trial.new_model()
     with TemporaryDirectory() as folder:
-        try:
-            huggingface.save(Path(folder), model, {})
-            weights = type(model).from_pretrained(folder).state_dict()
-        except ValueError as e:
-            return REFUSED, str(e)
+        huggingface.save(Path(folder), model, {})
+        weights = type(model).from_pretrained(folder).state_dict()
     wrong = [name for name, p in model.state_dict().items() if not torch.equal(p, weights[name])]
     return verdict(f"{wrong[0]} is different after the conversion back" if wrong else "")
 
@@ -252,8 +244,7 @@ def check_model(
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
     """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
-    context = multiprocessing.get_context("fork")
-    with TemporaryDirectory() as folder, context.Pool(processes) as pool:
+    with TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(processes) as pool:
         answers = pool.imap_unordered(partial(answer, compare, processes, folder), range(processes))
         try:
             return answers.next(LIMIT_S)
@@ -277,9 +268,10 @@ def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int
             limit = timedelta(seconds=TIMEOUT_S)
             dist.init_process_group("gloo", f"file://{folder}/store", limit, processes, rank)
         return compare()
-    except LayoutError as e:  # on all ranks
-        return REFUSED, str(e)
     except Exception as e:  # whatever an edited model raises
+        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+        if isinstance(e, ValueError) and frame.f_globals["__name__"].startswith("isogpt."):
+            return REFUSED, str(e)  # a sentence for the user
         return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
 
 
