@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from isogpt.launch.process_group import Ranks
 from isogpt.parallel.plan import Plan
 
-TIMED_ON_CPU = ("data",)  # the CPU waits for data; in the GPU's queue there is nothing to see
 WAITING = "waiting"  # for other ranks, while nothing is computed: a part of the lap backward or pipeline
 COMMUNICATION = (WAITING, "reduce", "agree")  # which no computation hides
 
@@ -159,12 +158,12 @@ class Clock:
         return Mark(time.perf_counter(), event)
 
     def cpu_ms(self, name: str) -> float:
-        """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
+        """Return the milliseconds of this step's laps with this name, which is data, up to now."""
         return self.milliseconds(name, self.spans)
 
     def milliseconds(self, name: str, spans: dict[str, list[tuple[Mark, Mark]]]) -> float:
         """Return a part's milliseconds in a step, of the GPU's queue or of the CPU's clock."""
-        if self.on_gpu and name not in TIMED_ON_CPU:
+        if self.on_gpu and name != "data":  # the CPU waits for data; in the GPU's queue is nothing to see
             return sum(start.event.elapsed_time(end.event) for start, end in spans[name])
         return sum(end.seconds - start.seconds for start, end in spans[name]) * 1e3
 
