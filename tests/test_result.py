@@ -138,7 +138,6 @@ def test_the_version_of_the_code(at):
     assert code_version.code_version(main) == unknown
     git("init")
     path.write_text("a\n")
-    assert code_version.code_version(main) == unknown
     git("add", "train.py")
     git("commit", "-m", "a", "--no-verify")
     known = {"commit": git("rev-parse", "HEAD"), "changed": False}

@@ -65,10 +65,6 @@ COMBINED["zero 3, dp_replicate 2"] = {"zero": 3, "dp_replicate": 2}
 UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
 UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
 UNDIVIDED_SETTINGS |= {"batch_size": layout_check.ROWS, "gradient_accumulation_steps": 8}
-# those of a run that is resumed in the middle
-SHORT_RUN = UNDIVIDED_SETTINGS | FIXED
-SHORT_RUN |= {"device": "cpu", "dtype": "float32", "nproc": 0, "max_iters": 5, "eval_interval": 3}
-SHORT_RUN |= {"save_checkpoint": True, "always_save_checkpoint": True}
 
 
 def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1) -> Plan:
@@ -281,10 +277,12 @@ def compare_resume(launches: Launches, config: dict, model_args: dict) -> Answer
     data, out = launches.folder / "random", launches.folder / "resumed"
     data.mkdir(exist_ok=True)
     write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
-    run = config | SHORT_RUN | settings.settings_of_model(args, config)
-    run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out}
+    run = config | UNDIVIDED_SETTINGS | FIXED | settings.settings_of_model(args, config)
+    run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out, "nproc": 0, "max_iters": 5}
+    run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
+    run |= {"save_checkpoint": True, "always_save_checkpoint": True}
     found = []
-    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": run["eval_interval"]}):
+    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": 3}):
         code, errors = launches.start(run | start)
         if code:
             return REFUSED, reason_for(code, errors)
