@@ -58,8 +58,8 @@ OFFLOAD, OFFLOAD_SCALED = 16, 19
 TOKENS = 3
 # PyTorch's hook draws the matrices on the CPU; 2 after the first compressed step
 POWERSGD = 22
-# the numbers of each of five kinds are read at once; with cpu_offload, the norms of three go to the GPU
-STATISTICS, OFFLOAD_STATISTICS = 6, 25
+# sums and maxima are read at once; with cpu_offload, the norms of three kinds go to the GPU
+STATISTICS, OFFLOAD_STATISTICS = 3, 22
 CASES = {
     # precision
     "plain": daily(""),
