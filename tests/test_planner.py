@@ -6,7 +6,7 @@ import math
 from ast import literal_eval
 from dataclasses import asdict, fields, replace
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import chain, combinations, pairwise, product
 from math import ceil, log2
 from statistics import median
 
@@ -16,11 +16,11 @@ from edits import COUNTED_SHAPE, edited_gpt
 from runs import REPO, column, default_plan, train_defaults
 
 from isogpt.nn.counts import count_on_meta
-from isogpt.parallel.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import about_unused_ranks, share_of
-from isogpt.speed import layouts, memory, plan_report, prediction
+from isogpt.speed import memory, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
@@ -31,8 +31,9 @@ GPT2 = {"bias": False, "vocab_size": 50304}
 LLAMA_7B = {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hidden": 11008}
 LLAMA_7B |= {"vocab_size": 32000, "block_size": 4096}
 LLAMA_8B = LLAMA_7B | {"n_kv_head": 8, "n_hidden": 14336, "vocab_size": 128256, "block_size": 8192}
+H100 = HARDWARE["h100"]
 LOCAL, NETWORK = Link(1e-6, 1e11), Link(1e-5, 8e10)
-SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=LOCAL, network=NETWORK, half=100)
+SIMPLE = replace(H100, tflops=141, tb_per_s=1.2, local=LOCAL, network=NETWORK, half=100)
 
 
 def plan_with(model, devices, rows, accumulation, *, dtype="bfloat16", model_class=GPT, **settings):
@@ -48,6 +49,7 @@ def counts_of(model_class, *args):
     return count_on_meta(model_class, dict(args))
 
 
+COPIES = replace(SIMPLE, gather=2.0)  # as gloo does
 RINGS = [("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")]
 
 
@@ -59,7 +61,6 @@ RINGS = [("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"),
 def test_a_ring_uses_the_links_of_its_ranks(devices, settings):
     """Against counting the ranks of each ring on each machine."""
     mesh, per_node = make_mesh(0, default_plan(world_size=devices, **settings)), 8
-    rings = prediction.Rings(SIMPLE, mesh, per_node)
     for axes in RINGS:
         others = [axis for axis in AXES if axis not in axes]
         group = [r for r in range(devices) if replace(mesh, rank=r).index(*others) == 0]
@@ -72,11 +73,15 @@ def test_a_ring_uses_the_links_of_its_ranks(devices, settings):
         expected = 8e9 * (n - 1) / n / min(bandwidths) if n > 1 else 0
         machines, local = max(1, crossings), ceil(log2(on_machine)) * 1e-6
         latency = (machines - 1) * 1e-5 + local
-        assert rings.seconds(axes, 8e9) == pytest.approx(expected + latency), (axes, group)
-        three = rings.seconds(axes, 8e9, count=3, slowness=2.0)
-        assert three == pytest.approx(2 * expected + 3 * latency), (axes, group)
         in_trees = 2 * (expected + ceil(log2(machines)) * 1e-5 + local)
-        assert rings.all_reduce_s(axes, 8e9) == pytest.approx(in_trees), (axes, group)
+        ring = Role(mesh, axes)
+        for kind, count, seconds in [
+            ("exchange", 1, expected + latency),
+            ("gather", 3, 2 * expected + 3 * latency),
+            ("reduce", 1, in_trees),
+        ]:
+            found = prediction.collectives_s(COPIES, ring, kind, 8e9, count)
+            assert found == pytest.approx(seconds), (axes, group, kind)
 
 
 def test_layers_are_cut_as_well_as_any_cut_does():
@@ -121,7 +126,7 @@ def test_predictions_follow_an_edit_of_the_model():
 
     def compute_s(edit, **changes):
         plan = plan_with(shape | changes, 1, 64, 1, model_class=edited_gpt(edit) if edit else GPT)
-        return prediction.predict(plan, SIMPLE, 8).seconds["compute"]
+        return prediction.predict(plan, SIMPLE).seconds["compute"]
 
     usual, wider = compute_s(""), compute_s("", n_hidden=6144)
     # one and a half times as wide on average
@@ -132,29 +137,31 @@ def test_predictions_follow_an_edit_of_the_model():
     assert compute_s("value embeddings") == pytest.approx(usual, rel=0.02)
 
 
-def ranked(model, devices, rows, accumulation, card="h100", **settings):
-    return layouts.ranked(plan_with(model, devices, rows, accumulation, **settings), HARDWARE[card], 8)
+def ranked(model, devices, rows, accumulation, kept=(), **settings):
+    """The predictions of all layouts of H100s, fastest first."""
+    wanted = plan_with(model, devices, rows, accumulation, **settings)
+    return sorted(chain(*planner.ranked(replace(wanted, kept=kept), H100)))
 
 
-def test_plans_are_valid_and_have_the_same_global_batch(capsys):
-    plans = ranked(LLAMA_7B, 64, 4, 64)
-    assert len({layouts.degrees(plan) for plan in plans}) > 100
-    times = [plan.total_s for plan in plans]
-    assert times == sorted(times)
-    for plan in plans[:: len(plans) // 50]:
-        s = plan.settings
+def settings_of(steps):
+    return [step.plan.layout_settings() for step in steps]
+
+
+def test_plans_are_valid_and_have_the_same_global_batch():
+    wanted = plan_with(LLAMA_7B, 64, 4, 64)
+    ranking = planner.ranked(wanted, H100)
+    assert len(ranking) > 100 and ranking == [sorted(steps) for steps in sorted(ranking)]
+    steps = sorted(chain(*ranking))
+    for step in steps[:: len(steps) // 50]:
+        s = step.plan.layout_settings()
         assert s["batch_size"] * s["gradient_accumulation_steps"] == 256
         check_training(DEFAULTS | s | {name: LLAMA_7B[name] for name in LLAMA_7B.keys() & DEFAULTS.keys()})
-        share = share_of(256, 0, make_mesh(0, plan.plan).data_size, s["batch_size"], s["pp"])
-        assert share.rows >= 1 and bool(plan.problem) == (plan.gb > HARDWARE["h100"].memory_gb)
-    # 16 bytes per parameter are more than 80 GB
-    assert {bool(plan.problem) for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)} == {True}
-    reasons = [layouts.reason(plan, plans[0]) for plan in plans]
+        share = share_of(256, 0, make_mesh(0, step.plan).data_size, s["batch_size"], s["pp"])
+        assert share.rows >= 1 and bool(step.problem) == (step.gb > H100.memory_gb)
+    reasons = [planner.reason(step, steps[0]) for step in steps]
     assert not reasons[0] and any("bubble +" in why for why in reasons)
-    plan_report.print_rankings({"64 x h100": plans})
-    heading, *rows = capsys.readouterr().out.splitlines()[1:]
-    assert heading.split()[:3] == ["devices", "sequences", "ms/step"]
-    assert len(rows) == plan_report.ROWS and "(communication +" in rows[1]
+    # 16 bytes per parameter are more than 80 GB
+    assert prediction.predict(wanted, H100).problem.startswith("does not fit: ")
 
 
 @pytest.mark.parametrize("batch_size, accumulation, devices", [(12, 40, 32), (16, 32, 24), (1, 24, 8)])
@@ -168,17 +175,11 @@ def test_train_does_not_advise_against_the_plan_of_its_micro_batches(batch_size,
 
 def test_slower_networks_change_the_choice():
     """Over 1 Gbit/s, what communicates each micro-step between machines loses."""
-    wanted, network = plan_with(GPT2, 16, 8, 16), changed_hardware(HARDWARE["h100"], 1, 0, 0)
-    fast, slow = (layouts.ranked(wanted, hw, 8)[0] for hw in (HARDWARE["h100"], network))
-    assert fast.settings["zero"] >= 2 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
-    sharded = prediction.predict(replace(wanted, zero=3), network, 8)
+    wanted, network = plan_with(GPT2, 16, 8, 16), changed_hardware(H100, 1, 0, 0)
+    fast, slow = (min(chain(*planner.ranked(wanted, hw))) for hw in (H100, network))
+    assert fast.plan.zero >= 2 and fast.plan.pp == 1 and slow.plan.pp > 1
+    sharded = prediction.predict(replace(wanted, zero=3), network)
     assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
-
-
-def test_a_card_that_is_described():
-    card = HARDWARE["4090"]
-    assert changed_hardware(card, 0, 48, 100) == replace(card, memory_gb=48, matmul=0.7e14)
-    assert changed_hardware(card, 10, 0, 0).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -196,10 +197,10 @@ MODELS = {
     "llama-3-8b": LLAMA_8B,
     "llama-3-70b": LLAMA_70B,
 }
-H100, A100, A100_40GB = (HARDWARE[card] for card in ("h100", "a100", "a100-40gb"))
+A100, A100_40GB = HARDWARE["a100"], HARDWARE["a100-40gb"]
 PUBLISHED = HARDWARE | {
     "": replace(H100, memory_gb=math.inf),
-    "h100 500 W": replace(H100, matmul=0.71 * 835e12, bytes_per_s=0.85 * 2.4e12),
+    "h100 500 W": replace(H100, tflops=835, tb_per_s=2.4),
     "a100 composed": replace(A100, attention=A100.attention / 7),
     "a100-40gb composed": replace(A100_40GB, attention=A100_40GB.attention / 7),
 }
@@ -239,7 +240,7 @@ def test_published_runs_of_one_program():
     """Those of MosaicML, to which the speeds of the cards were fitted."""
     rows = []
     for row, tokens_per_s, plan in published("published_runs.csv", "tokens_per_s"):
-        step = prediction.predict(plan, HARDWARE[row["card"]], 8)
+        step = prediction.predict(plan, HARDWARE[row["card"]])
         assert not step.problem, row
         length = "up to 2,048 tokens" if int(row["block_size"]) <= 2048 else "longer"
         rows.append((f"{row['card']}, {length}", step.tokens_per_s / plan.world_size, tokens_per_s))
@@ -252,7 +253,7 @@ def test_published_runs_of_other_programs():
     rows = []
     for row, tokens_per_s, plan in published("published_others.csv", "tokens_per_s"):
         roomy = replace(PUBLISHED[row["card"]], memory_gb=math.inf)
-        speed = prediction.predict(plan, roomy, 8).tokens_per_s / plan.world_size
+        speed = prediction.predict(plan, roomy).tokens_per_s / plan.world_size
         rows.append((row["run"].split()[0].rstrip(","), speed, tokens_per_s))
         print(f"{row['run']}: {speed:,.0f} tokens/s, published {tokens_per_s:,.0f}")
     errors = errors_of(rows)
@@ -280,13 +281,12 @@ def test_published_memory():
     + [{"pp": 2, "pp_schedule": "zbv", "zero": 1}],
 )
 def test_settings_that_are_not_at_their_defaults_are_kept(settings):
-    plans = ranked(LLAMA_7B, 16, 4, 16, **settings)
-    assert len(plans) > 8 and all(plan.settings.items() >= settings.items() for plan in plans)
+    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, **settings))
+    assert len(plans) > 8 and all(plan.items() >= settings.items() for plan in plans)
 
 
 def test_a_setting_that_was_typed_is_kept_at_its_default():
-    wanted = replace(plan_with(LLAMA_7B, 16, 4, 16), kept=["tp", "zero", "activation_checkpointing"])
-    plans = [prediction.settings for prediction in layouts.ranked(wanted, HARDWARE["h100"], 8)]
+    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, kept=["tp", "zero", "activation_checkpointing"]))
     assert {(p["tp"], p["zero"], p["activation_checkpointing"]) for p in plans} == {(1, 0, "none")}
     assert len({p["pp"] for p in plans}) > 3
 
@@ -294,21 +294,18 @@ def test_a_setting_that_was_typed_is_kept_at_its_default():
 @pytest.mark.parametrize("memory_gb", [20, 40, 80])
 def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
     """Against all schedules, micro-batches and recomputations: what fits does not exclude what is faster."""
-    wanted, hw = plan_with(LLAMA_7B, 32, 4, 32), replace(HARDWARE["h100"], memory_gb=memory_gb)
+    wanted, hw = plan_with(LLAMA_7B, 32, 4, 32), replace(H100, memory_gb=memory_gb)
+    modes = "none", "selective", "full"
     for degrees in ({"pp": 4, "tp": 2}, {"pp": 8, "zero": 1}, {"zero": 3}, {"zero": 2, "tp": 2}):
         layout = replace(wanted, **degrees)
         fastest = math.inf
-        sizes = layouts.micro_batches(wanted, layout)
-        for mode, schedule, size in product(layouts.RECOMPUTE, prediction.SCHEDULES, sizes):
+        sizes = planner.micro_batches(wanted, layout)
+        for mode, schedule, size in product(modes, prediction.IDLE, sizes):
             steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
             plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
-            if layouts.is_valid(plan):
-                fastest = min(fastest, prediction.predict(plan, hw, 8).total_s)
-        tried = layouts.predictions_of(wanted, layout, hw, 8)
-        assert min(plan.total_s for plan in tried) == fastest, degrees
-
-
-ZBV = {"activation_checkpointing": "selective", "pp": 2, "pp_schedule": "zbv"}
+            if planner.is_valid(plan):
+                fastest = min(fastest, prediction.predict(plan, hw).total_s)
+        assert min(planner.predictions_of(wanted, layout, hw)).total_s == fastest, degrees
 
 
 @pytest.mark.parametrize(
@@ -317,7 +314,6 @@ ZBV = {"activation_checkpointing": "selective", "pp": 2, "pp_schedule": "zbv"}
         ({"tp": 3}, "tp is 3: it must divide n_head, 32: set --tp=1"),
         ({"ep": 2}, "ep is 2, but the model contains no experts"),
         ({"shares": "2,1,1"}, "exclude all"),
-        (ZBV, "set --activation_checkpointing=full, or --pp_schedule=interleaved"),
     ],
 )
 def test_settings_that_no_layout_can_have(settings, message):
@@ -326,7 +322,7 @@ def test_settings_that_no_layout_can_have(settings, message):
 
 
 def test_shares_choose_the_number_of_data_parallel_ranks():
-    plans = [p.settings for p in ranked(LLAMA_7B, 16, 4, 16, shares="2,1")]
+    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, shares="2,1"))
     assert {p["tp"] * p["pp"] * p["cp"] for p in plans} == {8}
 
 

@@ -14,7 +14,6 @@ from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
-DATA_SHEET = "data sheet"  # a source of peaks
 MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 
@@ -178,11 +177,11 @@ def hardware_of(card: str, device: torch.device, dtype: str, per_node: int) -> H
         if hw := known_gpu(gpu.name):
             return replace(hw, memory_gb=gpu.total_memory / 1e9, per_node=per_node)
         raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
-    hw, share = HARDWARE["cpu"], len(own_cores()) / per_node
-    tflops = share * measured_matmul(device, dtype) / torch.get_num_threads() / 1e12
+    hw, share = HARDWARE["cpu"], len(own_cores()) / per_node / torch.get_num_threads()
+    speed = share * measured_matmul(device, dtype) / hw.matmul
+    speeds = {"tflops": speed * hw.tflops, "tb_per_s": speed * hw.tb_per_s}
     memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / per_node
-    traffic = hw.tb_per_s * tflops / hw.tflops
-    return replace(hw, memory_gb=memory_gb, tflops=tflops, tb_per_s=traffic, per_node=per_node)
+    return replace(hw, memory_gb=memory_gb, per_node=per_node, **speeds)
 
 
 def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
@@ -205,7 +204,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """
     card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if card and dtype != "float32":
-        return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), DATA_SHEET
+        return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), "data sheet"
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
@@ -247,8 +246,8 @@ class Peak:
 
     def is_doubtful(self, flops_per_s: float) -> bool:
         """Whether a step was faster than the peak, and the peak may be measured again."""
-        may_be_measured = self.flops is not None and self.source != DATA_SHEET
-        return may_be_measured and flops_per_s > self.flops and self.measurements < MOST_MEASUREMENTS
+        is_faster = "measured" in self.source and flops_per_s > self.flops
+        return is_faster and self.measurements < MOST_MEASUREMENTS
 
 
 def find_peak(device: torch.device, dtype: str) -> Peak:

@@ -29,13 +29,12 @@ from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED, Plan, plan_of
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware, hardware_of
-from isogpt.speed.prediction import SCHEDULES, Prediction, predict
+from isogpt.speed.prediction import IDLE, Prediction, predict
 from isogpt.training import precision
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout, fit_model_args
 
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
-RECOMPUTE = ("none", "selective", "full")
 
 
 def make_plan(
@@ -57,14 +56,14 @@ def make_plan(
             device_type=ranks.device.type,
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
         )
+        # the dtype of all ranks is that of one of them
+        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_degrees(plan)
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
-    with exit_together():
-        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
     if config["layout"] == "auto":
         plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
     if plan.exact:  # a smaller micro-batch would give other bits
@@ -129,8 +128,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 
 def divisors(n: int, most: int) -> list[int]:
-    """The divisors of n up to `most`."""
-    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+    """1 and the further divisors of n up to `most`."""
+    return [1, *(d for d in range(2, min(n, most) + 1) if n % d == 0)]
 
 
 def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
@@ -142,8 +141,8 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
     choices = {
         "tp": divisors(per_node, args["n_kv_head"]),
         "pp": divisors(devices, args["n_layer"]),
-        "cp": divisors(devices, max(1, args["block_size"] // 256)),
-        "ep": divisors(devices, max(1, args.get("n_expert", 0))),
+        "cp": divisors(devices, args["block_size"] // 256),
+        "ep": divisors(devices, args["n_expert"]),
         "zero": [0, 1, 2, 3],
         "dp_replicate": sorted({1, devices // per_node}),
     }
@@ -152,8 +151,8 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
         if is_valid(layout):
             mesh = make_mesh(0, layout)
             shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
-            is_zero_0 = layout.zero not in (0, plan.zero) and shards == 1
-            if mesh.data_size <= plan.sequences and not is_zero_0:
+            is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
+            if mesh.data_size <= plan.sequences and is_new:
                 yield layout
 
 
@@ -181,8 +180,8 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Predict
     Args:
         wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
-    schedules = fixed_or(wanted, "pp_schedule", SCHEDULES if layout.pp > 1 else ["1f1b"])
-    modes = fixed_or(wanted, "activation_checkpointing", RECOMPUTE)
+    schedules = fixed_or(wanted, "pp_schedule", [*IDLE] if layout.pp > 1 else ["1f1b"])
+    modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
     for schedule, size in product(schedules, micro_batches(wanted, layout)):
         steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
         plans = (

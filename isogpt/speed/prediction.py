@@ -18,10 +18,9 @@ from isogpt.speed.activations import activations_of
 from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import RankPart, memory_estimate, part_of
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-# the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
+# the idle time of a pipeline's schedules as a multiple of 1F1B's: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
-IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
+IDLE = {"gpipe": 1, "1f1b": 1, "interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 # a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
 # to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
@@ -138,15 +137,13 @@ def collectives_s(hw: Hardware, ranks: Role, kind: str, size: float, count: int 
             or what neighbours send).
         size: bytes of all `count` collectives together.
     """
-    n = ranks.size
+    mesh, n = ranks.mesh, ranks.size
     if n == 1 or not size:
         return 0.0
-    on_machine = inner = 1  # ranks of the ring on a machine; ranks along the axes so far
-    for axis in reversed(AXES):
-        along = ranks.mesh.size(axis)
-        if axis in ranks.axes:
-            on_machine *= min(along, max(1, hw.per_node // inner))
-        inner *= along
+    on_machine = 1  # ranks of the ring on a machine
+    for axis in ranks.axes:
+        inner = mesh.size(*AXES[AXES.index(axis) + 1 :])
+        on_machine *= min(mesh.size(axis), max(1, hw.per_node // inner))
     machines = n / on_machine
     bandwidth = hw.local.bytes_per_s if on_machine > 1 else inf
     if machines > 1:
@@ -250,25 +247,19 @@ def predict(plan: Plan, hw: Hardware) -> Prediction:
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
     slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
-    micro_steps = share.micro_steps
+    micro_steps, part = share.micro_steps, part_of(plan, 0)
     communication = micro_steps * activations_s(hw, mesh, plan)
+    communication += weights_s(hw, mesh, plan, micro_steps, slowest)
+    # ZeRO divides experts less, since ep has divided them already
+    shards = mesh.loss if plan.zero == 1 else mesh.shards
+    updated = part.dense / shards.size + part.experts / shards.without("ep").size
     seconds = {
         "compute": micro_steps * sum(slowest),
-        "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
-        "communication": communication + weights_s(hw, mesh, plan, micro_steps, slowest),
-        "optimizer": optimizer_s(hw, plan, mesh),
+        "bubble": (plan.pp - 1) * sum(slowest) * IDLE[plan.pp_schedule],
+        "communication": communication,
+        # AdamW reads weights, gradients and two moments, and writes all but the gradients; clipping scales
+        # the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters (docs/benchmarks.md), and 1.2
+        # ms are predicted
+        "optimizer": 40 * updated / hw.bytes_per_s,
     }
     return Prediction(sum(seconds.values()), gb, plan, seconds)
-
-
-def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
-    """
-    Return the seconds of an optimizer step. AdamW reads weights, gradients and two moments, and writes all
-    but the gradients; clipping scales the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters
-    (docs/benchmarks.md), and 1.2 ms are predicted.
-    """
-    part = part_of(plan, 0)
-    shards = mesh.loss if plan.zero == 1 else mesh.shards
-    # ZeRO divides experts less, since ep has divided them already
-    updated = part.dense / shards.size + part.experts / shards.without("ep").size
-    return 40 * updated / hw.bytes_per_s
