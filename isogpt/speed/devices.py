@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,6 @@ from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
-MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 
 
@@ -197,64 +197,36 @@ def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops
     return replace(hw, network=network, memory_gb=memory_gb, tflops=tflops)
 
 
-def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
-    """
-    (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
-    (None, 'unknown') if neither is possible.
-    """
+class Peak(NamedTuple):
+    """The matmul FLOP/s of devices, and the source of this figure; None: it is unknown."""
+
+    flops: float | None = None
+    source: str = "unknown"
+
+
+def find_peak(device: torch.device, dtype: str) -> Peak:
+    """The peak of all ranks' devices together, which may differ; the source is rank 0's (all ranks)."""
+    peaks = gather_objects(peak_of(device, dtype))
+    flops = [peak.flops for peak in peaks]
+    return Peak(sum(flops), peaks[0].source) if all(flops) else Peak()
+
+
+def peak_of(device: torch.device, dtype: str) -> Peak:
+    """The peak of this device: from the data sheet, or else measured."""
     card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if card and dtype != "float32":
-        return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), "data sheet"
+        return Peak(card.tflops * 1e12 / (2 if dtype == "tf32" else 1), "data sheet")
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
     try:
-        return measured_matmul(device, dtype, START_BUDGET_S), source
+        return Peak(measured_matmul(device, dtype, START_BUDGET_S), source)
     except RuntimeError:
-        return None, "unknown"
+        return Peak()
     finally:
         if device.type == "cuda":  # up to 0.8 GB that no step needs
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-
-
-@dataclass
-class Peak:
-    """
-    The matmul FLOP/s of all ranks' devices together. A figure that was measured while other programs used
-    the machine is too low, and can be measured again; the best measurement counts.
-
-    Args:
-        flops: None: unknown.
-        source: of rank 0's figure, see peak_flops.
-    """
-
-    device: torch.device
-    dtype: str
-    flops: float | None = None
-    source: str = "unknown"
-    measurements: int = 0
-
-    def measure(self) -> None:
-        """Find the figure, or measure it again (all ranks)."""
-        self.measurements += 1
-        figures = gather_objects(peak_flops(self.device, self.dtype))
-        peaks = [flops for flops, _ in figures]
-        if all(peaks):
-            # rank 0's source, since devices may differ, and all ranks must measure again or none
-            self.flops, self.source = max(self.flops or 0.0, sum(peaks)), figures[0][1]
-
-    def is_doubtful(self, flops_per_s: float) -> bool:
-        """Whether a step was faster than the peak, and the peak may be measured again."""
-        is_faster = "measured" in self.source and flops_per_s > self.flops
-        return is_faster and self.measurements < MOST_MEASUREMENTS
-
-
-def find_peak(device: torch.device, dtype: str) -> Peak:
-    """The peak of all ranks' devices (all ranks)."""
-    peak = Peak(device, dtype)
-    peak.measure()
-    return peak
 
 
 def fraction_of_peak(flops_per_s: float, peak: float | None) -> float | None:

@@ -3,8 +3,7 @@
 import sys
 from itertools import chain, product
 
-from isogpt.common import console
-from isogpt.common.console import count_text, duration
+from isogpt.common.console import aligned, count_text, duration
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.speed.devices import changed_hardware, hardware_of
@@ -85,7 +84,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
     rows = [row_of(name, step, rankings[name][0][0]) for name, step in shown]
     columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
-    print("\n  ".join(["predicted:", *console.aligned(columns)]))
+    print("\n  ".join(["predicted:", *aligned(columns)]))
     fastest = shown[0][1]
     check_fits(fastest)
     return fastest

@@ -17,8 +17,7 @@ from torch import nn
 
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
-from isogpt.common import console
-from isogpt.common.console import count_text
+from isogpt.common.console import count_text, print_line
 from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
@@ -107,17 +106,17 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
     if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
-        console.print_line(f"layout:  {typed(replace(plan, **settings))}, recorded in {path}")
+        print_line(f"layout:  {typed(replace(plan, **settings))}, recorded in {path}")
         return settings
     hw = hardware_of("this", ranks.device, plan.dtype, per_node)
     best, *others = map(min, ranked(plan, hw))
     check_fits(best)
-    console.print_line(
+    print_line(
         f"layout:  {typed(best.plan)}, the fastest of {1 + len(others)} by prediction: "
         f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
     )
     for other in others[:2]:
-        console.print_line(f"         {typed(other.plan)}: {reason(other, best)}")
+        print_line(f"         {typed(other.plan)}: {reason(other, best)}")
     settings = best.plan.layout_settings()
     record(path, job, settings)
     return settings
@@ -164,13 +163,12 @@ def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
 
 def is_valid(plan: Plan) -> bool:
     """Whether train.py accepts a plan."""
-    try:
+    with suppress(ValueError):
         check_layout(plan)
         check_degrees(plan)
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Prediction]:
