@@ -192,9 +192,8 @@ def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops
         network_gbit: each machine's bandwidth to other machines.
         tflops: the peak of the card's data sheet.
     """
-    network = replace(hw.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
-    memory_gb, tflops = memory_gb or hw.memory_gb, tflops or hw.tflops
-    return replace(hw, network=network, memory_gb=memory_gb, tflops=tflops)
+    network = Link(hw.network.latency_s, network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
+    return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, tflops=tflops or hw.tflops)
 
 
 class Peak(NamedTuple):

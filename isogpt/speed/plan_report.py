@@ -44,7 +44,8 @@ def tune(workload: Workload, config: dict, launches: Launches, card: str) -> dic
     layouts = [step.plan.layout_settings() for step in tried]
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
-    report = {"tried": measure(launches, [workload.settings | layout for layout in layouts], varied, steps=5)}
+    launched = [workload.settings | layout for layout in layouts]
+    report = {"tried": measure(launches, launched, varied, steps=5)}
     speeds = [run.get("tokens_per_s", 0.0) for run in report["tried"]]
     if speed := max(speeds):
         fastest = tried[speeds.index(speed)]
@@ -112,8 +113,7 @@ def length_text(settings: dict, step_s: float) -> str:
     if settings["max_epochs"] or not limits.max_iters:
         return ""
     steps = int(limits.max_iters) + 1  # as in nanoGPT
-    took = duration(steps * step_s)
-    return f", {count_text(steps, 'step')} in {took} without evaluations and checkpoints"
+    return f", {count_text(steps, 'step')} in {duration(steps * step_s)} without evaluations and checkpoints"
 
 
 def print_command(workload: Workload, config: dict, fastest: Prediction, speed: str) -> str:

@@ -117,9 +117,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     )
     for other in others[:2]:
         print_line(f"         {typed(other.plan)}: {reason(other, best)}")
-    settings = best.plan.layout_settings()
-    record(path, job, settings)
-    return settings
+    record(path, job, best.plan.layout_settings())
+    return best.plan.layout_settings()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -181,10 +180,9 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Predict
     schedules = fixed_or(wanted, "pp_schedule", [*IDLE] if layout.pp > 1 else ["1f1b"])
     modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
     for schedule, size in product(schedules, micro_batches(wanted, layout)):
-        steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
-        plans = (
-            replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps) for mode in modes
-        )
+        step = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
+        layout = replace(layout, pp_schedule=schedule, **step)
+        plans = (replace(layout, activation_checkpointing=mode) for mode in modes)
         for prediction in (predict(plan, hw) for plan in plans if is_valid(plan)):
             yield prediction
             if not prediction.problem:

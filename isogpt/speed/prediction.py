@@ -91,32 +91,29 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     return max(forward, kernels), max(backward, 2 * kernels)
 
 
-def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
-    """Seconds of a rank's matmuls outside of the blocks, such as the head, and of kernels.summed_loss."""
-    args, size = plan.model_args, plan.torch_dtype.itemsize
-    tokens = plan.micro_batch * args["block_size"] / plan.cp
-    head = matmuls_s(hw, tokens, part.edge_matrices / plan.tp, args["n_embd"])
-    # logits in the computing dtype and in float32, log_softmax, and the gradients
-    traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp) if part.has_loss else 0.0
-    return head + (8 + 2 * size) * traffic, 2 * head + (4 + 2 * size) * traffic
-
-
 def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
-    part = part_of(plan, pp_rank)
-    block_forward, block_backward = block_s(hw, plan, part)
-    forward, backward = edges_s(hw, plan, part)
+    args, size, part = plan.model_args, plan.torch_dtype.itemsize, part_of(plan, pp_rank)
+    forward, backward = block_s(hw, plan, part)
     if every := recompute_every(plan.activation_checkpointing):
         # selective: without matmuls and attention
         share = 0.15 if plan.activation_checkpointing == "selective" else 1.0
-        block_backward += share * block_forward / every
-    forward += part.layers * block_forward + hw.micro_step_s
-    backward += part.layers * block_backward
+        backward += share * forward / every
+    # matmuls outside of the blocks, such as the head
+    tokens = plan.micro_batch * args["block_size"] / plan.cp
+    head = matmuls_s(hw, tokens, part.edge_matrices / plan.tp, args["n_embd"])
+    forward = part.layers * forward + head + hw.micro_step_s
+    backward = part.layers * backward + 2 * head
+    if part.has_loss:
+        # kernels.summed_loss: logits in the computing dtype and in float32, log_softmax, and the gradients
+        traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp)
+        forward += (8 + 2 * size) * traffic
+        backward += (4 + 2 * size) * traffic
     parameter_s = (part.dense + part.experts) / hw.bytes_per_s  # to read a byte of each
-    # autocast reads each weight in float32 and writes it
-    if plan.torch_dtype.itemsize == 2 and plan.zero < 2:
+    if size == 2 and plan.zero < 2:  # autocast reads each weight in float32 and writes it
         forward += 6 * parameter_s
-    return forward, backward + 12 * parameter_s  # adding to the gradient reads two tensors and writes one
+    # adding to the gradient reads two tensors and writes one
+    return forward, backward + 12 * parameter_s
 
 
 # ------------------------------------------------------------------------------------------------------------
