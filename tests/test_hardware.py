@@ -196,18 +196,16 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
 READS_ALL = """
 import sys
 import torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from runs import default_plan
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
-from dataclasses import replace
-from isogpt.parallel.plan import UNDIVIDED
 from isogpt.speed.usage import memory_gb
-
 before = memory_gb(torch.device("cpu"))
 data = open_dataset(sys.argv[2], 1024)
-plan = replace(UNDIVIDED, batch_size=64, gradient_accumulation_steps=1, micro_batch=64, shares="equal",
-               model_args=dict(block_size=1024, vocab_size=data.vocab_size))
+shape = {"block_size": 1024, "vocab_size": data.vocab_size}
+plan = default_plan(batch_size=64, gradient_accumulation_steps=1, micro_batch=64, model_args=shape)
 reader = Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
 for split in ("train", "val"):
     list(map(len, reader.evaluation(split, 6400)))
