@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from ast import literal_eval
 from dataclasses import asdict, fields, replace
 from functools import cache
 from itertools import chain, combinations, pairwise, product
@@ -13,7 +12,7 @@ from statistics import median
 import pytest
 import torch
 from edits import COUNTED_SHAPE, edited_gpt
-from runs import REPO, column, default_plan, train_defaults
+from runs import REPO, column, default_plan, settings_of_train, train_defaults
 
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh
@@ -204,24 +203,17 @@ PUBLISHED = HARDWARE | {
 }
 
 
-def number_or_text(text):
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def published(name, figure):
     """(row, its figure, plan) of each run in a file of tests/ for which this figure has been published."""
-    lines = (REPO / "tests" / name).read_text().splitlines()
+    lines, known = (REPO / "tests" / name).read_text().splitlines(), settings_of_train()
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        pairs = (pair.split("=") for pair in row.get("settings", "compile=False").split())
-        settings = {name: number_or_text(text) for name, text in (*row.items(), *pairs)}
+        pairs = [pair.split("=") for pair in row.get("settings", "compile=False").split()]
+        settings = {name: known[name].parse(text) for name, text in (*row.items(), *pairs) if name in known}
         model = MODELS[row.get("model", "mpt")] | {name: settings[name] for name in settings.keys() & SHAPE}
-        layout = {name: settings[name] for name in settings.keys() & DEFAULTS.keys() - SHAPE}
+        layout = {name: settings[name] for name in settings.keys() - SHAPE}
         batch = layout.pop("batch_size"), layout.pop("gradient_accumulation_steps")
         if row[figure]:
-            yield row, float(row[figure]), plan_with(model, settings["gpus"], *batch, **layout)
+            yield row, float(row[figure]), plan_with(model, int(row["gpus"]), *batch, **layout)
 
 
 def errors_of(name, figure, predict):
@@ -289,13 +281,12 @@ def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
     modes = "none", "selective", "full"
     for degrees in ({"pp": 4, "tp": 2}, {"pp": 8, "zero": 1}, {"zero": 3}, {"zero": 2, "tp": 2}):
         layout = replace(wanted, **degrees)
-        fastest = math.inf
-        sizes = planner.micro_batches(wanted, layout)
-        for mode, schedule, size in product(modes, prediction.IDLE, sizes):
-            steps = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
-            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **steps)
-            if planner.is_valid(plan):
-                fastest = min(fastest, prediction.predict(plan, hw).total_s)
+        plans = [
+            replace(layout, activation_checkpointing=mode, pp_schedule=schedule, batch_size=size)
+            for mode, schedule, size in product(modes, prediction.IDLE, planner.micro_batches(wanted, layout))
+        ]
+        plans = [replace(p, gradient_accumulation_steps=wanted.sequences // p.batch_size) for p in plans]
+        fastest = min(prediction.predict(plan, hw).total_s for plan in filter(planner.is_valid, plans))
         assert min(planner.predictions_of(wanted, layout, hw)).total_s == fastest, degrees
 
 
