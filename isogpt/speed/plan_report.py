@@ -16,6 +16,7 @@ from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
 ROWS = 18  # of the table of layouts
+HEADINGS = ("devices", "sequences", "ms/step", "tokens/s", "TFLOP/s", "GB", "settings (why they are slower)")
 
 
 def report_plan(workload: Workload, config: dict, counts: list[int], cards: list[str]) -> dict:
@@ -84,27 +85,23 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     # those that do not fit are last, smallest first
     shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
     rows = [row_of(name, step, rankings[name][0][0]) for name, step in shown]
-    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
-    print("\n  ".join(["predicted:", *aligned(columns)]))
+    columns = zip(*rows, strict=True)
+    print("\n  ".join(["predicted:", *aligned(dict(zip(HEADINGS, columns, strict=True)))]))
     fastest = shown[0][1]
     check_fits(fastest)
     return fastest
 
 
-def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
+def row_of(devices: str, step: Prediction, best: Prediction) -> list[str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
     plan, why = step.plan, reason(step, best)
     flops = step.tokens_per_s * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
-    figures = {
-        "ms/step": f"{step.total_s * 1e3:,.1f}",
-        "tokens/s": f"{step.tokens_per_s:,.0f}",
-        "TFLOP/s": f"{flops / plan.world_size / 1e12:.1f}",
-    }
+    tflops = f"{flops / plan.world_size / 1e12:.1f}"
+    speeds = [f"{step.total_s * 1e3:,.1f}", f"{step.tokens_per_s:,.0f}", tflops]
     if step.problem:
-        figures = dict.fromkeys(figures, "")
+        speeds = ["", "", ""]
     settings = typed(plan) + (f"  ({why})" if why else "")
-    batch = {"devices": devices, "sequences": f"{plan.sequences:,}"}
-    return batch | figures | {"GB": f"{step.gb:.1f}", "settings (why they are slower)": settings}
+    return [devices, f"{plan.sequences:,}", *speeds, f"{step.gb:.1f}", settings]
 
 
 def length_text(settings: dict, step_s: float) -> str:
