@@ -39,9 +39,9 @@ from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.devices import HARDWARE
 from isogpt.speed.launches import Launches
-from isogpt.speed.layouts import typed
 from isogpt.speed.memory import memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
+from isogpt.speed.planner import typed
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
@@ -98,7 +98,7 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
     columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
-    say("\n".join(console.aligned(columns | {"settings": [typed(planned.layout_settings())]})))
+    say("\n".join(console.aligned(columns | {"settings": [typed(planned)]})))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -146,17 +146,14 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         workload = replace(workload, settings=workload.settings | {"dataset": folder})
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
     try:
-        if plan or tune:
-            described = network, device_memory_gb, device_tflops
-            predictor = plan_report.Predictor(workload, per_node, *described)
         if check:
             result["check"] = report_check(launches, workload)
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(predictor, counts, cards)
+            result["plan"] = plan_report.report_plan(workload, config, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(predictor, launches, cards[0])
+            result["tune"] = plan_report.tune(workload, config, launches, cards[0])
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

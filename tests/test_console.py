@@ -102,7 +102,7 @@ def test_the_time_left(monkeypatch):
     progress = Progress(1)
     logger = Logger(progress, [SimpleNamespace(write=lambda record, text: told.append(record))])
     meter = SimpleNamespace(routing=None, log_interval=1, device=ALONE.device)
-    report = RunReport(logger, meter, max_iters=12, flops_per_step=1.0, peak=Peak(ALONE.device, "float32"))
+    report = RunReport(logger, meter, max_iters=12, flops_per_step=1.0, peak=Peak())
     for progress.step in range(12):
         now += 8.0 if progress.step == 11 else 1.0
         report.step(numbers_of(1.0, 1.0)._replace(step_ms=torch.ones(2)), 0.0)

@@ -17,7 +17,7 @@ from isogpt.monitor import signals
 from isogpt.monitor.signals import Stop
 from isogpt.nn import kernels
 from isogpt.parallel import context, mesh
-from isogpt.speed.devices import CARDS, HARDWARE, hardware_of
+from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of
 from isogpt.training import precision
 
 # what drivers call the cards
@@ -33,29 +33,43 @@ v100=Tesla V100-SXM2-32GB, v100-pcie=Tesla V100-PCIE-32GB
 NAMES = dict(pair.split("=") for pair in NAMES.strip().replace("\n", ", ").split(", "))
 
 
-@pytest.mark.parametrize("card, name", NAMES.items())
-def test_a_card_in_the_machine_is_planned_like_that_of_its_name(monkeypatch, card, name):
-    usual = HARDWARE[card]
-    found = SimpleNamespace(name=name, total_memory=usual.memory_gb * 1e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == usual
-    found.total_memory = 12e9
-    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == replace(usual, memory_gb=12)
+@pytest.fixture
+def gpu(monkeypatch):
+    """What the driver says of the GPU."""
+    gpu = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    return gpu
 
 
-def test_each_card_has_a_name():
-    assert NAMES.keys() == CARDS.keys() == HARDWARE.keys() - {"cpu"}
+def plan_for(card):
+    return hardware_of(card, torch.device("cuda"), "bfloat16", 4)
+
+
+@pytest.mark.parametrize("card", [card for card in HARDWARE if card != "cpu"])
+def test_a_card_in_the_machine_is_planned_like_that_of_its_name(gpu, card):
+    usual = plan_for(card)
+    gpu.name, gpu.total_memory = NAMES[card], usual.memory_gb * 1e9
+    assert plan_for("this") == usual == replace(HARDWARE[card], per_node=4)
+    gpu.total_memory = 12e9
+    assert plan_for("this") == replace(usual, memory_gb=12)
 
 
 @pytest.mark.parametrize(
     "name", ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA T400"]
 )
-def test_a_card_that_is_not_known_is_refused(monkeypatch, name):
+def test_a_card_that_is_not_known_is_refused(gpu, name):
     """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""
-    found = SimpleNamespace(name=name, total_memory=5e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    gpu.name = name
     with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, cpu, this; to desc"):
-        hardware_of(torch.device("cuda"), "bfloat16", 8)
+        plan_for("this")
+
+
+def test_a_card_that_is_described():
+    """It reaches the fraction of its peak that the card of this name reaches."""
+    card = HARDWARE["4090"]
+    assert changed_hardware(card, 0, 48, 100) == replace(card, memory_gb=48, tflops=100)
+    assert changed_hardware(card, 10, 0, 100).matmul == 0.85 * 100e12
+    assert changed_hardware(card, 10, 0, 0).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
 
 
 def test_dtypes_of_gpus(monkeypatch):
@@ -182,18 +196,16 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
 READS_ALL = """
 import sys
 import torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from runs import default_plan
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
-from dataclasses import replace
-from isogpt.parallel.plan import UNDIVIDED
 from isogpt.speed.usage import memory_gb
-
 before = memory_gb(torch.device("cpu"))
 data = open_dataset(sys.argv[2], 1024)
-plan = replace(UNDIVIDED, batch_size=64, gradient_accumulation_steps=1, micro_batch=64, shares="equal",
-               model_args=dict(block_size=1024, vocab_size=data.vocab_size))
+shape = {"block_size": 1024, "vocab_size": data.vocab_size}
+plan = default_plan(batch_size=64, gradient_accumulation_steps=1, micro_batch=64, model_args=shape)
 reader = Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
 for split in ("train", "val"):
     list(map(len, reader.evaluation(split, 6400)))

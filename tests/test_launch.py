@@ -20,7 +20,7 @@ from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
 from isogpt.parallel.mesh import Mesh
 from isogpt.speed import devices
-from isogpt.speed.devices import peak_flops
+from isogpt.speed.devices import peak_of
 from isogpt.training import precision
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -121,7 +121,7 @@ def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     assert precision.notes_about_dtype("float16", torch.device("cuda")) == []
     # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
     monkeypatch.setattr(devices, "measured_matmul", lambda device, dtype, budget: {"float32": 7.0}[dtype])
-    assert peak_flops(CPU, "float16") == (7.0, "measured matmul in float32")
+    assert peak_of(CPU, "float16") == (7.0, "measured matmul in float32")
 
 
 def test_processes_that_share_cores_are_reported(monkeypatch):
@@ -130,7 +130,7 @@ def test_processes_that_share_cores_are_reported(monkeypatch):
     line = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
     for processes, device, is_said in ((8, "cpu", True), (2, "cpu", False), (8, "cuda", False)):
         ranks = SimpleNamespace(device=torch.device(device), core_sharers=processes)
-        assert (line in banner.about_machine(ranks, plan, devices.Peak(ranks.device, "float32"))) == is_said
+        assert (line in banner.about_machine(ranks, plan, devices.Peak())) == is_said
 
 
 def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
@@ -148,8 +148,8 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
 
 def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA H100 80GB HBM3")
-    assert peak_flops(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
-    assert peak_flops(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
+    assert peak_of(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
+    assert peak_of(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
     columns = dict.fromkeys(StepNumbers._fields, [0, 0]) | {"step_ms": [100, 300], "data_ms": [1, 5]}
     columns |= {"loss": [2, 4], "grad_square": [9, 16]}
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})

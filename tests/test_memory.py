@@ -96,9 +96,8 @@ def test_what_was_recorded_for_a_job_is_not_used_for_a_different_job():
     for name in without_effect:
         assert not differs(**{name: 3}), name
     slow = replace(plan, outer_lr=3.0, outer_momentum=3.0)
-    assert prediction.predict(slow, devices.HARDWARE["h100"], 8).seconds == (
-        prediction.predict(plan, devices.HARDWARE["h100"], 8).seconds
-    )
+    h100 = devices.HARDWARE["h100"]
+    assert prediction.predict(slow, h100).seconds == prediction.predict(plan, h100).seconds
     for name in ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied"):
         assert differs(model_args=args | {name: 7}), name
     assert not differs(model_args=args | {"balance_loss": 1.0})

@@ -15,11 +15,12 @@ from isogpt.monitor.records import SLOW_STEPS, Means
 from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import over_ranks
-from isogpt.speed.devices import Peak
+from isogpt.speed.devices import Peak, find_peak
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
 
 ENOUGH_STEPS = 7  # with fewer, the time left would be a guess
+MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 
 
 @dataclass
@@ -36,6 +37,7 @@ class RunReport:
     max_iters: int
     flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
+    measurements: int = 1  # of the peak
     steps_taken: int = 0  # by this process
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
@@ -82,9 +84,12 @@ class RunReport:
 
     def check_peak(self, flops_per_s: float) -> None:
         """Measure the peak again if a step was faster: the machine was then busy at the start (all ranks)."""
-        if self.peak.is_doubtful(flops_per_s):
+        is_too_low = "measured" in self.peak.source and flops_per_s > self.peak.flops
+        if is_too_low and self.measurements < MOST_MEASUREMENTS:
+            self.measurements += 1
             self.meter.clock.pause()  # not a part of a step
-            self.peak.measure()
+            again = find_peak(self.meter.device, self.meter.reader.plan.dtype)
+            self.peak = max(self.peak, again) if again.flops else self.peak
             text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
             self.logger.event("peak", text, peak_flops=self.peak.flops)
 

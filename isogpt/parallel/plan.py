@@ -16,7 +16,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# the settings that a planner may choose: see isogpt/speed/layouts.py
+# the settings that a planner may choose: see isogpt/speed/planner.py
 LAYOUT = ("zero", "dp_replicate", "tp", "pp", "pp_schedule", "cp", "ep", "activation_checkpointing")
 
 

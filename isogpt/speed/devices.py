@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +15,6 @@ from isogpt.parallel.plan import DTYPES
 from isogpt.training.precision import is_emulated
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
-REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, where nothing else is known
-DATA_SHEET = "data sheet"  # a source of peaks
-MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 
 
@@ -31,55 +29,29 @@ class Link:
 @dataclass(frozen=True)
 class Hardware:
     """
-    The speeds that a device reaches in large operations.
+    A device: its data sheet, and the speeds that programs reach in large operations.
 
     Args:
-        memory_gb: of the device.
-        matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
-        half: the size of a matmul's smallest dimension at which the matmul reaches half of this speed.
+        name: a pattern of a GPU's whole name without 'NVIDIA': laptops' GPUs, MIG slices and cards for PCIe
+            are slower than the GPUs whose names they contain.
+        tflops: peak of dense matmuls in bfloat16 (V100, T4: float16). TF32, where it exists, runs at half.
+        tb_per_s: peak of the memory.
+        memory_gb: of the device; for H100, H200 and A100 (SXM) as their driver reports it, else as the
+            largest card of the name is sold.
+        local, network: a link to devices of the same machine, and to other machines.
+        reached: the fraction of `tflops` that a large matmul reaches.
         attention: the speed of attention as a fraction of `matmul`.
-        bytes_per_s: memory traffic.
+        half: the size of a matmul's smallest dimension at which the matmul reaches half of its speed.
         kernel_s: seconds to launch an operation.
         micro_step_s: seconds of a micro-step in which a GPU waits for the host. On an H200 it waited for 2.8
             ms between two steps and 1.2 ms between kernels (docs/benchmarks.md).
-        local, network: a link to devices of the same machine, and to other machines.
         gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
             all-reduce's; more than 1 where the backend copies, as gloo does.
         overlap: the fraction of a collective's time that computation hides, while there is any: both use the
             same memory and processors. On a CPU it hides nothing.
+        per_node: devices of a machine.
         fixed_gb: memory that a process takes before it allocates a model; on a GPU, this includes what NCCL
             takes, and fragments.
-    """
-
-    memory_gb: float
-    matmul: float
-    bytes_per_s: float
-    local: Link
-    network: Link
-    half: float = 32.0
-    attention: float = 0.38
-    kernel_s: float = 4e-6
-    micro_step_s: float = 3e-3
-    gather: float = 1.0
-    scatter: float = 1.0
-    overlap: float = 0.4
-    fixed_gb: float = 2.5
-
-
-@dataclass(frozen=True)
-class Card:
-    """
-    A GPU: its data sheet, and what programs reach of it.
-
-    Args:
-        name: a pattern of the device's whole name without 'NVIDIA': laptops' GPUs, MIG slices and cards for
-            PCIe are slower than the GPUs whose names they contain.
-        tflops: peak of dense matmuls in bfloat16 (V100, T4: float16). TF32, where it exists, runs at half.
-        tb_per_s: peak of the memory.
-        memory_gb: for H100, H200 and A100 (SXM) as their driver reports it, else as the largest card of the
-            name is sold.
-        reached: the fraction of `tflops` that a large matmul reaches.
-        local, network, attention: see Hardware.
     """
 
     name: str
@@ -88,15 +60,26 @@ class Card:
     memory_gb: float
     local: Link
     network: Link
-    reached: float = REACHED
-    attention: float = Hardware.attention
+    reached: float = 0.7  # where nothing else is known
+    attention: float = 0.38
+    half: float = 32.0
+    kernel_s: float = 4e-6
+    micro_step_s: float = 3e-3
+    gather: float = 1.0
+    scatter: float = 1.0
+    overlap: float = 0.4
+    per_node: int = 8
+    fixed_gb: float = 2.5
 
     @property
-    def hardware(self) -> Hardware:
-        """The speeds that programs reach."""
-        matmul = self.reached * self.tflops * 1e12
-        traffic = BANDWIDTH * self.tb_per_s * 1e12
-        return Hardware(self.memory_gb, matmul, traffic, self.local, self.network, attention=self.attention)
+    def matmul(self) -> float:
+        """FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured."""
+        return self.reached * self.tflops * 1e12
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Memory traffic."""
+        return BANDWIDTH * self.tb_per_s * 1e12
 
 
 # between the devices of a machine
@@ -114,84 +97,91 @@ ONE_10 = Link(5e-5, 1.2e9)
 # Compared with quotations: RTX 3090 and 5090 (NVIDIA's RTX Blackwell whitepaper, table 3: 71.2 and 209.5
 # TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity), and the bandwidths of H100 PCIe and NVL, H200
 # NVL, V100 PCIe and RTX A6000.
-CARDS = {
+HARDWARE = {  # by names for --hardware
     # What these reach was fitted to published runs (docs/scaling.md compares them with the predictions). The
     # runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11 uses cuDNN's,
     # which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
-    "h100": Card("H100( 80GB HBM3)?", 989, 3.35, 84.9, NVLINK_4, EIGHT_400, 0.71, attention=0.26),
-    "h200": Card("H200", 989, 4.8, 150.1, NVLINK_4, EIGHT_400, 0.71, attention=0.42),
-    "a100": Card("A100-SXM4-80GB", 312, 2.0, 85.0, NVLINK_3, EIGHT_200, 0.82),
-    "a100-40gb": Card("A100-SXM4-40GB", 312, 1.555, 42.3, NVLINK_3, EIGHT_200, 0.82),
+    "h100": Hardware("H100( 80GB HBM3)?", 989, 3.35, 84.9, NVLINK_4, EIGHT_400, 0.71, attention=0.26),
+    "h200": Hardware("H200", 989, 4.8, 150.1, NVLINK_4, EIGHT_400, 0.71, attention=0.42),
+    "a100": Hardware("A100-SXM4-80GB", 312, 2.0, 85.0, NVLINK_3, EIGHT_200, 0.82),
+    "a100-40gb": Hardware("A100-SXM4-40GB", 312, 1.555, 42.3, NVLINK_3, EIGHT_200, 0.82),
     # No published run was compared with what these are assumed to reach, and with their links. Cards for PCIe
     # are taken to have no bridges.
-    "b200": Card("B200", 2250, 8.0, 180, NVLINK_5, EIGHT_400, 0.65),
-    "h200-nvl": Card("H200 NVL", 835, 4.8, 141, PCIE_5, ONE_10),
-    "gh200": Card("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400),
-    "h100-nvl": Card("H100 NVL", 835, 3.9, 94, PCIE_5, ONE_10),
-    "h100-pcie": Card("H100 PCIe", 756, 2.0, 80, PCIE_5, ONE_10),
-    "a100-pcie": Card("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80, PCIE_4, ONE_10),
-    "a100-pcie-40gb": Card("A100-PCIE-40GB", 312, 1.555, 40, PCIE_4, ONE_10),
-    "a10": Card("A10", 125, 0.6, 24, PCIE_4, ONE_10),
-    "a10g": Card("A10G", 70, 0.6, 24, PCIE_4, ONE_10),
-    "6000-ada": Card("RTX 6000 Ada Generation", 364, 0.96, 48, PCIE_4, ONE_10),
-    "a6000": Card("RTX A6000", 155, 0.768, 48, PCIE_4, ONE_10),
-    "l40s": Card("L40S", 362, 0.864, 48, PCIE_4, ONE_10, 0.65),
-    "l40": Card("L40", 181, 0.864, 48, PCIE_4, ONE_10),
-    "l4": Card("L4", 121, 0.3, 24, PCIE_4, ONE_10, 0.5),
-    "5090": Card("RTX 5090", 209.5, 1.792, 32, PCIE_5, ONE_10, 0.85),
-    "4090": Card("RTX 4090", 165, 1.0, 24, PCIE_4, ONE_10, 0.85),
-    "3090": Card("RTX 3090", 71, 0.936, 24, PCIE_4, ONE_10, 0.85),
-    "v100": Card("V100-SXM2-(16|32)GB", 125, 0.9, 32, NVLINK_2, FOUR_100),
-    "v100-pcie": Card("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3, ONE_10),
-    "t4": Card("T4", 65, 0.32, 16, PCIE_3, ONE_10, 0.4),
-    "mi300x": Card("AMD Instinct MI300X( OAM)?", 1307, 5.3, 192, XGMI, EIGHT_400, 0.45),
+    "b200": Hardware("B200", 2250, 8.0, 180, NVLINK_5, EIGHT_400, 0.65),
+    "h200-nvl": Hardware("H200 NVL", 835, 4.8, 141, PCIE_5, ONE_10),
+    "gh200": Hardware("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400),
+    "h100-nvl": Hardware("H100 NVL", 835, 3.9, 94, PCIE_5, ONE_10),
+    "h100-pcie": Hardware("H100 PCIe", 756, 2.0, 80, PCIE_5, ONE_10),
+    "a100-pcie": Hardware("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80, PCIE_4, ONE_10),
+    "a100-pcie-40gb": Hardware("A100-PCIE-40GB", 312, 1.555, 40, PCIE_4, ONE_10),
+    "a10": Hardware("A10", 125, 0.6, 24, PCIE_4, ONE_10),
+    "a10g": Hardware("A10G", 70, 0.6, 24, PCIE_4, ONE_10),
+    "6000-ada": Hardware("RTX 6000 Ada Generation", 364, 0.96, 48, PCIE_4, ONE_10),
+    "a6000": Hardware("RTX A6000", 155, 0.768, 48, PCIE_4, ONE_10),
+    "l40s": Hardware("L40S", 362, 0.864, 48, PCIE_4, ONE_10, 0.65),
+    "l40": Hardware("L40", 181, 0.864, 48, PCIE_4, ONE_10),
+    "l4": Hardware("L4", 121, 0.3, 24, PCIE_4, ONE_10, 0.5),
+    "5090": Hardware("RTX 5090", 209.5, 1.792, 32, PCIE_5, ONE_10, 0.85),
+    "4090": Hardware("RTX 4090", 165, 1.0, 24, PCIE_4, ONE_10, 0.85),
+    "3090": Hardware("RTX 3090", 71, 0.936, 24, PCIE_4, ONE_10, 0.85),
+    "v100": Hardware("V100-SXM2-(16|32)GB", 125, 0.9, 32, NVLINK_2, FOUR_100),
+    "v100-pcie": Hardware("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3, ONE_10),
+    "t4": Hardware("T4", 65, 0.32, 16, PCIE_3, ONE_10, 0.4),
+    "mi300x": Hardware("AMD Instinct MI300X( OAM)?", 1307, 5.3, 192, XGMI, EIGHT_400, 0.45),
+    # one core, with gloo; `--hardware=this` measures
+    "cpu": Hardware(
+        name="",
+        tflops=0.04,
+        tb_per_s=0.008 / BANDWIDTH,
+        memory_gb=4,
+        local=Link(5e-4, 1e9),
+        network=Link(1e-3, 0.12e9),
+        reached=1.0,
+        attention=0.4,
+        half=16,
+        kernel_s=8e-6,
+        micro_step_s=0.0,
+        gather=1.6,
+        scatter=3.4,
+        overlap=0.0,
+        fixed_gb=0.42,
+    ),
 }
-# one core, with gloo; `--hardware=this` measures
-CPU = Hardware(
-    memory_gb=4,
-    matmul=40e9,
-    bytes_per_s=8e9,
-    local=Link(5e-4, 1e9),
-    network=Link(1e-3, 0.12e9),
-    half=16,
-    attention=0.4,
-    kernel_s=8e-6,
-    micro_step_s=0.0,
-    gather=1.6,
-    scatter=3.4,
-    overlap=0.0,
-    fixed_gb=0.42,
-)
-HARDWARE = {name: card.hardware for name, card in CARDS.items()} | {"cpu": CPU}  # by names for --hardware
 KNOWN_CARDS = (
     f"choose --hardware= from {', '.join(HARDWARE)}, this; to describe another card, name the closest one, "
     "with --device_tflops, --device_memory_gb and --network"
 )
 
 
-def known_gpu(device_name: str) -> Card | None:
+def known_gpu(device_name: str) -> Hardware | None:
     """The card with this name, such as 'NVIDIA A100-SXM4-80GB'; None if it is not in the table."""
     name = re.sub(r"^((NVIDIA|Tesla|GeForce) )*", "", device_name)
-    return next((card for card in CARDS.values() if re.fullmatch(card.name, name)), None)
+    return next((card for card in HARDWARE.values() if re.fullmatch(card.name, name)), None)
 
 
-def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
+def hardware_of(card: str, device: torch.device, dtype: str, per_node: int) -> Hardware:
     """
-    The speeds of this machine's devices: of a GPU, those of its card; otherwise those of a CPU, in proportion
-    to a matmul measured now on the cores that `nproc` processes share.
+    A kind of device, of which each machine contains `per_node`.
+
+    Args:
+        card: a key of HARDWARE, or "this": what `device` is. A GPU is one of these cards, and a CPU's speeds
+            are in proportion to a matmul measured now on the cores that `per_node` processes share.
 
     Raises:
         ValueError: the GPU is not in the table, so its links are not known.
     """
+    if card != "this":
+        return replace(HARDWARE[card], per_node=per_node)
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        if card := known_gpu(gpu.name):
-            return replace(card.hardware, memory_gb=gpu.total_memory / 1e9)
+        if hw := known_gpu(gpu.name):
+            return replace(hw, memory_gb=gpu.total_memory / 1e9, per_node=per_node)
         raise ValueError(f"{gpu.name} is not a known card: in bench.py --plan, {KNOWN_CARDS}")
-    share = len(own_cores()) / nproc / torch.get_num_threads()  # of the cores that compute the matmul
-    speed = share * measured_matmul(device, dtype) / CPU.matmul
-    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / nproc
-    return replace(CPU, memory_gb=memory_gb, matmul=speed * CPU.matmul, bytes_per_s=speed * CPU.bytes_per_s)
+    hw, share = HARDWARE["cpu"], len(own_cores()) / per_node / torch.get_num_threads()
+    speed = share * measured_matmul(device, dtype) / hw.matmul
+    speeds = {"tflops": speed * hw.tflops, "tb_per_s": speed * hw.tb_per_s}
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / per_node
+    return replace(hw, memory_gb=memory_gb, per_node=per_node, **speeds)
 
 
 def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
@@ -202,69 +192,40 @@ def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops
         network_gbit: each machine's bandwidth to other machines.
         tflops: the peak of the card's data sheet.
     """
-    network = replace(hw.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
-    matmul = REACHED * tflops * 1e12 if tflops else hw.matmul
-    return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, matmul=matmul)
+    network = Link(hw.network.latency_s, network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
+    return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, tflops=tflops or hw.tflops)
 
 
-def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
-    """
-    (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
-    (None, 'unknown') if neither is possible.
-    """
+class Peak(NamedTuple):
+    """The matmul FLOP/s of devices, and the source of this figure; None: it is unknown."""
+
+    flops: float | None = None
+    source: str = "unknown"
+
+
+def find_peak(device: torch.device, dtype: str) -> Peak:
+    """The peak of all ranks' devices together, which may differ; the source is rank 0's (all ranks)."""
+    peaks = gather_objects(peak_of(device, dtype))
+    flops = [peak.flops for peak in peaks]
+    return Peak(sum(flops), peaks[0].source) if all(flops) else Peak()
+
+
+def peak_of(device: torch.device, dtype: str) -> Peak:
+    """The peak of this device: from the data sheet, or else measured."""
     card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if card and dtype != "float32":
-        return card.tflops * 1e12 / (2 if dtype == "tf32" else 1), DATA_SHEET
+        return Peak(card.tflops * 1e12 / (2 if dtype == "tf32" else 1), "data sheet")
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
     try:
-        return measured_matmul(device, dtype, START_BUDGET_S), source
+        return Peak(measured_matmul(device, dtype, START_BUDGET_S), source)
     except RuntimeError:
-        return None, "unknown"
+        return Peak()
     finally:
         if device.type == "cuda":  # up to 0.8 GB that no step needs
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-
-
-@dataclass
-class Peak:
-    """
-    The matmul FLOP/s of all ranks' devices together. A figure that was measured while other programs used
-    the machine is too low, and can be measured again; the best measurement counts.
-
-    Args:
-        flops: None: unknown.
-        source: of rank 0's figure, see peak_flops.
-    """
-
-    device: torch.device
-    dtype: str
-    flops: float | None = None
-    source: str = "unknown"
-    measurements: int = 0
-
-    def measure(self) -> None:
-        """Find the figure, or measure it again (all ranks)."""
-        self.measurements += 1
-        figures = gather_objects(peak_flops(self.device, self.dtype))
-        peaks = [flops for flops, _ in figures]
-        if all(peaks):
-            # rank 0's source, since devices may differ, and all ranks must measure again or none
-            self.flops, self.source = max(self.flops or 0.0, sum(peaks)), figures[0][1]
-
-    def is_doubtful(self, flops_per_s: float) -> bool:
-        """Whether a step was faster than the peak, and the peak may be measured again."""
-        may_be_measured = self.flops is not None and self.source != DATA_SHEET
-        return may_be_measured and flops_per_s > self.flops and self.measurements < MOST_MEASUREMENTS
-
-
-def find_peak(device: torch.device, dtype: str) -> Peak:
-    """The peak of all ranks' devices (all ranks)."""
-    peak = Peak(device, dtype)
-    peak.measure()
-    return peak
 
 
 def fraction_of_peak(flops_per_s: float, peak: float | None) -> float | None:

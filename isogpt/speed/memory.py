@@ -163,7 +163,7 @@ def blocks_on(
 ) -> tuple[int, Counts]:
     """
     How many blocks these stages of a pipeline contain, and the counts of all of them together. Cached, since
-    isogpt/speed/layouts.py asks thousands of times.
+    isogpt/speed/planner.py asks thousands of times.
     """
     runs = cut_evenly(block_costs(counts, block_size, n_embd), n_stages)
     blocks = [astuple(counts.blocks[i]) for stage in stages for i in runs[stage]]

@@ -1,12 +1,15 @@
 """
 The planner: decide what the settings of a training run leave open, once, at the start. The result is a
-parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto chooses.
+parallel.plan.Plan. For `train.py --layout=auto` and `bench.py --plan`, the layouts that a number of devices
+allows are ranked by predicted speed; settings of the layout that differ from the defaults, or were typed, are
+kept.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import product
 from math import gcd
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from torch import nn
 
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
-from isogpt.common import console
+from isogpt.common.console import count_text, print_line
 from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
@@ -22,13 +25,13 @@ from isogpt.launch.together import broadcast, do_together, exit_together, gather
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import make_mesh
-from isogpt.parallel.plan import Plan, plan_of
+from isogpt.parallel.plan import UNDIVIDED, Plan, plan_of
 from isogpt.parallel.shares import parse_shares
-from isogpt.speed.devices import hardware_of
-from isogpt.speed.layouts import best_of_layouts, check_fits, is_valid, ranked, reason, typed
+from isogpt.speed.devices import Hardware, hardware_of
+from isogpt.speed.prediction import IDLE, Prediction, predict
 from isogpt.training import precision
 from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import fit_model_args
+from isogpt.training.settings import check_layout, fit_model_args
 
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
@@ -52,14 +55,14 @@ def make_plan(
             device_type=ranks.device.type,
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
         )
+        # the dtype of all ranks is that of one of them
+        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_degrees(plan)
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
-    with exit_together():
-        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
     if config["layout"] == "auto":
         plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
     if plan.exact:  # a smaller micro-batch would give other bits
@@ -103,17 +106,137 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
     if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
-        console.print_line(f"layout:  {typed(settings)}, recorded in {path}")
+        print_line(f"layout:  {typed(replace(plan, **settings))}, recorded in {path}")
         return settings
-    hw = hardware_of(ranks.device, plan.dtype, per_node)
-    predictions = ranked(plan, hw, per_node)
-    best, *others = best_of_layouts(predictions)
+    hw = hardware_of("this", ranks.device, plan.dtype, per_node)
+    best, *others = map(min, ranked(plan, hw))
     check_fits(best)
-    console.print_line(
-        f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "
+    print_line(
+        f"layout:  {typed(best.plan)}, the fastest of {1 + len(others)} by prediction: "
         f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
     )
     for other in others[:2]:
-        console.print_line(f"         {typed(other.settings)}: {reason(other, best)}")
-    record(path, job, best.settings)
-    return best.settings
+        print_line(f"         {typed(other.plan)}: {reason(other, best)}")
+    record(path, job, best.plan.layout_settings())
+    return best.plan.layout_settings()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# layouts
+
+
+def divisors(n: int, most: int) -> list[int]:
+    """1 and the further divisors of n up to `most`."""
+    return [1, *(d for d in range(2, min(n, most) + 1) if n % d == 0)]
+
+
+def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
+    """
+    Yield the possible degrees of parallelism and stages of ZeRO. tp stays within a machine, and the replicas
+    of HSDP are machines: other choices communicate more over slower links.
+    """
+    args, devices = plan.model_args, plan.world_size
+    choices = {
+        "tp": divisors(per_node, args["n_kv_head"]),
+        "pp": divisors(devices, args["n_layer"]),
+        "cp": divisors(devices, args["block_size"] // 256),
+        "ep": divisors(devices, args["n_expert"]),
+        "zero": [0, 1, 2, 3],
+        "dp_replicate": sorted({1, devices // per_node}),
+    }
+    for degrees in product(*(fixed_or(plan, name, values) for name, values in choices.items())):
+        layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
+        if is_valid(layout):
+            mesh = make_mesh(0, layout)
+            shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
+            is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
+            if mesh.data_size <= plan.sequences and is_new:
+                yield layout
+
+
+def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
+    """The value of a setting, if it is not the default or was typed, else `values`."""
+    value = getattr(plan, name)
+    return values if value == getattr(UNDIVIDED, name) and name not in plan.kept else [value]
+
+
+def is_valid(plan: Plan) -> bool:
+    """Whether train.py accepts a plan."""
+    with suppress(ValueError):
+        check_layout(plan)
+        check_degrees(plan)
+        parse_shares(plan.shares, make_mesh(0, plan).data_size)
+        return True
+    return False
+
+
+def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Prediction]:
+    """
+    Predict a layout with different schedules, recomputation and micro-batches, for the same global batch.
+
+    Args:
+        wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
+    """
+    schedules = fixed_or(wanted, "pp_schedule", [*IDLE] if layout.pp > 1 else ["1f1b"])
+    modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
+    for schedule, size in product(schedules, micro_batches(wanted, layout)):
+        step = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
+        layout = replace(layout, pp_schedule=schedule, **step)
+        plans = (replace(layout, activation_checkpointing=mode) for mode in modes)
+        for prediction in (predict(plan, hw) for plan in plans if is_valid(plan)):
+            yield prediction
+            if not prediction.problem:
+                break  # with this micro-batch, more recomputation only costs time
+
+
+def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
+    """The sizes of micro-batches to predict, largest first: that of the settings, and powers of two."""
+    replicas = wanted.world_size // (layout.tp * layout.pp * layout.cp)
+    most = -(-wanted.sequences // replicas)  # sequences of a rank
+    sizes = {2**k for k in range(11)} | {wanted.batch_size}
+    return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
+
+
+def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
+    """
+    Return the predictions of each layout of plan.world_size devices. The fastest layout is first, and in each
+    layout the fastest prediction; those that do not fit are last.
+
+    Raises:
+        ValueError: there are no layouts, or the settings do not fit the model.
+    """
+    check_degrees(plan)
+    predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
+    ranking = sorted(filter(None, predictions), key=min)
+    if not ranking:
+        raise ValueError(
+            f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
+            f"({plan.world_size}), or the settings exclude all layouts"
+        )
+    return ranking
+
+
+def check_fits(fastest: Prediction) -> None:
+    """Raise ValueError if the first of the ranked predictions does not fit, with what to try."""
+    if fastest.problem:
+        raise ValueError(
+            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: bench.py --plan "
+            "--devices=1,2,4,8 predicts on which numbers one does; on GPUs, try --zero=3 --cpu_offload=True"
+        )
+
+
+def typed(plan: Plan) -> str:
+    """The settings of a plan's layout that differ from the defaults, in the form in which they are typed."""
+    settings = plan.layout_settings().items()
+    return " ".join(f"--{name}={value}" for name, value in settings if value != getattr(UNDIVIDED, name))
+
+
+def reason(prediction: Prediction, best: Prediction) -> str:
+    """Why a layout is slower than the best layout: the part of a step that takes longest in comparison."""
+    if prediction.problem:
+        return prediction.problem
+    if prediction.total_s < 1.001 * best.total_s:
+        return "as fast, more memory" if prediction.gb > best.gb else ""
+    longer = {name: s - best.seconds[name] for name, s in prediction.seconds.items()}
+    name = max(longer, key=longer.get)
+    return f"{name} +{longer[name] * 1e3:.3g} ms"

@@ -9,9 +9,8 @@ bytes over bandwidth, as rings (Thakur et al. 2005, doi:10.1177/1094342005051521
 
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
-from typing import Any, NamedTuple
 
-from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
+from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
@@ -19,47 +18,37 @@ from isogpt.speed.activations import activations_of
 from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import RankPart, memory_estimate, part_of
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-# the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
+# the idle time of a pipeline's schedules as a multiple of 1F1B's: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
-IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
+IDLE = {"gpipe": 1, "1f1b": 1, "interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 # a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
 # to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
 
-Axes = tuple[str, ...]  # of the mesh
+Passes = tuple[float, float]  # seconds of a forward pass and of a backward pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Prediction:
-    """The predicted time and memory of a plan's step."""
+    """
+    The predicted time and memory of a plan's step. The faster one of two is the smaller one.
 
-    plan: Plan
+    Args:
+        total_s: seconds of a step; infinite if the layout does not fit.
+        seconds: of computation, bubble, communication and optimizer.
+        problem: why it does not fit.
+    """
+
+    total_s: float
     gb: float
-    seconds: dict[str, float] = field(default_factory=dict)  # compute, bubble, communication, optimizer
-    problem: str = ""
-
-    @property
-    def settings(self) -> dict:
-        """The plan's layout, as settings of train.py."""
-        return self.plan.layout_settings()
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of a step; infinite if the layout does not fit."""
-        return inf if self.problem else sum(self.seconds.values())
+    plan: Plan = field(compare=False)
+    seconds: dict[str, float] = field(compare=False)
+    problem: str = field(default="", compare=False)
 
     @property
     def tokens_per_s(self) -> float:
         """The speed of all devices; 0 if the layout does not fit."""
         return self.plan.sequences * self.plan.model_args["block_size"] / self.total_s
-
-
-class Passes(NamedTuple):
-    """Seconds of a forward pass and of a backward pass."""
-
-    forward: float
-    backward: float
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -99,99 +88,85 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     # context_attention repeats the forward pass
     backward = 2 * matmuls + (2.5 + (cp > 1)) * attention + 3 * traffic
     kernels = (20 + 12 * n_mlp) * hw.kernel_s
-    return Passes(max(forward, kernels), max(backward, 2 * kernels))
-
-
-def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
-    """Seconds of a rank's matmuls outside of the blocks, such as the head, and of kernels.summed_loss."""
-    args, size = plan.model_args, plan.torch_dtype.itemsize
-    tokens = plan.micro_batch * args["block_size"] / plan.cp
-    head = matmuls_s(hw, tokens, part.edge_matrices / plan.tp, args["n_embd"])
-    # logits in the computing dtype and in float32, log_softmax, and the gradients
-    traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp) if part.has_loss else 0.0
-    return Passes(head + (8 + 2 * size) * traffic, 2 * head + (4 + 2 * size) * traffic)
+    return max(forward, kernels), max(backward, 2 * kernels)
 
 
 def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
-    part = part_of(plan, pp_rank)
-    block, edges = block_s(hw, plan, part), edges_s(hw, plan, part)
-    every = recompute_every(plan.activation_checkpointing)
-    share = 0.15 if plan.activation_checkpointing == "selective" else 1.0  # without matmuls and attention
-    recomputation = share * block.forward / every if every else 0.0
-    forward = part.layers * block.forward + edges.forward
-    backward = part.layers * (block.backward + recomputation) + edges.backward
-    parameters = part.dense + part.experts
-    # autocast reads each weight in float32 and writes it
-    if plan.torch_dtype.itemsize == 2 and plan.zero < 2:
-        forward += 6 * parameters / hw.bytes_per_s
-    backward += 12 * parameters / hw.bytes_per_s  # adding to the gradient reads two tensors and writes one
-    return Passes(forward + hw.micro_step_s, backward)
+    args, size, part = plan.model_args, plan.torch_dtype.itemsize, part_of(plan, pp_rank)
+    forward, backward = block_s(hw, plan, part)
+    if every := recompute_every(plan.activation_checkpointing):
+        # selective: without matmuls and attention
+        share = 0.15 if plan.activation_checkpointing == "selective" else 1.0
+        backward += share * forward / every
+    # matmuls outside of the blocks, such as the head
+    tokens = plan.micro_batch * args["block_size"] / plan.cp
+    head = matmuls_s(hw, tokens, part.edge_matrices / plan.tp, args["n_embd"])
+    forward = part.layers * forward + head + hw.micro_step_s
+    backward = part.layers * backward + 2 * head
+    if part.has_loss:
+        # kernels.summed_loss: logits in the computing dtype and in float32, log_softmax, and the gradients
+        traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp)
+        forward += (8 + 2 * size) * traffic
+        backward += (4 + 2 * size) * traffic
+    parameter_s = (part.dense + part.experts) / hw.bytes_per_s  # to read a byte of each
+    if size == 2 and plan.zero < 2:  # autocast reads each weight in float32 and writes it
+        forward += 6 * parameter_s
+    # adding to the gradient reads two tensors and writes one
+    return forward, backward + 12 * parameter_s
 
 
 # ------------------------------------------------------------------------------------------------------------
 # communication
 
 
-@dataclass(frozen=True)
-class Rings:
-    """The collectives of a layout over the links of its devices; each machine contains `per_node` of them."""
+def collectives_s(hw: Hardware, ranks: Role, kind: str, size: float, count: int = 1) -> float:
+    """
+    Return the seconds of collectives of some ranks.
 
-    hw: Hardware
-    mesh: Mesh
-    per_node: int
+    Bytes move around a ring, in an all-reduce twice. Latency grows with the number of machines, or with its
+    logarithm in trees (Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001), which NCCL uses for
+    all-reduces. A ring over several machines uses as many of a machine's links as it contains ranks on that
+    machine.
 
-    def all_reduce_s(self, axes: Axes, size: float, count: int = 1) -> float:
-        """`seconds` of all-reduces, which move the bytes twice; their messages take trees over machines."""
-        return 2 * self.seconds(axes, size, count, trees=True)
-
-    def seconds(
-        self, axes: Axes, size: float, count: int = 1, slowness: float = 1.0, trees: bool = False
-    ) -> float:
-        """
-        Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.
-
-        Bytes move around a ring. Latency grows with the number of machines, or with its logarithm in trees
-        (Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001), which NCCL uses for all-reduces. A ring over
-        several machines uses as many of a machine's links as it contains ranks on that machine.
-
-        Args:
-            size: bytes of all `count` collectives together.
-            slowness: the operation's factor: Hardware.gather or scatter.
-        """
-        n = self.mesh.size(*axes)
-        if n == 1 or not size:
-            return 0.0
-        on_machine = inner = 1  # ranks of the ring on a machine; ranks along the axes so far
-        for axis in reversed(AXES):
-            if axis in axes:
-                on_machine *= min(self.mesh.size(axis), max(1, self.per_node // inner))
-            inner *= self.mesh.size(axis)
-        machines = n / on_machine
-        local, network = self.hw.local, self.hw.network
-        bandwidth = local.bytes_per_s if on_machine > 1 else inf
-        if machines > 1:
-            bandwidth = min(bandwidth, network.bytes_per_s * on_machine / self.per_node)
-        hops = ceil(log2(machines)) if trees else machines - 1
-        latency = hops * network.latency_s + ceil(log2(on_machine)) * local.latency_s
-        return count * latency + slowness * size * (n - 1) / n / bandwidth
-
-    def all_parameters(self, part: RankPart, axes: Axes, size: float, piece: float, **kind: Any) -> float:
-        """
-        Return the `seconds` of collectives of all parameters, or of their gradients. Experts, which ep has
-        divided already, are the same on fewer ranks.
-
-        Args:
-            size: bytes for a parameter.
-            piece: parameters that are sent at once.
-            kind: of `seconds`.
-        """
-        not_ep = tuple(axis for axis in axes if axis != "ep")
-        dense = self.seconds(axes, size * part.dense, ceil(part.dense / piece), **kind)
-        return dense + self.seconds(not_ep, size * part.experts, ceil(part.experts / piece), **kind)
+    Args:
+        kind: "reduce" (an all-reduce), "gather", "scatter" (a reduce-scatter), or "exchange" (an all-to-all,
+            or what neighbours send).
+        size: bytes of all `count` collectives together.
+    """
+    mesh, n = ranks.mesh, ranks.size
+    if n == 1 or not size:
+        return 0.0
+    on_machine = 1  # ranks of the ring on a machine
+    for axis in ranks.axes:
+        inner = mesh.size(*AXES[AXES.index(axis) + 1 :])
+        on_machine *= min(mesh.size(axis), max(1, hw.per_node // inner))
+    machines = n / on_machine
+    bandwidth = hw.local.bytes_per_s if on_machine > 1 else inf
+    if machines > 1:
+        bandwidth = min(bandwidth, hw.network.bytes_per_s * on_machine / hw.per_node)
+    hops = ceil(log2(machines)) if kind == "reduce" else machines - 1
+    latency = hops * hw.network.latency_s + ceil(log2(on_machine)) * hw.local.latency_s
+    slowness = {"gather": hw.gather, "scatter": hw.scatter}.get(kind, 1.0)
+    rounds = 2 if kind == "reduce" else 1
+    return rounds * (count * latency + slowness * size * (n - 1) / n / bandwidth)
 
 
-def activations_s(rings: Rings, plan: Plan) -> float:
+def parameters_s(hw: Hardware, ranks: Role, kind: str, part: RankPart, size: float, piece: float) -> float:
+    """
+    Return the seconds of collectives of all parameters, or of their gradients. Experts, which ep has divided
+    already, are the same on fewer ranks.
+
+    Args:
+        size: bytes for a parameter.
+        piece: parameters that are sent at once.
+    """
+    dense = collectives_s(hw, ranks, kind, size * part.dense, ceil(part.dense / piece))
+    same = ranks.without("ep")
+    return dense + collectives_s(hw, same, kind, size * part.experts, ceil(part.experts / piece))
+
+
+def activations_s(hw: Hardware, mesh: Mesh, plan: Plan) -> float:
     """
     Return the seconds of a micro-step's collectives of activations, for which computation waits.
 
@@ -199,22 +174,25 @@ def activations_s(rings: Rings, plan: Plan) -> float:
     reverse. With cp, keys and values are gathered twice, and their gradients scattered. With ep, tokens are
     sent to their experts and back. With pp, stages send activations and gradients.
     """
-    args, layers, hw = plan.model_args, part_of(plan, 0).layers, rings.hw
+    args, layers = plan.model_args, part_of(plan, 0).layers
     hidden = plan.torch_dtype.itemsize * plan.micro_batch * args["block_size"] / plan.cp * args["n_embd"]
     kv = 2 * hidden * plan.cp * args["n_kv_head"] / args["n_head"] / plan.tp
-    count = 4 * layers + 2  # number of gathers, and of scatters
-    seconds = rings.seconds(("tp",), count * hidden, count, hw.gather)
-    seconds += rings.seconds(("tp",), count * hidden, count, hw.scatter)
-    seconds += rings.seconds(("cp",), 2 * layers * kv, 2 * layers, hw.gather)
-    seconds += rings.seconds(("cp",), layers * kv, layers, hw.scatter)
-    seconds += 4 * layers * rings.seconds(("ep",), hidden * args["n_expert_active"])
     # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
-    neighbours = replace(rings, mesh=replace(rings.mesh, pp=min(2, plan.pp)))
-    sends = 2 * stages_per_rank(plan.pp_schedule)
-    return seconds + sends * 2 * neighbours.seconds(("pp",), hidden / plan.tp)
+    mesh = replace(mesh, pp=min(2, plan.pp))
+    collectives = [  # (kind, axis, bytes of each, number)
+        ("gather", "tp", hidden, 4 * layers + 2),
+        ("scatter", "tp", hidden, 4 * layers + 2),
+        ("gather", "cp", kv, 2 * layers),
+        ("scatter", "cp", kv, layers),
+        ("exchange", "ep", hidden * args["n_expert_active"], 4 * layers),
+        ("exchange", "pp", hidden / plan.tp, 4 * stages_per_rank(plan.pp_schedule)),
+    ]
+    return sum(
+        count * collectives_s(hw, Role(mesh, (axis,)), kind, size) for kind, axis, size, count in collectives
+    )
 
 
-def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> float:
+def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: Passes) -> float:
     """
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
 
@@ -225,26 +203,25 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
     Args:
         computed: the computation of a micro-step, which hides a part of them.
     """
-    hw, part, replicas, shards = rings.hw, part_of(plan, 0), rings.mesh.replicas, rings.mesh.shards
-    parameters, bucket = part.dense + part.experts, plan.ddp_bucket_mb * 2**20 / 4
-    averages = rings.all_reduce_s(("islands",), 4 * parameters, ceil(part.dense / bucket))
-    total, gather = averages / plan.local_steps, 0.0
+    part, replicas, shards = part_of(plan, 0), mesh.replicas, mesh.shards
+    bucket, gather = plan.ddp_bucket_mb * 2**20 / 4, 0.0
+    total = parameters_s(hw, Role(mesh, ("islands",)), "reduce", part, 4, bucket) / plan.local_steps
     if plan.zero < 2:
         reductions = micro_steps if plan.grad_sync == "every" else 1
-        reduction = 2 * rings.all_parameters(part, replicas.axes, 4, bucket, trees=True)
+        reduction = parameters_s(hw, replicas, "reduce", part, 4, bucket)
         if plan.zero == 1:
-            total += rings.all_parameters(part, replicas.axes, 4, bucket, slowness=hw.gather)
+            total += parameters_s(hw, replicas, "gather", part, 4, bucket)
     else:
         reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-        piece, size = parameters / (part.layers + 1), plan.torch_dtype.itemsize
-        gather = rings.all_parameters(part, shards.axes, size, piece, slowness=hw.gather)
-        reduction = rings.all_parameters(part, shards.axes, 4, piece, slowness=hw.scatter)
-        of_shards = 2 * rings.all_parameters(part, replicas.axes, 4 / shards.size, piece, trees=True)
-        total += reductions * of_shards
+        piece = (part.dense + part.experts) / (part.layers + 1)
+        gather = parameters_s(hw, shards, "gather", part, plan.torch_dtype.itemsize, piece)
+        reduction = parameters_s(hw, shards, "scatter", part, 4, piece)
+        total += reductions * parameters_s(hw, replicas, "reduce", part, 4 / shards.size, piece)
+    forward, backward = computed
     gather_again = gather if plan.zero == 3 else 0.0
-    total += micro_steps * exposed_s(hw, gather, computed.forward)
-    total += reductions * exposed_s(hw, gather_again + reduction, computed.backward)
-    return total + (micro_steps - reductions) * exposed_s(hw, gather_again, computed.backward)
+    total += micro_steps * exposed_s(hw, gather, forward)
+    total += reductions * exposed_s(hw, gather_again + reduction, backward)
+    return total + (micro_steps - reductions) * exposed_s(hw, gather_again, backward)
 
 
 def exposed_s(hw: Hardware, collectives: float, computation: float) -> float:
@@ -256,36 +233,30 @@ def exposed_s(hw: Hardware, collectives: float, computation: float) -> float:
 # a step
 
 
-def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
-    """Predict a plan's step on `per_node` devices of each machine."""
+def predict(plan: Plan, hw: Hardware) -> Prediction:
+    """Predict a plan's step on some devices."""
     mesh = make_mesh(0, plan)
     share = share_of(plan.sequences, 0, mesh.data_size, plan.batch_size, plan.pp)
     plan = replace(plan, micro_batch=share.rows)
     gb = memory_estimate(plan, hw.memory_gb)["total"] + hw.fixed_gb
     if gb > hw.memory_gb:
-        return Prediction(plan, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
+        return Prediction(inf, gb, plan, {}, f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
     slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
-    rings, micro_steps = Rings(hw, mesh, per_node), share.micro_steps
-    exposed = weights_s(rings, plan, micro_steps, slowest)
+    micro_steps, part = share.micro_steps, part_of(plan, 0)
+    communication = micro_steps * activations_s(hw, mesh, plan)
+    communication += weights_s(hw, mesh, plan, micro_steps, slowest)
+    # ZeRO divides experts less, since ep has divided them already
+    shards = mesh.loss if plan.zero == 1 else mesh.shards
+    updated = part.dense / shards.size + part.experts / shards.without("ep").size
     seconds = {
         "compute": micro_steps * sum(slowest),
-        "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
-        "communication": micro_steps * activations_s(rings, plan) + exposed,
-        "optimizer": optimizer_s(hw, plan, mesh),
+        "bubble": (plan.pp - 1) * sum(slowest) * IDLE[plan.pp_schedule],
+        "communication": communication,
+        # AdamW reads weights, gradients and two moments, and writes all but the gradients; clipping scales
+        # the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters (docs/benchmarks.md), and 1.2
+        # ms are predicted
+        "optimizer": 40 * updated / hw.bytes_per_s,
     }
-    return Prediction(plan, gb, seconds)
-
-
-def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
-    """
-    Return the seconds of an optimizer step. AdamW reads weights, gradients and two moments, and writes all
-    but the gradients; clipping scales the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters
-    (docs/benchmarks.md), and 1.2 ms are predicted.
-    """
-    part = part_of(plan, 0)
-    shards = mesh.loss if plan.zero == 1 else mesh.shards
-    # ZeRO divides experts less, since ep has divided them already
-    updated = part.dense / shards.size + part.experts / shards.without("ep").size
-    return 40 * updated / hw.bytes_per_s
+    return Prediction(sum(seconds.values()), gb, plan, seconds)
