@@ -4,7 +4,6 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
 
 from isogpt.checkpoint.owner import check_owner
 from isogpt.common.files import METRICS, as_json
@@ -30,21 +29,14 @@ class MetricsFile:
             return
         check_owner(self.path.parent, self.owner)
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps(as_json(record | {"time": time})).encode() + b"\n"
+        line = json.dumps(as_json(record | {"time": time})) + "\n"
         with open(self.path, "a+b", opener=no_link) as file:
-            if ends_in_a_torn_line(file):
-                line = b"\n" + line
-            file.write(line)
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):  # a kill or a full disk has torn the last line
+                line = "\n" + line
+            file.write(line.encode())
 
 
 def no_link(path: str, flags: int) -> int:
     """Open a file, but not through a link, which may lead to a file of somebody else."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def ends_in_a_torn_line(file: BinaryIO) -> bool:
-    """Whether a kill or a full disk has cut off the last line of an open file."""
-    if not file.seek(0, os.SEEK_END):
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"

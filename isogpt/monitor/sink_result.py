@@ -29,13 +29,13 @@ class Result:
     def __init__(self, out_dir: str, progress: Progress, data: Dataset, owner: str) -> None:
         self.folder, self.progress, self.data, self.owner = Path(out_dir), progress, data, owner
         self.content: dict = {}  # of result.json; empty until the run ends
-        self.facts: dict = {}  # the event start or resume
+        self.facts = {"parameters": None, "commit": "", "changed": False}  # of the event start or resume
 
     def write(self, record: dict, text: str) -> None:
         """Write the file at the end."""
         event = record.get("event")
         if event in STARTS:
-            self.facts = record
+            self.facts = {name: record[name] for name in self.facts}
         if event in EXIT_REASONS:
             self.content = as_json(self.summary(record))
             if self.owner:
@@ -45,22 +45,23 @@ class Result:
     def summary(self, ending: dict) -> dict:
         """Return what result.json contains, from the event that ends the run; None: not known."""
         p, totals = self.progress, self.progress.totals
-        mfu = totals.timed_mfu / totals.timed_s if totals.timed_s else math.nan
+        timed_s = totals.timed_s or math.nan
+        numbers = {
+            "best_val_loss": p.best_val_loss,
+            "tokens_per_s": totals.timed_tokens / timed_s,
+            "mfu": totals.timed_mfu / timed_s,
+        }
         return {
             "val_loss": p.val_loss,
-            "best_val_loss": p.best_val_loss if math.isfinite(p.best_val_loss) else None,
-            "best_step": p.best_step if p.best_step != NONE else None,
             "bits_per_byte": None if p.val_loss is None else self.data.bits_per_byte(p.val_loss),
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            "best_step": p.best_step if p.best_step != NONE else None,
             "steps": p.step,
             "tokens": p.tokens,
             "seconds": p.seconds,
-            "tokens_per_s": totals.timed_tokens / totals.timed_s if totals.timed_s else None,
             "memory_gb": totals.memory_gb or None,
-            "mfu": None if math.isnan(mfu) else mfu,
-            "parameters": self.facts.get("parameters"),
+            **self.facts,
             "weights": ending.get("weights"),
-            "commit": self.facts.get("commit", ""),
-            "changed": self.facts.get("changed", False),
             "exit_reason": EXIT_REASONS[ending["event"]],
             "reason": ending.get("reason", ""),
         }
