@@ -286,7 +286,7 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print(*banner.about_model(data, plan, parameter_count, start.description))
-logger.print(*banner.about_ranks(config, ranks, plan, mesh, compile_note), *checked)
+logger.print(*banner.about_ranks(ranks, plan, mesh, compile_note), *checked)
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print(*banner.about_step(config, reader), *banner.about_machine(ranks, plan, peak))
 logger.print(*(f"note:    {note}" for note in logger.notes))

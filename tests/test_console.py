@@ -25,7 +25,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import waiting_percent, waiting_text
+from isogpt.monitor.records import step_line, waiting_percent, waiting_text
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
 from isogpt.speed.clock import Clock
@@ -56,15 +56,15 @@ def received(columns, start):
     return b"".join(pieces).decode()
 
 
-# a config file with which a status line is drawn for each step, and other lines are printed above
+# train.py in which other lines are printed while a status line is shown
 OTHERS = """
 from isogpt.common import console
-from isogpt.monitor import sink_console
-sink_console.REDRAW_S, format_seconds = 0, console.duration
+from isogpt.monitor import records
+format_seconds = console.duration
 def duration(seconds):
     console.print_error("a problem")
     return format_seconds(seconds)
-sink_console.duration = duration
+records.duration = duration
 """
 
 
@@ -77,16 +77,16 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     # each row is drawn after the last time that it was erased; a status line that wraps would be several
     rows = [row.rpartition("\x1b[J")[2].strip("\r") for row in output.split("\n")]
     rows = [row for row in rows if row]
-    drawn = re.findall(r"\x1b\[J(step \d+/11 [^\r\n]+)\r", output)
-    losses = r"step \d+/11  loss \d\.\d{4}"
-    assert len(drawn) >= 12 and all(re.match(losses, text) and len(text) < columns for text in drawn)
+    drawn = re.findall(r"\x1b\[J(iter \d+: [^\r\n]+)\r", output)
+    assert len(drawn) >= 12 and all(len(text) < columns for text in drawn)
     if columns == 80:
-        assert re.fullmatch(rf"{losses}  \d:\d\d left  val \d\.\d{{4}}  [\d,]+ tokens/s", drawn[-1])
+        line = r"iter 11: loss \d\.\d{4}, time [\d.]+ms, mfu \S+, \d:\d\d left, [\d,]+ tokens/s"
+        assert re.match(line, drawn[-1])
         assert rows.count("error: a problem") >= 3
         assert sum(row.startswith("saved out/step_") for row in rows) == 3
         assert rows[-2].endswith("sample.py --out_dir=out") and rows[-1] == "the loss curve: out/loss.png"
-    assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations; the status line is removed"
-    assert not any(row.startswith("iter ") for row in rows)
+    assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations"
+    assert not any(row.startswith("iter ") for row in rows), "the status line is removed"
 
 
 def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work):
@@ -95,19 +95,32 @@ def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work):
     assert "\x1b" not in output and output.count("\niter ") == 2
 
 
-def test_the_time_left(monkeypatch):
-    """Unknown in the first ten steps, then the mean of the steps so far, evaluations included."""
+def test_what_is_told_of_a_step(monkeypatch):
+    """Means and maxima over the ranks and since the last logged step; the time left after ten steps."""
     now, told = 0.0, []
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    progress = Progress(1)
-    logger = Logger(progress, [SimpleNamespace(write=lambda record, text: told.append(record))])
-    meter = SimpleNamespace(routing=None, log_interval=1, device=ALONE.device)
-    report = RunReport(logger, meter, max_iters=12, flops_per_step=1.0, peak=Peak(ALONE.device, "float32"))
-    for progress.step in range(12):
-        now += 8.0 if progress.step == 11 else 1.0
-        report.step(numbers_of(1.0, 1.0)._replace(step_ms=torch.ones(2)), 0.0)
-    left = [record["left_s"] for record in told if "left_s" in record]
-    assert left == [None] * 9 + [3, 2, pytest.approx((9 + 7) / 9)]
+    progress = Progress(64)
+    logger = Logger(progress, [SimpleNamespace(write=lambda *args: told.append(args))])
+    reader = SimpleNamespace(device=ALONE.device)
+    config, peak = {"log_interval": 4, "max_iters": 16}, Peak(ALONE.device, "float32", flops=1e11)
+    report = RunReport(logger, config, *[None] * 5, reader=reader, flops_per_step=1e9, peak=peak)
+    for progress.step in range(17):
+        now += 8.0 if progress.step == 11 else 1.0  # an evaluation takes 7 s
+        numbers = numbers_of(3.0, 15.5 + progress.step)
+        ms = {"step_ms": torch.tensor([100.0, 300.0]), "data_ms": torch.tensor([1.0, 5.0])}
+        report.step(numbers._replace(loss=torch.tensor([1.0, 3.0]) + progress.step, **ms), 1e-3)
+        progress.tokens += 64
+    steps, lines = zip(*told, strict=True)
+    assert [record["loss_mean"] for record in steps] == [2, 4.5, 8.5, 12.5, 16.5]
+    assert [record["left_s"] for record in steps] == [None, None, None, pytest.approx(4 * 1.7), 0]
+    record = steps[3]
+    expected = {"iter": 12, "loss": 14, "grad_norm": 28**0.5, "lr": 1e-3, "tokens": 832, "tokens_per_s": 320}
+    expected |= {"step_ms": 200, "step_ms_max": 300, "data_ms": 3, "data_ms_max": 5, "mfu": 0.05}
+    assert {name: record[name] for name in expected} == pytest.approx(expected)
+    assert lines[3].startswith("iter 12: loss 14.0000, time 200.00ms, mfu 5.00%, 0:07 left, 320 tokens/s")
+    report.peak.flops = None
+    unknown = report.record(numbers, 0.0)
+    assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -214,22 +227,14 @@ def test_what_the_slowest_rank_costs_is_not_communication():
     [(1, [], False), (2, [], True), (2, ["--pp=2"], True), (2, ["--zero=3"], False)],
 )
 def test_a_run_says_in_which_parts_of_a_step_ranks_wait(zygote, work, nproc, layout, is_known):
-    run = zygote.train(["--max_iters=6", "--log_interval=3", "--out_dir=out", *layout], work, nproc)
+    run = zygote.train(["--max_iters=9", "--log_interval=3", "--out_dir=out", *layout], work, nproc)
     for name in ("comm_percent", "slowest_percent"):
         found = [*column(work / "out", name).values()]
-        assert len(found) == 3 and found[0] is None, "no step has been timed yet"
-        assert all(0 <= value <= 100 for value in found[1:]) if is_known else found == [None] * 3
+        assert len(found) == 4 and found[:2] == [None] * 2, "the first step has not been timed yet"
+        assert all(0 <= value <= 100 for value in found[2:]) if is_known else found == [None] * 4
     lines = re.findall(r"waiting: \d+% of a step for communication, \d+% for the slowest rank", run.text())
     assert len(lines) == (3 if is_known else 0), "two steps, and the end"
     assert all(value >= 0 for value in column(work / "out", "data_percent").values())
-
-
-def test_the_mean_loss_between_two_logged_steps(zygote, work):
-    zygote.train(["--out_dir=all"], work)
-    zygote.train(["--log_interval=4", "--out_dir=some"], work)
-    loss, means = column(work / "all", "loss"), column(work / "some", "loss_mean")
-    wanted = {0: loss[0], **{end: sum(loss[i] for i in range(end - 3, end + 1)) / 4 for end in (4, 8)}}
-    assert means == pytest.approx(wanted, abs=1e-12) and column(work / "all", "loss_mean") == loss
 
 
 def test_with_a_profile_the_parts_of_a_step_are_nvtx_ranges(monkeypatch):

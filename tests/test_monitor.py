@@ -22,7 +22,7 @@ from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.monitor.sink_wandb import Wandb
 from isogpt.monitor.watchdog import Watchdog
@@ -169,7 +169,7 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     alerts = Alerts({"alert_command": f"echo much; sleep 1000 > {fifo}; exit", "out_dir": "out"})
     for event in ("start", "end"):
         alerts.write({"event": event}, "")
-    assert not any(thread.is_alive() for thread in alerts.threads)
+    assert not any(thread.name == "alert" for thread in threading.enumerate())
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "nobody holds its other end any more"
     assert capfd.readouterr() == ("", "")

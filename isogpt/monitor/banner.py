@@ -41,17 +41,13 @@ def topology(ranks: Ranks) -> str:
     return f"{ranks.world_size} = {nodes} x {'+'.join(map(str, dict.fromkeys(sizes)))}"
 
 
-def about_ranks(config: dict, ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:
-    """The processes, how they divide the work, and what crosses a slow network."""
+def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:
+    """The processes, and how they divide the work."""
     sharding = f", zero {plan.zero}" if plan.zero else ""
     where = f"{topology(ranks)} on {ranks.device.type}, {ranks.network}"
     yield f"ranks:   {where}, {plan.dtype}{sharding}; {compile_note}"
     if degrees := [f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1]:
         yield f"mesh:    {' x '.join(degrees)}"
-    if mesh.islands > 1:
-        yield f"islands: average their weights every {count_text(config['local_steps'], 'step')}"
-    if config["grad_compression"] != "none":
-        yield f"network: gradients are sent as {config['grad_compression']}"
 
 
 def about_step(config: dict, reader: Reader) -> Iterator[str]:

@@ -11,9 +11,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot
-from isogpt.monitor.sink_result import Result, ResultLine
+from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
 
@@ -52,16 +50,12 @@ class Logger:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                self.sink_failed(type(sink).__name__, reason_of(e))
-
-    def sink_failed(self, name: str, reason: str) -> None:
-        """Report the first failure of a sink."""
-        if name in self.failed_sinks:
-            return
-        self.failed_sinks.add(name)
-        text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
-        console.print_to_stderr(text)
-        self.event("sink_failed", sink=name, reason=reason)
+                name, reason = type(sink).__name__, reason_of(e)
+                if name not in self.failed_sinks:
+                    self.failed_sinks.add(name)
+                    text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
+                    console.print_to_stderr(text)
+                    self.event("sink_failed", sink=name, reason=reason)
 
     def print(self, *lines: str) -> None:
         """Report lines for the user; an empty one is none."""

@@ -1,31 +1,19 @@
 """What records of metrics.jsonl contain besides plain numbers, and their lines on the console."""
 
 import math
-from collections import Counter
 
 from torch import Tensor
 
 from isogpt.common.console import duration, shortened
 from isogpt.training.step_numbers import StepNumbers
 
-STARTS = ("start", "resume")  # the event before the first step, which contains the settings as config
 CLOSING = ("end", "preempted")  # the last event of a run that closes its files
+FINAL = (*CLOSING, "failed")  # after these, the process may exit in any way
 
 
-class Means:
-    """The means over steps of numbers, by name; values that are not finite are left out."""
-
-    def __init__(self) -> None:
-        self.sums, self.counts = Counter(), Counter()
-
-    def add(self, numbers: dict[str, float]) -> None:
-        """Add the numbers of a step."""
-        self.sums.update({name: value for name, value in numbers.items() if math.isfinite(value)})
-        self.counts.update({name: math.isfinite(value) for name, value in numbers.items()})
-
-    def read(self) -> dict[str, float | None]:
-        """Return the means; None for a number that was never finite."""
-        return {name: self.sums[name] / count if count else None for name, count in self.counts.items()}
+def known(numbers: dict[str, float]) -> dict[str, float | None]:
+    """Return the numbers, with None in place of those that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def waiting_percent(numbers: StepNumbers) -> dict[str, float]:

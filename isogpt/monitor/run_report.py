@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -12,10 +13,9 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.save import Saver
 from isogpt.common.console import count_text, duration
 from isogpt.data.reader import Reader
-from isogpt.launch.together import Gathered, gather_numbers, gather_objects, is_main
+from isogpt.launch.together import Gathered, gather_numbers, gather_objects
 from isogpt.monitor import banner, records
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import Means
 from isogpt.monitor.signals import Stop
 from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.parallel.compilation import compile_report
@@ -27,6 +27,11 @@ from isogpt.training.step_numbers import StepNumbers
 
 SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
 ENOUGH_STEPS = 7  # with fewer, the time left would be a guess
+
+
+def means_of(sums: Counter) -> dict[str, float | None]:
+    """Return the means of numbers that were added up over sums["steps"] steps; None: not known."""
+    return records.known({name: total / sums["steps"] for name, total in sums.items() if name != "steps"})
 
 
 @dataclass
@@ -52,8 +57,8 @@ class RunReport:
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
-    since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
-    throughout: Means = field(default_factory=Means)  # of all steps
+    since_log: Counter = field(default_factory=Counter)  # sums over the steps since the last logged step
+    throughout: Counter = field(default_factory=Counter)  # sums over the steps at full speed
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
@@ -74,14 +79,13 @@ class RunReport:
         """
         step_s, device = self.clock.step_s(), self.reader.device
         self.routing = take_routing(self.model, self.is_logged, device)
-        coarse, fine = grad_square
         loss_limit, grad_norm_limit = self.progress.recent_steps.limits()
         return gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see NanPolicy.recover
                 loss=math.nan if self.reader.problems else loss,
-                grad_square=coarse,
-                grad_square_fine=fine,
+                grad_square=grad_square[0],
+                grad_square_fine=grad_square[1],
                 step_ms=step_s * 1e3,
                 data_ms=self.clock.cpu_ms("data"),
                 memory_gb=memory_gb(device),
@@ -106,15 +110,14 @@ class RunReport:
         self.steps_taken += 1
         if self.is_logged:
             self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
-        if not is_main():
-            return
         if self.steps_taken == 1:
             self.logger.print(compile_report())
         if self.steps_taken == SLOW_STEPS:
             self.at_full_speed = time.perf_counter()
-        waiting = records.waiting_percent(numbers)
-        self.throughout.add(waiting)
-        self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
+        sums = records.waiting_percent(numbers) | {"loss_mean": numbers.loss.mean().item(), "steps": 1}
+        self.since_log.update(sums)
+        if self.steps_taken > SLOW_STEPS:
+            self.throughout.update(sums)
         if self.is_logged:
             times = {"forward ms": numbers.forward_ms, "data wait ms": numbers.data_ms}
             columns = times | {"memory GB": numbers.memory_gb}
@@ -141,14 +144,14 @@ class RunReport:
             "seconds": p.seconds,
             "gpu_percent": utilization(self.reader.device),
             "left_s": self.seconds_left(),
-            **self.since_log.read(),
+            **means_of(self.since_log),
         }
         for name in ("step_ms", "data_ms", "memory_gb"):
             values = getattr(numbers, name)
             record |= {name: values.mean().item(), f"{name}_max": values.max().item()}
         if self.routing is not None:
             record |= records.routing_record(self.routing, p.tokens_per_step)
-        self.since_log = Means()
+        self.since_log.clear()
         p.totals.add(record, is_timed=self.steps_taken > SLOW_STEPS)
         return record
 
@@ -176,9 +179,7 @@ class RunReport:
         return self.stop.agreed != 0 and self.progress.is_unfinished(self.config["max_iters"])
 
     def done(self, advice: str) -> None:
-        """Report the end of training, and advice for the user; nothing if no step was taken."""
-        if not self.steps_taken:
-            return
+        """Report the end of training, and advice for the user."""
         p, verb = self.progress, "stopped" if self.is_stopped() else "done"
         text = f"{verb}: {count_text(self.steps_taken, 'step')} in {duration(time.perf_counter() - p.began)}"
         if math.isfinite(p.best_val_loss):
@@ -186,7 +187,7 @@ class RunReport:
             text += f" at step {p.best_step}" if p.best_step != NONE else ""
             if bits := self.reader.data.bits_per_byte(p.best_val_loss):
                 text += f", {bits:.4f} bits per byte"
-        self.logger.print(records.waiting_text(self.throughout.read()), text, advice)
+        self.logger.print(records.waiting_text(means_of(self.throughout)), text, advice)
 
     def end(self, weights: str | None) -> None:
         """

@@ -8,9 +8,9 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
+from isogpt.monitor.records import FINAL
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
-FINAL = ("end", "preempted", "failed")  # after these, the process may exit in any way
 LIMIT_S = 10  # seconds that a command may take
 
 

@@ -2,12 +2,9 @@
 
 import shutil
 import sys
-import time
 
 from isogpt.common import console
 from isogpt.monitor.records import CLOSING
-
-REDRAW_S = 0.1  # steps may be shorter, but nobody would see them drawn more often
 
 
 class Console:
@@ -22,7 +19,6 @@ class Console:
     def __init__(self) -> None:
         self.has_status = console.erase_line(sys.stdout) != ""
         self.status = ""
-        self.drawn_at = 0.0
         self.is_blocked = False  # whether the last line was lost because stdout did not take it in time
 
     def write(self, record: dict, text: str) -> None:
@@ -33,9 +29,6 @@ class Console:
         if self.has_status:
             if "step_ms" in record:
                 self.status, output = line, ""
-                if time.monotonic() - self.drawn_at < REDRAW_S:
-                    return
-            self.drawn_at = time.monotonic()
             # in the last column, a terminal would move the cursor to the next row
             self.status = "" if is_end else self.status[: shutil.get_terminal_size().columns - 1]
             output = f"{console.ERASE}{output}{self.status}\r"
