@@ -106,9 +106,8 @@ def test_what_is_told_of_a_step(monkeypatch):
     report = RunReport(logger, config, *[None] * 5, reader=reader, flops_per_step=1e9, peak=peak)
     for progress.step in range(17):
         now += 8.0 if progress.step == 11 else 1.0  # an evaluation takes 7 s
-        numbers = numbers_of(3.0, 15.5 + progress.step)
-        ms = {"step_ms": torch.tensor([100.0, 300.0]), "data_ms": torch.tensor([1.0, 5.0])}
-        report.step(numbers._replace(loss=torch.tensor([1.0, 3.0]) + progress.step, **ms), 1e-3)
+        numbers = numbers_of(3.0, 15.5 + progress.step, step_ms=[100, 300], data_ms=[1, 5])
+        report.step(numbers._replace(loss=numbers.loss + progress.step), 1e-3)
         progress.tokens += 64
     steps, lines = zip(*told, strict=True)
     assert [record["loss_mean"] for record in steps] == [2, 4.5, 8.5, 12.5, 16.5]
@@ -208,17 +207,12 @@ def test_the_share_of_a_step_in_which_a_rank_waits(monkeypatch, laps, share):
 
 def test_what_the_slowest_rank_costs_is_not_communication():
     """The rank that arrives last waits for no other: what it spends in communication is communication."""
-
-    numbers = numbers_of(1.0, 1.0)._replace(
-        waiting=torch.tensor([0.4, 0.1]).double(),
-        data_ms=torch.tensor([0.0, 10.0]).double(),
-        step_ms=torch.tensor([90.0, 110.0]).double(),
-    )
-    found = waiting_percent(numbers)
+    times = {"data_ms": [0, 10], "step_ms": [90, 110]}
+    found = waiting_percent(numbers_of(1.0, 1.0, waiting=[0.4, 0.1], **times))
     assert found == pytest.approx({"data_percent": 5, "comm_percent": 10, "slowest_percent": 15})
     text = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
     assert waiting_text(found) == text and waiting_text(found | {"comm_percent": None}) == ""
-    unknown = waiting_percent(numbers._replace(waiting=torch.tensor([0.4, math.nan]).double()))
+    unknown = waiting_percent(numbers_of(1.0, 1.0, waiting=[0.4, math.nan], **times))
     assert math.isnan(unknown["comm_percent"]) and math.isnan(unknown["slowest_percent"])
 
 

@@ -30,10 +30,10 @@ from isogpt.speed.clock import Clock
 from isogpt.training.step_numbers import StepNumbers
 
 
-def numbers_of(loss, grad_square, loss_scale=1.0):
+def numbers_of(loss, grad_square, loss_scale=1.0, **more):
     """The numbers of two ranks, the second of which computed these."""
     facts = {name: torch.zeros(2).double() for name in StepNumbers._fields}
-    facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2}
+    facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2, **more}
     return StepNumbers(**{name: torch.as_tensor(values).double() for name, values in facts.items()})
 
 

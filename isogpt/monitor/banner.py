@@ -7,7 +7,6 @@ from isogpt.common.console import RANKS_SHOWN, count_text, shortened
 from isogpt.data.dataset import Dataset
 from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
-from isogpt.launch import torch_import
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
 from isogpt.parallel.mesh import AXES, Mesh
@@ -72,7 +71,7 @@ def peak_text(peak: Peak) -> str:
 
 
 def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> Iterator[str]:
-    """The peak of the devices, the micro-batches, the cores and the threads."""
+    """The peak of the devices, the micro-batches and the cores."""
     yield f"peak:    {peak_text(peak)}"
     if plan.micro_batch < plan.batch_size:
         sizes = f"{plan.micro_batch} instead of {plan.batch_size}"
@@ -81,5 +80,3 @@ def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> Iterator[str]:
     if ranks.device.type == "cpu" and ranks.core_sharers > cores:
         shared = f"{ranks.core_sharers} processes share {cores} CPU cores"
         yield f"cores:   {shared}: this tests a layout, and is slower than --nproc={cores}"
-    if torch_import.NOTE:
-        yield f"threads: {torch_import.NOTE}"

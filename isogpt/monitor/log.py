@@ -53,8 +53,8 @@ class Logger:
                 name, reason = type(sink).__name__, reason_of(e)
                 if name not in self.failed_sinks:
                     self.failed_sinks.add(name)
-                    text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
-                    console.print_to_stderr(text)
+                    problem = f"warning: {name} failed ({reason})"
+                    console.print_to_stderr(f"{problem}; training continues, and it is tried again")
                     self.event("sink_failed", sink=name, reason=reason)
 
     def print(self, *lines: str) -> None:
@@ -103,9 +103,8 @@ class Logger:
             if not is_main():
                 return
             result = Result(out_dir, self.progress, data, owner)
-            sinks = [result]
-            if owner:  # the result is before the plot, for which a stopped run may lack the time
-                sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)]
+            # the result is before the plot, for which a stopped run may lack the time
+            sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)] if owner else [result]
             if owner and config["tensorboard_log"]:
                 sinks.append(TensorBoard(out_dir, self.progress))
             if config["print_result"]:

@@ -32,8 +32,6 @@ class Console:
             # in the last column, a terminal would move the cursor to the next row
             self.status = "" if is_end else self.status[: shutil.get_terminal_size().columns - 1]
             output = f"{console.ERASE}{output}{self.status}\r"
-        if not output:
-            return
         error = console.print_line(output, "", 0 if self.is_blocked else console.PATIENCE_S)
         self.is_blocked = isinstance(error, TimeoutError)
         if error and is_end:
