@@ -30,7 +30,6 @@ from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import step_line, waiting_percent, waiting_text
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
 from isogpt.monitor.sink_console import Console
@@ -122,7 +121,10 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
 
 
 def test_what_is_told_of_a_step(monkeypatch):
-    """Means and maxima over the ranks and since the last logged step; the time left after ten steps."""
+    """
+    Means and maxima over the ranks and since the last logged step; the time left after ten steps. The rank
+    that arrives last waits for no other: what it spends in communication is communication.
+    """
     now, told = 0.0, []
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = Progress(64)
@@ -130,9 +132,10 @@ def test_what_is_told_of_a_step(monkeypatch):
     reader = SimpleNamespace(device=CPU)
     config, peak = {"log_interval": 4, "max_iters": 16}, Peak(CPU, "float32", flops=1e11)
     report = RunReport(logger, config, *[None] * 5, reader=reader, flops_per_step=1e9, peak=peak)
+    of_ranks = {"step_ms": [100, 300], "data_ms": [0, 20], "waiting": [0.4, 0.1]}
     for progress.step in range(17):
         now += 8.0 if progress.step == 11 else 1.0  # an evaluation takes 7 s
-        numbers = numbers_of(3.0, 15.5 + progress.step, step_ms=[100, 300], data_ms=[1, 5])
+        numbers = numbers_of(3.0, 15.5 + progress.step, **of_ranks)
         report.step(numbers._replace(loss=numbers.loss + progress.step), 1e-3)
         progress.tokens += 64
     steps, lines = zip(*told, strict=True)
@@ -140,12 +143,17 @@ def test_what_is_told_of_a_step(monkeypatch):
     assert [record["left_s"] for record in steps] == [None, None, None, pytest.approx(4 * 1.7), 0]
     record = steps[3]
     expected = {"iter": 12, "loss": 14, "grad_norm": 28**0.5, "lr": 1e-3, "tokens": 832, "tokens_per_s": 320}
-    expected |= {"step_ms": 200, "step_ms_max": 300, "data_ms": 3, "data_ms_max": 5, "mfu": 0.05}
+    expected |= {"step_ms": 200, "step_ms_max": 300, "data_ms": 10, "data_ms_max": 20, "mfu": 0.05}
+    expected |= {"data_percent": 5, "comm_percent": 10, "slowest_percent": 15}
     assert {name: record[name] for name in expected} == pytest.approx(expected)
     assert lines[3].startswith("iter 12: loss 14.0000, time 200.00ms, mfu 5.00%, 0:07 left, 320 tokens/s")
+    said = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
+    assert lines[3].endswith(said)
     report.peak.flops = None
-    unknown = report.record(numbers, 0.0)
-    assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown)
+    report.step(numbers._replace(waiting=torch.tensor([0.4, math.nan])), 0.0)
+    record, line = told[-1]
+    assert record["mfu"] is record["comm_percent"] is record["slowest_percent"] is None
+    assert "mfu n/a" in line and "waiting" not in line
 
 
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["a pager", "Ctrl-S"])
@@ -261,17 +269,6 @@ def test_the_share_of_a_step_in_which_a_rank_waits(monkeypatch, laps, share):
             now += 1
         clock.step()
     assert clock.waiting_share() == pytest.approx(share, nan_ok=True)
-
-
-def test_what_the_slowest_rank_costs_is_not_communication():
-    """The rank that arrives last waits for no other: what it spends in communication is communication."""
-    times = {"data_ms": [0, 10], "step_ms": [90, 110]}
-    found = waiting_percent(numbers_of(1.0, 1.0, waiting=[0.4, 0.1], **times))
-    assert found == pytest.approx({"data_percent": 5, "comm_percent": 10, "slowest_percent": 15})
-    text = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
-    assert waiting_text(found) == text and waiting_text(found | {"comm_percent": None}) == ""
-    unknown = waiting_percent(numbers_of(1.0, 1.0, waiting=[0.4, math.nan], **times))
-    assert math.isnan(unknown["comm_percent"]) and math.isnan(unknown["slowest_percent"])
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def topology(ranks: Ranks) -> str:
     nodes = count_text(len(sizes), "node")
     if len(sizes) > 1:
         nodes += f" ({shortened([*dict.fromkeys(ranks.hosts)], 4)})"
-    return f"{ranks.world_size} = {nodes} x {'+'.join(map(str, dict.fromkeys(sizes)))}"
+    return f"{ranks.world_size} = {nodes} x {' or '.join(map(str, dict.fromkeys(sizes)))}"
 
 
 def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:

@@ -26,7 +26,6 @@ from isogpt.speed.usage import memory_gb, utilization
 from isogpt.training.step_numbers import StepNumbers
 
 SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
-ENOUGH_STEPS = 7  # with fewer, the time left would be a guess
 
 
 def means_of(sums: Counter) -> dict[str, float | None]:
@@ -168,10 +167,9 @@ class RunReport:
         Estimate the seconds until the end of the run from all steps but the first, with the evaluations,
         checkpoints and samples between them; None: not known yet.
         """
-        steps = self.steps_taken - SLOW_STEPS
-        if steps < ENOUGH_STEPS:
+        if self.steps_taken < 10:  # it would be a guess
             return None
-        step_s = (time.perf_counter() - self.at_full_speed) / steps
+        step_s = (time.perf_counter() - self.at_full_speed) / (self.steps_taken - SLOW_STEPS)
         return step_s * (self.config["max_iters"] - self.progress.step)
 
     def is_stopped(self) -> bool:
@@ -200,8 +198,7 @@ class RunReport:
         if not self.is_stopped():
             self.logger.event("end", **facts)
             return
-        hint = "there is no checkpoint to resume"
-        if is_run(self.config["out_dir"]):
-            hint = "resume with --init_from=resume or auto"
+        is_saved = is_run(self.config["out_dir"])
+        hint = "resume with --init_from=auto" if is_saved else "there is no checkpoint to resume"
         text = f"stopped on request before step {self.progress.step}: {hint}"
         self.logger.event("preempted", text, signal=self.stop.agreed, reason=self.stop.reason(), **facts)

@@ -144,14 +144,13 @@ class Plot:
         is_last, not_before = False, 0.0
         while not is_last:
             is_last, began = self.requests.get(), time.monotonic()
-            if not is_last and began < not_before:
-                continue
-            try:
-                self.draw()
-                self.result = f"the loss curve: {self.path}"
-            except Exception as e:  # matplotlib raises many types
-                self.result = f"no plot of the loss curve: {reason_of(e)}"
-            not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
+            if is_last or began >= not_before:
+                try:
+                    self.draw()
+                    self.result = f"the loss curve: {self.path}"
+                except Exception as e:  # matplotlib raises many types
+                    self.result = f"no plot of the loss curve: {reason_of(e)}"
+                not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
 
     def draw(self) -> None:
         """Plot the loss curve (in the thread)."""
