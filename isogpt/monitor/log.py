@@ -24,13 +24,13 @@ class Logger:
     A sink is a plain class with a method `write(record, text)`, which uses those of these records that it
     needs:
 
-    - a logged step: the fields of records.step_record, which alone contains step_ms. A value may be None, a
+    - a logged step: what RunReport.record returns, which alone contains step_ms. A value may be None, a
       list, or a float that is not finite;
     - an evaluation, which alone contains val_loss;
     - the statistics of a step's layers: iter and statistics, {kind: {name: number}}. This record is written
       after the step's record or before it, and before those of later steps;
     - an event: event (its name), iter and facts, with a sentence for the user, or "";
-    - a line for the user: the record is empty.
+    - a line for the user: the record is empty. A step and an evaluation come with their lines, too.
 
     A sink that raises an exception loses the record, and gets the next one, so that a full disk or a service
     that is gone does not end a run. The first failure of each sink is an event and a warning.
