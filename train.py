@@ -38,7 +38,6 @@ from isogpt.monitor import (
     signals,
     step_policy,
 )
-from isogpt.monitor.meter import Meter
 from isogpt.monitor.statistics import LayerStatistics
 from isogpt.monitor.watchdog import start_watchdog
 from isogpt.parallel import (
@@ -286,14 +285,11 @@ if pipeline:
     pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
-logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
-logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
-logger.print_lines(checked)
-logger.print_lines(banner.about_network(config, ranks, mesh))
+logger.print(*banner.about_model(data, plan, parameter_count, start.description))
+logger.print(*banner.about_ranks(ranks, plan, mesh, compile_note), *checked)
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
-logger.print_lines(banner.about_step(config, reader))
-logger.print_lines(banner.about_machine(ranks, plan, peak))
-logger.print_lines(f"note:    {note}" for note in logger.notes)
+logger.print(*banner.about_step(config, reader), *banner.about_machine(ranks, plan, peak))
+logger.print(*(f"note:    {note}" for note in logger.notes))
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -309,13 +305,12 @@ logger.event(
     code=code,
     **code_version.code_version(ranks),
 )
-meter = Meter(
-    raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval, progress.recent_steps
-)
 statistics = LayerStatistics(
     stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
 )
-report = run_report.RunReport(logger, meter, limits.max_iters, flops_per_step, peak)
+report = run_report.RunReport(
+    logger, config, raw_model, scaler, clock, stop, saver, reader, flops_per_step, peak
+)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
@@ -393,7 +388,7 @@ while not is_complete:
     clock.lap("norm")
     # all-gathers loss, norm, times and requests to stop. The mean over ranks of the weighted loss is that of
     # the batch
-    gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
+    gathered = report.gather(loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
     with statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
@@ -430,12 +425,12 @@ saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
 weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
 if exact:
     logger.print(f"weights: SHA-256 {weights} before step {state.step}")
-report.end(out_dir, weights)  # closes the sinks: the plot, result.json
+report.end(weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
 watchdog.leave()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, statistics, evaluator, meter, saver, watchdog, policy
+del report, statistics, evaluator, saver, watchdog, policy
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
 # limit, stop.agreed is negative, and the exit status is 0

@@ -59,10 +59,9 @@ from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_plot, watchdog
+from isogpt.monitor import sink_files, watchdog
 from isogpt.monitor.log import Logger
-from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot
+from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.monitor.watchdog import Beat, Watchdog
 from isogpt.nn import huggingface
 from isogpt.parallel import parallelize
@@ -480,7 +479,7 @@ def test_a_slow_plot_delays_no_step_and_the_next_one_waits_until_the_end(tmp_pat
 
 def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, monkeypatch):
     for kind, seconds in ((Plot, 60), (Slow, 0.01)):
-        monkeypatch.setattr(sink_plot, "END_S", seconds)
+        monkeypatch.setattr(sink_files, "END_S", seconds)
         kind(str(tmp_path)).write(END, "")
         assert "no plot of the loss curve: " in capsys.readouterr().out
 

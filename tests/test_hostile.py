@@ -27,7 +27,7 @@ from isogpt.common import console
 from isogpt.common.patience import within
 from isogpt.data.dataset import open_dataset
 from isogpt.launch.launchers import Launch
-from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_files import MetricsFile
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
 from model import GPT, GPTConfig

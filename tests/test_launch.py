@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 from runs import column, default_plan, free_port, listening, records, start_changed
 
-from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
 from isogpt.launch.device import pick_backend, pick_device
 from isogpt.launch.network import Process, survey
 from isogpt.launch.process_group import connect_ranks, rank_names
 from isogpt.monitor import banner
-from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
 from isogpt.parallel.mesh import Mesh
 from isogpt.speed import devices
 from isogpt.speed.devices import peak_of
 from isogpt.training import precision
-from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -150,18 +147,6 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA H100 80GB HBM3")
     assert peak_of(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
     assert peak_of(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
-    columns = dict.fromkeys(StepNumbers._fields, [0, 0]) | {"step_ms": [100, 300], "data_ms": [1, 5]}
-    columns |= {"loss": [2, 4], "grad_square": [9, 16]}
-    numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
-    progress = Progress(tokens_per_step=64, step=7, tokens=576)
-    record = step_record(progress, numbers, 1e-3, 1e9, 1e11)
-    assert record["tokens"] == 640 and record["grad_norm"] == 5.0 and record["loss"] == 3.0
-    assert record["step_ms"] == 200.0 and record["step_ms_max"] == 300.0 and record["data_ms_max"] == 5.0
-    assert record["tokens_per_s"] == pytest.approx(320) and record["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
-    line = step_line(record | {"left_s": 61})
-    assert line.startswith("iter 7: loss 3.0000, time 200.00ms, mfu 5.00%")
-    unknown = step_record(progress, numbers, 1e-3, 1e9, None)
-    assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown | {"left_s": None})
 
 
 BUSY_AT_THE_START = """

@@ -185,7 +185,6 @@ def compare_routing(one, other):
     for key, tolerance in ROUTING.items():
         same(column(one, key), column(other, key), **tolerance)
     assert column(one, "dead_experts") == column(other, "dead_experts")
-    assert not any(column(other, "dropped_tokens").values())
 
 
 def trained_tensors(folder):

@@ -20,7 +20,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import is_out_of_memory, line_of
-from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_files import MetricsFile
 from isogpt.training.settings import read_prompt
 from model import GPT, GPTConfig
 

@@ -291,7 +291,7 @@ def test_the_numbers_in_the_record():
     assert take_routing(model, False, torch.device("cpu")) is None
     found = routing_record(take_routing(model, True, torch.device("cpu")), 112)
     assert not model.routing.any() and tokens.sum() == 2 * 2 * 112
-    assert found.pop("dead_experts") == ["1.3"] and found.pop("dropped_tokens") == 0
+    assert found.pop("dead_experts") == ["1.3"]
     expected = {
         "expert_tokens_min": 0,
         "expert_tokens_mean": 56,

@@ -37,7 +37,7 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
 
-RESULT = "result.json"  # how the run has ended, see sink_result.py; a run in progress has none
+RESULT = "result.json"  # how the run has ended, see sink_files.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 EXCLUDED = "excluded_steps.json"  # the steps that each resume leaves out
 

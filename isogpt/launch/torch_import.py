@@ -22,24 +22,22 @@ import time
 from pathlib import Path
 
 
-def use_passive_waiting() -> str:
+def use_passive_waiting() -> None:
     """
-    Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy for 30 ms (Linux);
-    returns what was done.
+    Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy for 30 ms (Linux).
     """
     load = Path("/proc/loadavg")
     if "OMP_WAIT_POLICY" in os.environ or not load.exists():
-        return ""
+        return
     for _ in range(6):
         runnable = int(load.read_text().split()[3].split("/")[0])  # threads, this one among them
         if runnable - 1 < (os.cpu_count() or 1) / 2:
-            return ""
+            return
         time.sleep(0.005)
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    return "OMP_WAIT_POLICY=passive, since other processes keep the cores busy"
 
 
-NOTE = use_passive_waiting()
+use_passive_waiting()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 gc.disable()
 import torch  # noqa: E402, F401

@@ -7,10 +7,9 @@ from isogpt.common.console import RANKS_SHOWN, count_text, shortened
 from isogpt.data.dataset import Dataset
 from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
-from isogpt.launch import torch_import
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
-from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
 from isogpt.speed.devices import Peak
@@ -34,11 +33,11 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
 
 def topology(ranks: Ranks) -> str:
     """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
-    sizes, nodes = list(Counter(ranks.machines).values()), "1 node"
+    sizes = [*Counter(ranks.machines).values()]
+    nodes = count_text(len(sizes), "node")
     if len(sizes) > 1:
-        nodes = f"{len(sizes)} nodes ({shortened([*dict.fromkeys(ranks.hosts)], 4)})"
-    processes = sizes[0] if len(set(sizes)) == 1 else "+".join(map(str, sizes))
-    return f"{ranks.world_size} = {nodes} x {processes}"
+        nodes += f" ({shortened([*dict.fromkeys(ranks.hosts)], 4)})"
+    return f"{ranks.world_size} = {nodes} x {' or '.join(map(str, dict.fromkeys(sizes)))}"
 
 
 def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:
@@ -46,34 +45,20 @@ def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iter
     sharding = f", zero {plan.zero}" if plan.zero else ""
     where = f"{topology(ranks)} on {ranks.device.type}, {ranks.network}"
     yield f"ranks:   {where}, {plan.dtype}{sharding}; {compile_note}"
-    if mesh.splits_model or mesh.cp > 1:
-        named = {"pp": mesh.pp, "dp": mesh.data_size, "cp": mesh.cp, "tp": mesh.tp}
-        degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
-        experts = f", in dp: ep {mesh.ep}" if mesh.ep > 1 else ""
-        yield f"mesh:    {ranks.world_size} processes = {degrees}{experts}"
-
-
-def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> Iterator[str]:
-    """What crosses a slow network, if there are settings for one."""
-    if mesh.islands > 1:
-        size = count_text(ranks.world_size // mesh.islands, "process", "processes")
-        steps = count_text(config["local_steps"], "step")
-        yield f"islands: {mesh.islands} of {size} each, which average their weights every {steps}"
-    if (kind := config["grad_compression"]) != "none":
-        use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, since there is only one replica"
-        yield f"network: gradients are {use}"
+    if degrees := [f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1]:
+        yield f"mesh:    {' x '.join(degrees)}"
 
 
 def about_step(config: dict, reader: Reader) -> Iterator[str]:
     """The sequences of a step, and a warning if ranks have nothing to compute."""
-    share, length = reader.share, reader.block_size
-    rows_of = share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]
-    rows = shortened([*map(str, rows_of)], RANKS_SHOWN)
+    share = reader.share
+    rows = shortened([*map(str, dict.fromkeys(share.rows_of))], RANKS_SHOWN)
     rows += " row" if rows == "1" else " rows"
     padding = f" ({count_text(share.padding(), 'row')} of padding)" if share.padding() else ""
-    sequences = f"{count_text(share.sequences, 'sequence')} x {length} = {share.sequences * length:,} tokens"
+    batch = f"{count_text(share.sequences, 'sequence')} x {reader.block_size}"
+    tokens = f"{share.sequences * reader.block_size:,} tokens"
     steps = count_text(share.micro_steps, "micro-step")
-    yield f"step:    {sequences}, on each rank {steps} x {rows}{padding}"
+    yield f"step:    {batch} = {tokens}, on each rank {steps} x {rows}{padding}"
     if config["shares"] == "auto":
         yield f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}"
     if unused := about_unused_ranks(share, reader.plan.batch_size, reader.plan.pp):
@@ -86,14 +71,12 @@ def peak_text(peak: Peak) -> str:
 
 
 def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> Iterator[str]:
-    """The peak of the devices, the micro-batches, the cores and the threads."""
+    """The peak of the devices, the micro-batches and the cores."""
     yield f"peak:    {peak_text(peak)}"
     if plan.micro_batch < plan.batch_size:
         sizes = f"{plan.micro_batch} instead of {plan.batch_size}"
         yield f"memory:  micro-batches of {sizes}, since a previous attempt ran out of memory"
-    processes, cores = ranks.core_sharers, len(own_cores())
-    if ranks.device.type == "cpu" and processes > cores:
-        shared = f"{processes} processes share {cores} CPU cores"
+    cores = len(own_cores())
+    if ranks.device.type == "cpu" and ranks.core_sharers > cores:
+        shared = f"{ranks.core_sharers} processes share {cores} CPU cores"
         yield f"cores:   {shared}: this tests a layout, and is slower than --nproc={cores}"
-    if torch_import.NOTE:
-        yield f"threads: {torch_import.NOTE}"

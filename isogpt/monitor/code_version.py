@@ -6,10 +6,8 @@ from contextlib import suppress
 from isogpt.common.files import REPOSITORY
 from isogpt.launch.process_group import Ranks
 
-PATIENCE_S = 5.0  # seconds that a start waits for git: a repository on a network file system can be slow
-# neither writes to the repository nor starts a daemon
-GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-DESCRIBE = ("describe", "--always", "--exclude=*", "--abbrev=64", "--dirty")  # the commit, not a tag
+# the commit, not a tag. It neither writes to the repository nor starts a daemon
+DESCRIBE = "git --no-optional-locks -c core.fsmonitor=false describe --always --exclude=* --abbrev=64 --dirty"
 
 
 def code_version(ranks: Ranks) -> dict:
@@ -17,9 +15,10 @@ def code_version(ranks: Ranks) -> dict:
     Ask git on rank 0: {"commit": the hash, or "" outside a repository, "changed": whether tracked files
     differ from the commit}.
     """
+    # 5 s, since a repository on a network file system can be slow
+    git = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 5.0}
     name = ""
     if ranks.is_main:
-        command = [*GIT, "-C", str(REPOSITORY), *DESCRIBE]
         with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a slow disk
-            name = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S).stdout.strip()
+            name = subprocess.run(DESCRIBE.split(), **git).stdout.strip()
     return {"commit": name.removesuffix("-dirty"), "changed": name.endswith("-dirty")}

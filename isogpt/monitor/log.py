@@ -1,6 +1,5 @@
 """The logger, which passes what a run reports to its sinks."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot
-from isogpt.monitor.sink_result import Result, ResultLine
+from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
 
@@ -27,13 +24,13 @@ class Logger:
     A sink is a plain class with a method `write(record, text)`, which uses those of these records that it
     needs:
 
-    - a logged step: the fields of records.step_record, which alone contains step_ms. A value may be None, a
+    - a logged step: what RunReport.record returns, which alone contains step_ms. A value may be None, a
       list, or a float that is not finite;
     - an evaluation, which alone contains val_loss;
     - the statistics of a step's layers: iter and statistics, {kind: {name: number}}. This record is written
       after the step's record or before it, and before those of later steps;
     - an event: event (its name), iter and facts, with a sentence for the user, or "";
-    - a line for the user: the record is empty.
+    - a line for the user: the record is empty. A step and an evaluation come with their lines, too.
 
     A sink that raises an exception loses the record, and gets the next one, so that a full disk or a service
     that is gone does not end a run. The first failure of each sink is an event and a warning.
@@ -53,25 +50,17 @@ class Logger:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                self.sink_failed(type(sink).__name__, reason_of(e))
+                name, reason = type(sink).__name__, reason_of(e)
+                if name not in self.failed_sinks:
+                    self.failed_sinks.add(name)
+                    problem = f"warning: {name} failed ({reason})"
+                    console.print_to_stderr(f"{problem}; training continues, and it is tried again")
+                    self.event("sink_failed", sink=name, reason=reason)
 
-    def sink_failed(self, name: str, reason: str) -> None:
-        """Report the first failure of a sink."""
-        if name in self.failed_sinks:
-            return
-        self.failed_sinks.add(name)
-        text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
-        console.print_to_stderr(text)
-        self.event("sink_failed", sink=name, reason=reason)
-
-    def print(self, text: str) -> None:
-        """Report a line for the user."""
-        self.write({}, text)
-
-    def print_lines(self, lines: Iterable[str]) -> None:
-        """Report several lines for the user."""
-        for line in lines:
-            self.print(line)
+    def print(self, *lines: str) -> None:
+        """Report lines for the user; an empty one is none."""
+        for line in filter(None, lines):
+            self.write({}, line)
 
     def event(self, name: str, text: str = "", **facts: object) -> None:
         """Report an event: a sentence for the user, if there is one, and the facts."""
@@ -87,24 +76,23 @@ class Logger:
         continues the run progress.wandb_id. Also check that TensorBoard is installed if it is used. Exits
         with a message if something cannot start.
         """
-        with exit_together():
-            if is_main() and config["tensorboard_log"]:
-                check_tensorboard()
-        if config["wandb_log"]:
-            what = "has started wandb: if this does not end, set WANDB_MODE=offline or --wandb_log=False"
-            do_together(self.start_wandb, config, has_done=what)
+        what = "has started wandb: if this does not end, set WANDB_MODE=offline or --wandb_log=False"
+        if config["wandb_log"] or config["tensorboard_log"]:
+            do_together(self.start_on_main, config, has_done=what)
 
-    def start_wandb(self, config: dict) -> None:
-        """Start wandb on rank 0."""
-        if is_main():
+    def start_on_main(self, config: dict) -> None:
+        """Do what start_services says (rank 0)."""
+        if is_main() and config["tensorboard_log"]:
+            check_tensorboard()
+        if is_main() and config["wandb_log"]:
             service = Wandb(config, self.progress.wandb_id)
             self.progress.wandb_id = service.run_id
-            self.insert(service)
+            self.sinks.insert(-1, service)
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
         Open the files of a run that continues at progress.step (all ranks; rank 0 opens). Exits with a
-        message if a file cannot be written.
+        message if a file cannot be written. The alerts stay last, since their command may read the files.
 
         Args:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
@@ -112,21 +100,16 @@ class Logger:
         """
         out_dir = config["out_dir"]
         with exit_together():
-            if is_main():
-                result = Result(out_dir, self.progress, data, owner)
-                if owner:
-                    self.insert(MetricsFile(out_dir, owner))
-                self.insert(result)  # before the plot, for which a stopped run may lack the time
-                if owner:
-                    self.insert(Plot(out_dir))
-                if owner and config["tensorboard_log"]:
-                    self.insert(TensorBoard(out_dir, self.progress))
-                if config["print_result"]:
-                    self.insert(ResultLine(result))
-
-    def insert(self, sink: object) -> None:
-        """Add a sink before the alerts, whose command may read what the others have written."""
-        self.sinks.insert(len(self.sinks) - 1, sink)
+            if not is_main():
+                return
+            result = Result(out_dir, self.progress, data, owner)
+            # the result is before the plot, for which a stopped run may lack the time
+            sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)] if owner else [result]
+            if owner and config["tensorboard_log"]:
+                sinks.append(TensorBoard(out_dir, self.progress))
+            if config["print_result"]:
+                sinks.append(ResultLine(result))
+            self.sinks[-1:-1] = sinks
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import threading
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
+from isogpt.monitor.records import FINAL
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
-FINAL = ("end", "preempted", "failed")  # after these, the process may exit in any way
 LIMIT_S = 10  # seconds that a command may take
 
 
@@ -22,34 +22,28 @@ class Alerts:
 
     def __init__(self, config: dict) -> None:
         self.command, self.out_dir = config["alert_command"], config["out_dir"]
-        self.threads: list[threading.Thread] = []
 
     def write(self, record: dict, text: str) -> None:
         """Pass an event to the command, in a thread; at the end of the run, wait for all commands."""
-        if not self.command or "event" not in record or record["event"] in QUIET:
+        if not self.command or record.get("event", "save") in QUIET:
             return
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
-        thread = threading.Thread(target=run_command, args=(self.command, line))  # Python's exit waits for it
-        thread.start()
-        self.threads = [other for other in self.threads if other.is_alive()] + [thread]
+        threading.Thread(target=run_command, args=(self.command, line), name="alert").start()
         if record["event"] in FINAL:
-            for thread in self.threads:
-                thread.join()
+            for thread in threading.enumerate():
+                if thread.name == "alert":
+                    thread.join()
 
 
 def run_command(command: str, line: str) -> None:
     """Run a command for up to LIMIT_S; then it is killed, with what it has started."""
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # an endless output would fill the disk of the run's log
-        text=True,
-        env=environment_without_launcher(),
-        start_new_session=True,  # a process group, which can be killed
-    )
-    try:
-        process.communicate(line, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    env = environment_without_launcher()
+    # no output, since an endless one would fill the disk of the run's log. The session is a process group,
+    # which can be killed
+    with Popen(
+        command, shell=True, stdin=PIPE, stdout=DEVNULL, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            process.communicate(line, timeout=LIMIT_S)
+        except TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)

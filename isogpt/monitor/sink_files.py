@@ -1,0 +1,158 @@
+"""The files of a run's folder that tell how it goes: metrics.jsonl, result.json and loss.png."""
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+
+from isogpt.checkpoint.folder import RESULT
+from isogpt.checkpoint.measures import NONE
+from isogpt.checkpoint.owner import check_owner
+from isogpt.checkpoint.progress import Progress
+from isogpt.common import console
+from isogpt.common.files import METRICS, as_json, reason_of, write_whole
+from isogpt.data.dataset import Dataset
+from isogpt.lab import pictures
+from isogpt.lab.runs import Group, read_run
+from isogpt.monitor.records import CLOSING, FINAL, known
+
+PAUSE = 20  # times as long as a plot takes, until the next one
+END_S = 60  # seconds that the end of a run waits for a plot
+
+
+class MetricsFile:
+    """
+    Appends lines to metrics.jsonl in the run's folder, unless a different run has claimed it.
+
+    Nothing is removed: a resumed run writes the steps that it repeats again, and the last record of a step
+    counts.
+
+    Args:
+        owner: who has claimed the run's folder; '': nobody.
+    """
+
+    def __init__(self, out_dir: str, owner: str = "") -> None:
+        self.path, self.owner = Path(out_dir, METRICS), owner
+
+    def write(self, record: dict, text: str) -> None:
+        """Append a line. The file is opened by its name each time, since it may have been removed."""
+        if not record:
+            return
+        check_owner(self.path.parent, self.owner)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps(as_json(record | {"time": now})) + "\n"
+        with open(self.path, "a+b", opener=no_link) as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):  # a kill or a full disk has torn the last line
+                line = "\n" + line
+            file.write(line.encode())
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file, but not through a link, which may lead to a file of somebody else."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+class Result:
+    """
+    Writes result.json when the run ends, in whatever way. Only a run that is killed leaves none.
+
+    Args:
+        data: converts the validation loss to bits per byte.
+        owner: who has claimed the run's folder; '': nobody, then nothing is written.
+    """
+
+    def __init__(self, out_dir: str, progress: Progress, data: Dataset, owner: str) -> None:
+        self.folder, self.progress, self.data, self.owner = Path(out_dir), progress, data, owner
+        self.content: dict = {}  # of result.json; empty until the run ends
+        self.facts = {"parameters": None, "commit": "", "changed": False}  # of the event start or resume
+
+    def write(self, record: dict, text: str) -> None:
+        """Write the file at the end."""
+        if "parameters" in record:
+            self.facts = {name: record[name] for name in self.facts}
+        if record.get("event") in FINAL:
+            self.content = as_json(self.summary(record))
+            if self.owner:
+                check_owner(self.folder, self.owner)
+                write_whole(self.folder / RESULT, json.dumps(self.content, indent=2) + "\n")
+
+    def summary(self, ending: dict) -> dict:
+        """Return what result.json contains, from the event that ends the run; None: not known."""
+        p, totals = self.progress, self.progress.totals
+        timed_s = totals.timed_s or math.nan
+        speeds = {"tokens_per_s": totals.timed_tokens / timed_s, "mfu": totals.timed_mfu / timed_s}
+        return {
+            "val_loss": p.val_loss,
+            "bits_per_byte": None if p.val_loss is None else self.data.bits_per_byte(p.val_loss),
+            **known(speeds | {"best_val_loss": p.best_val_loss}),
+            "best_step": p.best_step if p.best_step != NONE else None,
+            "steps": p.step,
+            "tokens": p.tokens,
+            "seconds": p.seconds,
+            "memory_gb": totals.memory_gb or None,
+            **self.facts,
+            "weights": ending.get("weights"),
+            "exit_reason": ending["event"].replace("end", "complete"),
+            "reason": ending.get("reason", ""),
+        }
+
+
+class ResultLine:
+    """Prints the result as a line of JSON, with print_result, after what other sinks print at the end."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def write(self, record: dict, text: str) -> None:
+        """Print the line when the run ends."""
+        if record.get("event") in FINAL:
+            line = json.dumps(self.result.content)
+            console.print_line(console.erase_line(sys.stdout) + line, patience_s=console.PATIENCE_S)
+
+
+class Plot:
+    """
+    Plots the losses in metrics.jsonl after evaluations and at the end, in a thread, so that training goes on
+    meanwhile.
+    """
+
+    def __init__(self, out_dir: str) -> None:
+        self.path = Path(out_dir, "loss.png")
+        self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
+        self.requests: SimpleQueue[bool] = SimpleQueue()  # for each plot, whether it is the last one
+        # one thread for all plots, since the C library would not reuse one thread's memory for the next
+        self.thread = threading.Thread(target=self.draw_all, daemon=True, name="plot")
+        self.thread.start()
+
+    def write(self, record: dict, text: str) -> None:
+        """Ask for a plot after an evaluation, and at the end tell the user where the plot is."""
+        is_end = record.get("event") in CLOSING
+        if is_end or (record.get("iter") and "val_loss" in record):
+            self.requests.put(is_end)
+        if is_end:
+            self.thread.join(END_S)
+            console.print_line(self.result, patience_s=console.PATIENCE_S)
+
+    def draw_all(self) -> None:
+        """Plot what `write` asks for, but not all the time (in the thread)."""
+        is_last, not_before = False, 0.0
+        while not is_last:
+            is_last, began = self.requests.get(), time.monotonic()
+            if is_last or began >= not_before:
+                try:
+                    self.draw()
+                    self.result = f"the loss curve: {self.path}"
+                except Exception as e:  # matplotlib raises many types
+                    self.result = f"no plot of the loss curve: {reason_of(e)}"
+                not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
+
+    def draw(self) -> None:
+        """Plot the loss curve (in the thread)."""
+        run = read_run(self.path.parent)
+        pictures.write(pictures.losses_figure([Group("", [run])], "steps"), self.path)
