@@ -101,16 +101,30 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     described = [description(run, defaults) for run in runs]
     names = dict.fromkeys(name for one in described for name in one)
     differing = [name for name in names if len({str(one.get(name)) for one in described}) > 1]
-    settings = [{name: one.get(name) for name in differing} for one in described]
-    counts = Counter((str(one), run.seed) for one, run in zip(settings, runs, strict=True))
-    repeated = {one for (one, _), count in counts.items() if count > 1}
+    kinds = [str([one.get(name) for name in differing]) for one in described]
+    counts = Counter((kind, run.seed) for kind, run in zip(kinds, runs, strict=True))
+    repeated = {kind for (kind, _), count in counts.items() if count > 1}
     groups = {}
-    for one, run in zip(settings, runs, strict=True):
-        key = str(one), run.place if str(one) in repeated else ""
-        groups.setdefault(key, Group("", [], one)).runs.append(run)
-    for group, name in zip(groups.values(), names_of([*groups.values()]), strict=True):
+    for run, one, kind in zip(runs, described, kinds, strict=True):
+        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in differing if name != CODE)
+        key = kind, run.place if kind in repeated else ""
+        groups.setdefault(key, Group(text, [], one[CODE] if CODE in differing else "")).runs.append(run)
+    name_groups([*groups.values()])
+    return [*groups.values()]
+
+
+def name_groups(groups: list[Group]) -> None:
+    """
+    Name groups, whose names are the settings that differ, also by what the user typed for their first runs if
+    the settings do not tell the groups apart, or else by the folders of these runs.
+    """
+    settings = [group.name for group in groups]
+    places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
+    folders = [str(group.runs[0].folder) for group in groups]
+    choices = (settings, places, folders)
+    names = next(names for names in choices if all(names) and len(set(names)) == len(groups))
+    for group, name in zip(groups, names, strict=True):
         group.name = name
-    return list(groups.values())
 
 
 def description(run: Run, defaults: dict) -> dict:
@@ -119,22 +133,6 @@ def description(run: Run, defaults: dict) -> dict:
     init_from = str(settings.get("init_from", "")).removeprefix("auto:")
     settings["init_from"] = "scratch" if init_from == "auto" else init_from
     return settings | {CODE: run.facts.get(CODE, "")}
-
-
-def names_of(groups: list[Group]) -> list[str]:
-    """
-    Names that tell groups apart: the settings that differ, and where these do not suffice, also what the user
-    typed for the first run, or else its folder.
-    """
-    settings = [
-        " ".join(f"{name}={as_typed(value)}" for name, value in group.settings.items() if name != CODE)
-        for group in groups
-    ]
-    firsts = [(group.runs[0], text) for group, text in zip(groups, settings, strict=True)]
-    places = [f"{run.place} {text}".strip() for run, text in firsts]
-    folders = [f"{run.folder} {text}".strip() for run, text in firsts]
-    choices = (settings, places, folders)
-    return next(names for names in choices if all(names) and len(set(names)) == len(groups))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -146,25 +144,18 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     Return what runs can be compared by: LOSS if all are evaluated on the same tokens, BITS if on the same
     text, "" otherwise. Also return why they cannot be compared by the loss.
     """
-    first = runs[0]
-    changes = [(run, changed_measures(measures_of(first), measures_of(run))) for run in runs]
-    reasons = [
-        f"of {run.folder}, {', '.join(changed)} ({first.folder})" for run, changed in changes if changed
-    ]
-    if not reasons:
+    measures = [run.facts.get("measures") or what_is_measured(run.settings) for run in runs]
+    for run, measured in zip(runs, measures, strict=True):
+        if changed := changed_measures(measures[0], measured | {"seed": None}):
+            reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
+            break
+    else:
         return LOSS, ""
-    reason = reasons[0]
     if len({run.facts.get("val_text") for run in runs}) > 1:
         return "", f"{reason}, and the validation texts differ too"
     if not all(BITS in one for run in runs for one in run.evaluations):
         return "", f"{reason}, and bits per byte are not recorded: run the data set's prepare.py again"
     return BITS, reason
-
-
-def measures_of(run: Run) -> dict:
-    """What determines a run's validation losses, besides the seed, see measures.what_is_measured."""
-    measures = run.facts.get("measures") or what_is_measured(run.settings)
-    return {name: value for name, value in measures.items() if name != "seed"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -178,21 +169,18 @@ def row_of(group: Group, target: float) -> dict:
     ends = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = ends[0] if ends else {}
     steps = [step for run in group.runs for step in run.steps[1:]]  # the first step is slow
-    row = {
+    points = [point for run in group.runs if target and (point := reaches(run, target))]
+    to_loss = {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
+    return {
         "group": group.name,
-        "code": group.settings.get(CODE),
+        "code": group.code or None,
         "seeds": [run.seed for run in group.runs],
         "steps": first.get("iter"),
         "tokens": first.get("tokens"),
         "seconds": mean_of(ends, "seconds")["mean"],
         "parameters": group.runs[0].facts.get("parameters"),
-    }
-    row |= {name: mean_of(ends, name) for name in first if name.startswith(("val_", "best"))}
-    if target:
-        points = [point for run in group.runs if (point := reaches(run, target))]
-        row |= {"loss": target, "runs_to_loss": len(points)}
-        row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
-    return row | {
+        **{name: mean_of(ends, name) for name in first if name.startswith(("val_", "best"))},
+        **({"loss": target, "runs_to_loss": len(points)} | to_loss if target else {}),
         "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps) if steps else None,
         "memory_gb": max((step["memory_gb_max"] for step in steps), default=None),
         "commits": sorted({commit_of(run) for run in group.runs}),
@@ -243,15 +231,13 @@ def reaches(run: Run, target: float) -> dict[str, float]:
 
 def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
-    firsts = [group.runs[0] for group in groups]
-    folders = [as_typed(f"{run.folder}{MORE_SEEDS}") for run in firsts]
+    folders = [as_typed(f"{group.runs[0].folder}{MORE_SEEDS}") for group in groups]
     commands = []
-    for run, folder in zip(firsts, folders, strict=True):
-        repeated = {name: value for name, value in run.settings.items() if name not in NOT_REPEATED}
+    for group, folder in zip(groups, folders, strict=True):
         options = [
             f"--{name}={as_typed(value)}"
-            for name, value in repeated.items()
-            if value != defaults.get(name, value)
+            for name, value in group.runs[0].settings.items()
+            if name not in NOT_REPEATED and value != defaults.get(name, value)
         ]
         commands.append(" ".join(["python sweep.py", *options, "--seed=1,2,3", f"--out_dir={folder}"]))
     return [*commands, " ".join(["python compare.py", *folders])]

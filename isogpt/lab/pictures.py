@@ -54,18 +54,18 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     for run in runs:
         if any(record.get(name) is None for record in run.evaluations):
             raise ValueError(f"{run.folder} does not record its {x}: use --x=steps")
-    has_training = unit == "val_loss"
+    validation = {run.folder: curve_of(run.evaluations, name, unit) for run in runs}
+    curves = {"Validation loss": validation}
+    if unit == "val_loss":
+        training = {run.folder: smoothed(curve_of(run.steps, name, "loss_mean")) for run in runs}
+        curves["Training loss, smoothed"] = training
     is_pair = len(groups) == 2 and all(group.counted for group in groups)
-    count = 1 + has_training + is_pair
+    count = len(curves) + is_pair
     figure = new_figure(9, 3.5 * count)
     panels = figure.subplots(count, sharex=True, squeeze=False)[:, 0]
-    validation = {run.folder: curve_of(run.evaluations, name, unit) for run in runs}
-    panels[0].set_title("Validation loss")
-    draw_groups(panels[0], groups, validation)
-    if has_training:
-        panels[1].set_title("Training loss, smoothed")
-        training = {run.folder: smoothed(curve_of(run.steps, name, "loss_mean")) for run in runs}
-        draw_groups(panels[1], groups, training)
+    for axes, title in zip(panels, curves, strict=False):
+        axes.set_title(title)
+        draw_groups(axes, groups, curves[title])
     if is_pair:
         panels[-1].set_title("Difference of the validation losses")
         draw_difference(panels[-1], *groups, validation)
@@ -171,25 +171,22 @@ def statistics_figure(groups: list[Group]) -> "Figure | None":
     grid = figure.subplots(len(STATISTICS), len(runs), sharex=True, sharey="row", squeeze=False)
     for column, (name, run) in zip(grid.T, runs.items(), strict=True):
         column[0].set_title(name)
-        column[-1].set_xlabel("training step")
         for axes, kind in zip(column, STATISTICS, strict=True):
             axes.set_ylabel(kind)
-            for block, points in largest_of_blocks(run.statistics, kind).items():
-                axes.plot(*zip(*points, strict=True), label=block)
+            for block, line in largest_of_blocks(run.statistics, kind).items():
+                axes.plot([*line], [*line.values()], label=block)
     grid[0, 0].legend(ncols=4)
     return figure
 
 
-def largest_of_blocks(records: list[dict], kind: str) -> dict[str, list[tuple[int, float]]]:
-    """{block, or the name of what belongs to none: its points (step, value)}"""
-    points = {}
+def largest_of_blocks(records: list[dict], kind: str) -> dict[str, dict[int, float]]:
+    """{block, or the name of what belongs to none: {step: the largest value}}"""
+    lines = {}
     for record in records:
-        of_blocks = {}
         for name, value in record["statistics"].get(kind, {}).items():
-            of_blocks.setdefault(name.partition(".")[0], []).append(float(value))
-        for block, values in of_blocks.items():
-            points.setdefault(block, []).append((record["iter"], max(values)))
-    return points
+            line = lines.setdefault(name.partition(".")[0], {})
+            line[record["iter"]] = max(float(value), line.get(record["iter"], -math.inf))
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Group:
 
     name: str  # the settings that distinguish the groups, such as learning_rate=0.001
     runs: list[Run]
-    settings: dict = field(default_factory=dict)  # the settings that distinguish the groups
+    code: str = ""  # the digest of the code that trains, if it distinguishes the groups
 
     @property
     def counted(self) -> list[Run]:
