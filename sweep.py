@@ -84,4 +84,4 @@ complete = [str(run.folder) for run in runs if run.is_complete]
 if complete:
     subprocess.run([sys.executable, str(HERE / "compare.py"), *complete])
 if missing:
-    fail("\n".join(f"{run.folder}: {run.ending}; see its train.log" for run in missing))
+    fail("\n".join(f"{run.folder}: {run.state}; see its train.log" for run in missing))

@@ -37,13 +37,17 @@ POLL_S = 0.05  # seconds between two looks at the processes
 # a run, and what its folder shows
 
 
-@dataclass(frozen=True)
+@dataclass
 class SweptRun:
     """A run of a sweep: train.py with `arguments`, which give the settings `config`."""
 
     folder: Path
     arguments: list[str]
     config: dict
+    # while it is trained:
+    slot: list[str] | None = None
+    log: BinaryIO | None = None  # locked
+    process: subprocess.Popen | None = None
 
     @property
     def result(self) -> dict:
@@ -64,18 +68,15 @@ class SweptRun:
 
     @property
     def state(self) -> str:
-        """How far the run is, as text."""
-        if self.is_complete:
-            return f"complete, val loss {float(self.result['val_loss']):.4f}"
-        return f"at step {self.step}" if self.step else "new"
-
-    @property
-    def ending(self) -> str:
-        """How the run has ended before its last step: what it has recorded, or else the last line printed."""
-        if result := self.result:
-            return f"{result['exit_reason']}: {result['reason']}"
-        lines = (self.folder / LOG).read_text(errors="replace").splitlines()
-        return f"failed, its last line: {(lines or [''])[-1]}"
+        """How far the run is, and how it has ended before its last step: what it recorded or printed last."""
+        result, log = self.result, self.folder / LOG
+        if result.get("exit_reason") == "complete":
+            return f"complete, val loss {float(result['val_loss']):.4f}"
+        step = f"at step {self.step}" if self.step else "new"
+        if result:
+            return f"{step}, {result['exit_reason']}: {result['reason']}"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return f"{step}, its last line: {lines[-1]}" if lines else step
 
     def check(self) -> None:
         """
@@ -96,6 +97,32 @@ class SweptRun:
         if changed or not before:
             text = " ".join(changed) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
+
+    def start(self, train_py: Path, slot: list[str]) -> bool:
+        """
+        Start the run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns False if
+        the run is complete, or a different sweep trains it now. The log stays locked until all processes of
+        the run have exited, even if the sweep is killed.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.slot, self.log = slot, open(self.folder / LOG, "ab")
+        if not lock(self.log) or self.is_complete:
+            self.log.close()
+            return False
+        print_line(f"start  {self.folder}")
+        kept = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
+        write_whole(self.folder / SETTINGS, json.dumps(kept) + "\n")
+        (self.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
+        sweep = os.getpid()
+        self.process = subprocess.Popen(
+            [*slot, sys.executable, str(train_py), *self.arguments],
+            stdout=self.log,
+            stderr=self.log,
+            env=environment_without_launcher(),
+            start_new_session=True,
+            preexec_fn=(lambda: end_with(sweep)) if sys.platform == "linux" else None,
+        )
+        return True
 
 
 def time_left(runs: list[SweptRun], at_once: int) -> str:
@@ -156,16 +183,6 @@ def groups_of(size: int, units: list) -> list[str]:
 # training
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that is trained now, and its locked log."""
-
-    run: SweptRun
-    slot: list[str]
-    log: BinaryIO
-    process: subprocess.Popen
-
-
 def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[int]:
     """
     Train the runs that are not complete, and print how each ends. After a signal, they save and stop.
@@ -184,52 +201,24 @@ def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[
     while running or (waiting and not received):
         if waiting and free and not received:
             run = waiting.pop(0)
-            if job := start(train_py, run, free[0]):
-                running.append(job)
-                free.remove(job.slot)
+            if run.start(train_py, free[0]):
+                running.append(run)
+                free.pop(0)
             elif not run.is_complete:  # a different sweep trains it: look again later
                 waiting.append(run)
         for number in received[passed_on:]:  # to each run once: a second SIGINT would end it immediately
             print_to_stderr(f"{signal.Signals(number).name}: the runs save and stop")
-            for job in running:
-                job.process.send_signal(number)
+            for run in running:
+                run.process.send_signal(number)
             passed_on += 1
-        for job in [job for job in running if job.process.poll() is not None]:
-            running.remove(job)
-            free.append(job.slot)
+        for run in [run for run in running if run.process.poll() is not None]:
+            running.remove(run)
+            free.append(run.slot)
             left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
-            ending = "" if job.run.is_complete else f", {job.run.ending}"
-            print_line(f"end    {job.run.folder}: {job.run.state}{ending}; {left}")
-            job.log.close()  # unlocks the run, after its end was printed
+            print_line(f"end    {run.folder}: {run.state}; {left}")
+            run.log.close()  # unlocks the run, after its end was printed
         time.sleep(POLL_S)
     return received
-
-
-def start(train_py: Path, run: SweptRun, slot: list[str]) -> Job | None:
-    """
-    Start a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns None if the
-    run is complete, or a different sweep trains it now. The log stays locked until all processes of the run
-    have exited, even if the sweep is killed.
-    """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    log = open(run.folder / LOG, "ab")
-    if not lock(log) or run.is_complete:
-        log.close()
-        return None
-    print_line(f"start  {run.folder}")
-    kept = {name: value for name, value in run.config.items() if name not in MAY_CHANGE}
-    write_whole(run.folder / SETTINGS, json.dumps(kept) + "\n")
-    (run.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
-    sweep = os.getpid()
-    process = subprocess.Popen(
-        [*slot, sys.executable, str(train_py), *run.arguments],
-        stdout=log,
-        stderr=log,
-        env=environment_without_launcher(),
-        start_new_session=True,
-        preexec_fn=(lambda: end_with(sweep)) if sys.platform == "linux" else None,
-    )
-    return Job(run, slot, log, process)
 
 
 def end_with(sweep: int) -> None:
