@@ -73,10 +73,10 @@ def folder_name(values: Mapping[str, Value]) -> str:
     return text if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def part_of_task(count: int, variables: Mapping[str, str]) -> range:
+def part_of_task(runs: list, variables: Mapping[str, str]) -> list:
     """
-    Return the numbers of those of `count` runs that this task of a Slurm array job trains; all runs without
-    such a job. Each run belongs to one task.
+    Return those of the runs that this task of a Slurm array job trains; all runs without such a job. Each run
+    belongs to one task.
 
     Args:
         variables: the environment.
@@ -84,9 +84,8 @@ def part_of_task(count: int, variables: Mapping[str, str]) -> range:
     Raises:
         ValueError: the tasks are not numbered from 0.
     """
-    if "SLURM_ARRAY_TASK_ID" not in variables:
-        return range(count)
-    task, last, tasks = (int(variables[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MAX", "COUNT"))
-    if last != tasks - 1:
+    task = int(variables.get("SLURM_ARRAY_TASK_ID", 0))
+    tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", 1))
+    if int(variables.get("SLURM_ARRAY_TASK_MAX", 0)) != tasks - 1:
         raise ValueError("the tasks of the array job are not numbered from 0: submit it with --array=0-3")
-    return range(task, count, tasks)
+    return runs[task::tasks]

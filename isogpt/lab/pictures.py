@@ -209,12 +209,8 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def name_of(group: Group) -> str:
-    """
-    The name of a group, or its folder's if there is nothing to distinguish: in UTF-8, and a $ begins no
-    formula.
-    """
-    name = group.name or group.runs[0].folder.resolve().name
-    return name.replace("$", r"\$").encode(errors="replace").decode()
+    """The name of a group, in UTF-8, and a $ begins no formula."""
+    return group.name.replace("$", r"\$").encode(errors="replace").decode()
 
 
 def write(figure: "Figure", path: Path) -> None:

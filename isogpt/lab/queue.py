@@ -45,7 +45,6 @@ class SweptRun:
     arguments: list[str]
     config: dict
     # while it is trained:
-    slot: list[str] | None = None
     log: BinaryIO | None = None  # locked
     process: subprocess.Popen | None = None
 
@@ -100,12 +99,15 @@ class SweptRun:
 
     def start(self, train_py: Path, slot: list[str]) -> bool:
         """
-        Start the run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns False if
-        the run is complete, or a different sweep trains it now. The log stays locked until all processes of
-        the run have exited, even if the sweep is killed.
+        Start the run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns False
+        if the run is complete, or a different sweep trains it now. The log stays locked until all processes
+        of the run have exited, even if the sweep is killed.
+
+        Args:
+            slot: how the command begins, see `make_slots`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.slot, self.log = slot, open(self.folder / LOG, "ab")
+        self.log = open(self.folder / LOG, "ab")
         if not lock(self.log) or self.is_complete:
             self.log.close()
             return False
@@ -194,29 +196,29 @@ def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[
     Returns:
         the signals that were received.
     """
-    waiting, running, free = [run for run in runs if not run.is_complete], [], [*slots]
+    waiting, running = [run for run in runs if not run.is_complete], {}  # {number of a slot: its run}
     received, passed_on = [], 0
     for number in stop_signals():
         signal.signal(number, lambda number, frame: received.append(number))
     while running or (waiting and not received):
+        free = [slot for slot in range(len(slots)) if slot not in running]
         if waiting and free and not received:
             run = waiting.pop(0)
-            if run.start(train_py, free[0]):
-                running.append(run)
-                free.pop(0)
+            if run.start(train_py, slots[free[0]]):
+                running[free[0]] = run
             elif not run.is_complete:  # a different sweep trains it: look again later
                 waiting.append(run)
         for number in received[passed_on:]:  # to each run once: a second SIGINT would end it immediately
             print_to_stderr(f"{signal.Signals(number).name}: the runs save and stop")
-            for run in running:
+            for run in running.values():
                 run.process.send_signal(number)
             passed_on += 1
-        for run in [run for run in running if run.process.poll() is not None]:
-            running.remove(run)
-            free.append(run.slot)
-            left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
-            print_line(f"end    {run.folder}: {run.state}; {left}")
-            run.log.close()  # unlocks the run, after its end was printed
+        for slot, run in [*running.items()]:
+            if run.process.poll() is not None:
+                del running[slot]
+                left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
+                print_line(f"end    {run.folder}: {run.state}; {left}")
+                run.log.close()  # unlocks the run, after its end was printed
         time.sleep(POLL_S)
     return received
 

@@ -70,24 +70,15 @@ def read_run(folder: Path, place: str = "") -> Run:
     Read a run's folder. What a resume repeats counts once.
 
     Args:
-        place: the folder of runs that the user typed; "": this run's.
+        place: the folder of runs that the user typed.
 
     Raises:
-        ValueError: its records are not those of a run.
+        OSError, KeyError, TypeError or ValueError: the records are not those of a run.
     """
-    run = Run(folder, place or str(folder))
-    try:
-        read_records_of(run)
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{folder / METRICS} is damaged, or not written by train.py ({e})") from e
-    return run
-
-
-def read_records_of(run: Run) -> None:
-    """Read metrics.jsonl. Raises KeyError, TypeError or ValueError if its records are not those of a run."""
+    run = Run(folder, place)
     steps, evaluations, layers = {}, {}, {}  # {step: record}
     last, spacing = {}, 1
-    for record in read_records(run.folder / METRICS):
+    for record in read_records(folder / METRICS):
         # numbers that are not finite are strings in JSON
         record |= {name: float(value) for name, value in record.items() if value in ("nan", "inf", "-inf")}
         event, step = record.get("event"), record.get("iter", 0)
@@ -119,6 +110,7 @@ def read_records_of(run: Run) -> None:
     run.steps = [*(steps | last).values()]
     run.evaluations, run.statistics = [*evaluations.values()], [*layers.values()]
     int(run.settings["seed"])
+    return run
 
 
 def before(records: dict[int, dict], end: int) -> dict[int, dict]:
@@ -139,18 +131,23 @@ def find_runs(arguments: list[str]) -> list[Run]:
     """
     if not arguments:
         raise ValueError("give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'")
-    runs = {}
+    places = {}  # {path: (folder of a run, what was typed)}
     for argument in arguments:
         matches = [Path(match) for match in sorted(glob(argument)) or [argument]]
-        folders = {folder: str(match) for match in matches for folder in folders_in(match)}
+        folders = [(folder, match) for match in matches for folder in folders_in(match)]
         if not folders:
             raise ValueError(
                 f"{argument} contains no run: give train.py's out_dir, or a folder of such folders"
             )
-        for folder, place in folders.items():
-            if folder.resolve() not in runs:
-                runs[folder.resolve()] = read_run(folder, place)
-    return list(runs.values())
+        for folder, match in folders:
+            places.setdefault(folder.resolve(), (folder, str(match)))
+    runs = []
+    for folder, place in places.values():
+        try:
+            runs.append(read_run(folder, place))
+        except (OSError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{folder / METRICS} is damaged, or not written by train.py ({e})") from e
+    return runs
 
 
 def folders_in(folder: Path) -> list[Path]:

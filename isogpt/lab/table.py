@@ -39,12 +39,9 @@ def table(rows: list[dict]) -> list[str]:
     cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
     names = dict.fromkeys(name for one in cells for name in one if one[name])
     columns = {name: [one.get(name, "") for one in cells] for name in names}
-    if len(rows) == 1:
-        return aligned(columns)
-    same = [f"{name} {cells[0]}" for name, cells in columns.items() if len(set(cells)) == 1]
-    differing = {name: cells for name, cells in columns.items() if len(set(cells)) > 1}
-    of_all = [f"all: {', '.join(same)}"] if same else []
-    return of_all + aligned(differing)
+    same = [name for name, texts in columns.items() if len(rows) > 1 and len(set(texts)) == 1]
+    of_all = ", ".join(f"{name} {columns.pop(name)[0]}" for name in same)
+    return [f"all: {of_all}"] * bool(same) + aligned(columns)
 
 
 def text_of(value: object) -> str:
