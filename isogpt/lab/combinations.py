@@ -11,7 +11,6 @@ from isogpt.options.values import Setting, Value
 WITH_COMMAS = ("dataset", "shares", "eval_datasets")
 # a folder of the sweep, a URL of folders, and a shell command, perhaps with semicolons
 NEVER_LISTS = ("out_dir", "mirror", "alert_command")
-TYPED = re.compile(r"--(\w+)=(.*)", re.DOTALL)
 SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest
 UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")  # in a file name, or in a shell
@@ -32,8 +31,8 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed, and the
     arguments that set other settings. The last argument counts if a setting occurs twice.
     """
-    texts = {match[1]: match[2] for match in map(TYPED.fullmatch, words) if match}
-    values = {name: values_in(name, text) for name, text in texts.items() if name in known}
+    pairs = [word.removeprefix("--").partition("=") for word in words]
+    values = {name: values_in(name, text) for name, _, text in pairs if name in known}
     lists = {name: several for name, several in values.items() if len(several) > 1}
     return lists, without(words, lists)
 

@@ -18,13 +18,6 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and may be missin
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# what the x axis shows: its name in a record, and its label
-X = {
-    "steps": ("iter", "training step"),
-    "tokens": ("tokens", "training tokens"),
-    "seconds": ("seconds", "training time (s)"),
-    "flops": ("flops", "training computation (FLOP)"),
-}
 MOST_PLACES = 300  # of a line
 PARTS = 40  # a point of the smoothed loss is the mean over the last one of so many parts of the run
 STATISTICS = ("weight_norm", "grad_norm", "update_norm", "activation_rms", "attention_logit")
@@ -42,14 +35,14 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     with the difference of their validation losses, second minus first.
 
     Args:
-        x: what the x axis shows, one of X.
+        x: what the x axis shows, steps, tokens, seconds or flops.
         unit: the name of the validation loss in a record. With bits per byte there is no panel of the
             training loss, whose tokens differ from run to run.
 
     Raises:
         ValueError: matplotlib is missing, or the runs cannot be drawn over `x`.
     """
-    name, label = X[x]
+    name = "iter" if x == "steps" else x
     runs = [run for group in groups for run in group.runs]
     for run in runs:
         if any(record.get(name) is None for record in run.evaluations):
@@ -69,7 +62,7 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     if is_pair:
         panels[-1].set_title("Difference of the validation losses")
         draw_difference(panels[-1], *groups, validation)
-    panels[-1].set_xlabel(label)
+    panels[-1].set_xlabel(f"training {x}")
     for axes in panels:
         axes.set_ylabel("bits per byte" if unit == "val_bpb" else "nats per token")
         axes.grid(alpha=0.3)

@@ -163,22 +163,20 @@ def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
     """
     kind = pick_device(device, 0, 1).type
     if kind == "cuda" and ":" not in device:
+        limit, size = "env CUDA_VISIBLE_DEVICES=", processes
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = named.split(",") if named else [*range(torch.cuda.device_count())]
-        if processes > len(gpus):
-            raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
-        slots = [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups_of(processes, gpus)]
-        return slots[: jobs or None] if len(slots) > 1 else [[]]
-    if kind == "cpu" and jobs > 1 and sys.platform == "linux":
-        cores = own_cores()
-        return [["taskset", "-c", group] for group in groups_of(max(1, len(cores) // jobs), cores)[:jobs]]
-    return [[]] * (jobs or 1)  # not limited
-
-
-def groups_of(size: int, units: list) -> list[str]:
-    """The units in groups of this size, each as text with commas. A rest is left out."""
-    firsts = range(0, len(units) - size + 1, size)
-    return [",".join(map(str, units[first : first + size])) for first in firsts]
+        units = named.split(",") if named else range(torch.cuda.device_count())
+        if size > len(units):
+            raise ValueError(f"nproc is {size}, but there are {len(units)} GPUs: set --nproc={len(units)}")
+    elif kind == "cpu" and jobs > 1 and sys.platform == "linux":
+        limit, units = "taskset -c ", own_cores()
+        size = max(1, len(units) // jobs)
+    else:
+        return [[]] * (jobs or 1)  # not limited
+    firsts = range(0, len(units) - size + 1, size)  # a rest is left out
+    groups = [",".join(map(str, units[first : first + size])) for first in firsts]
+    slots = [f"{limit}{group}".split() for group in groups]
+    return slots[: jobs or None] if len(slots) > 1 else [[]]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from isogpt.lab.comparison import BITS, LOSS
 from isogpt.lab.significance import LEVEL, MOST_SEEDS, NO_TEST
 
 NAMES = {LOSS: "validation loss", BITS: "number of bits per byte"}
+BY_BITS = "compared by bits per byte, since the losses are over different tokens"
 
 
 def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
@@ -19,10 +20,8 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
     """
     rows, reason, results = (comparison[name] for name in ("groups", "reason", "differences"))
     lines = [*table(rows), ""]
-    if reason and comparison["compared_by"]:
-        lines.append(f"compared by bits per byte, since the losses are over different tokens: {reason}")
-    elif reason:
-        lines.append(f"not compared: {reason}")
+    if reason:
+        lines.append(f"{BY_BITS if comparison['compared_by'] else 'not compared'}: {reason}")
     lines += [sentence(name, comparison) for name in results]
     if (step := comparison["parting"]) is not None:
         lines.append(f"the first logged step at which their training losses differ is {step:,}")
