@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ NOT_COMPARED = {
 # settings that a command for more seeds does not repeat
 NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
+TO_LOSS = {"iter": "steps_to_loss", "tokens": "tokens_to_loss", "seconds": "seconds_to_loss"}
 CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
 
@@ -93,7 +94,8 @@ def parting_of(a: Run, b: Run) -> int | None:
 def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
     The groups of runs that differ only in the seed, in the order of their first runs. Where a seed occurs
-    twice, runs are also told apart by where they are.
+    twice, runs are also told apart by where they are. The settings that differ name a group; if these do not
+    suffice, also what the user typed for its first run, or else the folder of this run.
 
     Args:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
@@ -109,22 +111,12 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
         text = " ".join(f"{name}={as_typed(one.get(name))}" for name in differing if name != CODE)
         key = kind, run.place if kind in repeated else ""
         groups.setdefault(key, Group(text, [], one[CODE] if CODE in differing else "")).runs.append(run)
-    name_groups([*groups.values()])
-    return [*groups.values()]
-
-
-def name_groups(groups: list[Group]) -> None:
-    """
-    Name groups, whose names are the settings that differ, also by what the user typed for their first runs if
-    the settings do not tell the groups apart, or else by the folders of these runs.
-    """
-    settings = [group.name for group in groups]
+    groups = [*groups.values()]
     places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
     folders = [str(group.runs[0].folder) for group in groups]
-    choices = (settings, places, folders)
+    choices = ([group.name for group in groups], places, folders)
     names = next(names for names in choices if all(names) and len(set(names)) == len(groups))
-    for group, name in zip(groups, names, strict=True):
-        group.name = name
+    return [replace(group, name=name) for group, name in zip(groups, names, strict=True)]
 
 
 def description(run: Run, defaults: dict) -> dict:
@@ -170,7 +162,7 @@ def row_of(group: Group, target: float) -> dict:
     first = ends[0] if ends else {}
     steps = [step for run in group.runs for step in run.steps[1:]]  # the first step is slow
     points = [point for run in group.runs if target and (point := reaches(run, target))]
-    to_loss = {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
+    to_loss = {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
     return {
         "group": group.name,
         "code": group.code or None,
@@ -220,8 +212,8 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
             losses = [after[LOSS], before[LOSS]]
-            names = {"iter": "steps", "tokens": "tokens", "seconds": "seconds"}
-            return {names[n]: np.interp(target, losses, [after[n], before[n]]) for n in names if n in after}
+            names = [name for name in TO_LOSS if name in after]
+            return {name: np.interp(target, losses, [after[name], before[name]]) for name in names}
     return {}
 
 

@@ -52,21 +52,21 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     if unit == "val_loss":
         training = {run.folder: smoothed(curve_of(run.steps, name, "loss_mean")) for run in runs}
         curves["Training loss, smoothed"] = training
-    is_pair = len(groups) == 2 and all(group.counted for group in groups)
-    count = len(curves) + is_pair
-    figure = new_figure(9, 3.5 * count)
-    panels = figure.subplots(count, sharex=True, squeeze=False)[:, 0]
-    for axes, title in zip(panels, curves, strict=False):
+    titles = [*curves]
+    if len(groups) == 2 and all(group.counted for group in groups):
+        titles.append("Difference of the validation losses")
+    figure = new_figure(9, 3.5 * len(titles))
+    panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
+    for axes, title in zip(panels, titles, strict=True):
+        if title in curves:
+            draw_groups(axes, groups, curves[title])
+        else:
+            draw_difference(axes, *groups, validation)
         axes.set_title(title)
-        draw_groups(axes, groups, curves[title])
-    if is_pair:
-        panels[-1].set_title("Difference of the validation losses")
-        draw_difference(panels[-1], *groups, validation)
-    panels[-1].set_xlabel(f"training {x}")
-    for axes in panels:
         axes.set_ylabel("bits per byte" if unit == "val_bpb" else "nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
+    panels[-1].set_xlabel(f"training {x}")
     return figure
 
 
