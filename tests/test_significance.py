@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from isogpt.lab.significance import ONE_EACH, corrected, difference, seeds_needed
+from isogpt.lab.significance import NO_TEST, corrected, difference, seeds_needed
 
 EXPERIMENTS = 20_000  # a share of 80% of them has a standard error of 0.3 percent points
 NO_CHANCE = "the seed changes nothing, so chance cannot be estimated: no test"
@@ -70,9 +70,10 @@ def test_only_seeds_of_both_groups_are_pairs():
     "a, b, mean, method",
     [
         ({1: 1.0}, {}, None, "at no step after the start were runs of both evaluated: no comparison"),
-        ({1: 1.0}, {1: 1.5}, 0.5, ONE_EACH),
-        ({1: 1.0, 2: 8.0}, {1: 1.5}, 0.5, "one pair of runs: no test"),  # seed 2 has no second run
-        ({1: 1.0}, {2: 1.5, 3: 2.5}, 1.0, "one run in a group: no test"),
+        ({1: 1.0}, {1: 1.5}, 0.5, f"one pair of runs {NO_TEST}"),
+        ({1: 1.0}, {2: 1.5}, 0.5, f"one run {NO_TEST}"),
+        ({1: 1.0, 2: 8.0}, {1: 1.5}, 0.5, f"one pair of runs {NO_TEST}"),  # seed 2 has no second run
+        ({1: 1.0}, {2: 1.5, 3: 2.5}, 1.0, f"one run {NO_TEST}"),
         ({1: 1.5, 2: 1.6}, {1: 1.5, 2: 1.6}, 0.0, NO_CHANCE),
         ({1: 1.5, 2: 1.5}, {3: 1.5, 4: 1.5}, 0.0, NO_CHANCE),
         ({1: 1.5, 2: 1.6}, {1: 1.6, 2: 1.7}, 0.1, NO_CHANCE),
