@@ -99,7 +99,7 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, says):
     assert run.until(lambda text: "iter 7:" in text)
     run.kill()
     run.gone(10)
-    last = max(column(work / "killed", "loss")) + 4
+    last = max(column("killed", "loss")) + 4
     zygote.start([*args, "--out_dir=killed", "--init_from=resume", f"--max_iters={last}"], work).wait()
     whole.wait()
     a, b = read_run(work / "whole"), read_run(work / "killed")
@@ -175,11 +175,11 @@ def test_groups_of_seeds(says):
     assert result["p"] == pytest.approx(test.pvalue, rel=1e-6)
     assert data["base"] == "learning_rate=0.001" and data["compared_by"] == "val_loss"
     low, high = test.confidence_interval(0.95)
+    size, tested = f"by {-result['mean']:.4f}", f"p = {test.pvalue:.2g}, paired t-test over 5 seeds"
     assert lines[-1] == (
-        "learning_rate=0.003 has a lower validation loss than learning_rate=0.001, by "
-        f"{-result['mean']:.4f} (95% interval: {low:+.4f} to {high:+.4f}), p = {test.pvalue:.2g}, paired t-test "
-        "over 5 seeds. Chance alone rarely causes such a difference; to detect a difference of this size takes "
-        "about 3 seeds each"
+        f"learning_rate=0.003 has a lower validation loss than learning_rate=0.001, {size} (95% interval: "
+        f"{low:+.4f} to {high:+.4f}), {tested}. Chance alone rarely causes such a difference; to detect a "
+        "difference of this size takes about 3 seeds each"
     )
     pair(effect=0.0002)
     says("*", "This cannot be told from chance; to detect a difference of this size takes about ")

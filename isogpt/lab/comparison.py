@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import Counter
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -101,16 +100,16 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
     """
     described = [description(run, defaults) for run in runs]
-    names = dict.fromkeys(name for one in described for name in one)
-    differing = [name for name in names if len({str(one.get(name)) for one in described}) > 1]
-    kinds = [str([one.get(name) for name in differing]) for one in described]
-    counts = Counter((kind, run.seed) for kind, run in zip(kinds, runs, strict=True))
-    repeated = {kind for (kind, _), count in counts.items() if count > 1}
+    names = [name for name in described[0] if len({str(one.get(name)) for one in described}) > 1]
+    kinds = [str([one.get(name) for name in names]) for one in described]
+    seeds = [(kind, run.seed) for kind, run in zip(kinds, runs, strict=True)]
+    repeated = {kind for kind, seed in seeds if seeds.count((kind, seed)) > 1}
     groups = {}
     for run, one, kind in zip(runs, described, kinds, strict=True):
-        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in differing if name != CODE)
+        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in names if name != CODE)
+        code = one[CODE] if CODE in names else ""
         key = kind, run.place if kind in repeated else ""
-        groups.setdefault(key, Group(text, [], one[CODE] if CODE in differing else "")).runs.append(run)
+        groups.setdefault(key, Group(text, [], code)).runs.append(run)
     groups = [*groups.values()]
     places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
     folders = [str(group.runs[0].folder) for group in groups]
@@ -122,7 +121,7 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
 def description(run: Run, defaults: dict) -> dict:
     """What distinguishes a run from others: its settings, and the code."""
     settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
-    init_from = str(settings.get("init_from", "")).removeprefix("auto:")
+    init_from = settings["init_from"].removeprefix("auto:")
     settings["init_from"] = "scratch" if init_from == "auto" else init_from
     return settings | {CODE: run.facts.get(CODE, "")}
 

@@ -39,8 +39,9 @@ def table(rows: list[dict]) -> list[str]:
     names = dict.fromkeys(name for one in cells for name in one if one[name])
     columns = {name: [one.get(name, "") for one in cells] for name in names}
     same = [name for name, texts in columns.items() if len(rows) > 1 and len(set(texts)) == 1]
-    of_all = ", ".join(f"{name} {columns.pop(name)[0]}" for name in same)
-    return [f"all: {of_all}"] * bool(same) + aligned(columns)
+    of_all = ", ".join(f"{name} {columns[name][0]}" for name in same)
+    differing = {name: texts for name, texts in columns.items() if name not in same}
+    return [f"all: {of_all}", *aligned(differing)] if same else aligned(differing)
 
 
 def text_of(value: object) -> str:
