@@ -31,12 +31,11 @@ def test_arguments_that_are_lists():
 
 
 def test_every_combination_or_one_setting_at_a_time():
-    def texts(lists, **options):
-        return ["".join(point.values()) for point in points_of(lists, **options)]
-
     lists = {"a": ["1", "2", "3"], "b": ["x", "y"], "seed": ["1", "2"]}
-    assert texts(lists)[:5] == ["1x1", "1x2", "1y1", "1y2", "2x1"] and len(texts(lists)) == 12
-    assert texts(lists, each=True) == ["1x1", "1x2", "2x1", "2x2", "3x1", "3x2", "1y1", "1y2"]
+    points = [points_of(lists), points_of(lists, each=True)]
+    every, each = (["".join(point.values()) for point in of_kind] for of_kind in points)
+    assert every[:5] == ["1x1", "1x2", "1y1", "1y2", "2x1"] and len(every) == 12
+    assert each == ["1x1", "1x2", "2x1", "2x2", "3x1", "3x2", "1y1", "1y2"]
 
 
 def test_folders_have_different_names_that_are_safe():
