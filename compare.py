@@ -40,23 +40,21 @@ configure(globals(), [option for option in arguments if option not in folders])
 train_settings = settings_of(Path(__file__).with_name("train.py"))
 defaults = {name: setting.default for name, setting in train_settings.items()}
 try:
-    runs, left_out = find_runs(folders)
-    groups = group_runs(runs, defaults)
+    groups = group_runs(find_runs(folders), defaults)
     comparison = compare(groups, loss)
 except ValueError as e:
     fail(console.visible(str(e)))
-comparison["notes"] += [f"left out: {problem}" for problem in left_out]
 
 # 2. the picture
 try:
     if picture and comparison["compared_by"]:
         path = Path(picture)
-        losses = pictures.losses_figure(groups, x, comparison["compared_by"])
-        layers = pictures.statistics_figure(groups)
-        for figure, file in ((losses, path), (layers, path.with_stem(f"{path.stem}-layers"))):
-            if figure:
-                pictures.write(figure, file)
-                comparison["pictures"].append(str(file))
+        figures = {path: pictures.losses_figure(groups, x, comparison["compared_by"])}
+        if layers := pictures.statistics_figure(groups):
+            figures[path.with_stem(f"{path.stem}-layers")] = layers
+        for file, figure in figures.items():
+            pictures.write(figure, file)
+            comparison["pictures"].append(str(file))
 except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
     comparison["notes"].append(f"no picture: {e}")
 

@@ -43,10 +43,10 @@ def make_run(point: dict[str, str]) -> SweptRun:
     folder = out / folder_name({name: config[name] for name in point})
     weights = config["init_from"].removeprefix("auto:")
     start = "auto" if weights in ("auto", "resume") else f"auto:{weights}"
-    own = {"init_from": start, "out_dir": str(folder)}
+    fixed = {"init_from": start, "out_dir": str(folder)}
     if config["mirror"]:
-        own["mirror"] = f"{config['mirror'].rstrip('/')}/{folder.name}"
-    run = SweptRun(folder, [*words, *typed(point), *typed(own)], config | own)
+        fixed["mirror"] = f"{config['mirror'].rstrip('/')}/{folder.name}"
+    run = SweptRun(folder, [*words, *typed(point), *typed(fixed)], config | fixed)
     run.check()
     return run
 
@@ -63,7 +63,7 @@ try:
     base = {name: config.get(name, setting.default) for name, setting in train_settings.items()}
     out = Path(base["out_dir"])
     runs = [*{run.folder: run for run in map(make_run, points_of(lists, each))}.values()]
-    part = [runs[number] for number in part_of_task(len(runs), os.environ)]  # of an array job of Slurm
+    part = part_of_task(runs, os.environ)  # of an array job of Slurm
     slots = make_slots(jobs, max(1, *(run.config["nproc"] for run in runs)), base["device"])
     for run in part:
         print_result(f"{run.folder}: {run.state}")
@@ -84,4 +84,4 @@ complete = [str(run.folder) for run in runs if run.is_complete]
 if complete:
     subprocess.run([sys.executable, str(HERE / "compare.py"), *complete])
 if missing:
-    fail("\n".join(f"{run.folder}: {run.ending}; see its train.log" for run in missing))
+    fail("\n".join(f"{run.folder}: {run.state}; see its train.log" for run in missing))

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import shlex
+from pathlib import Path
 
 import pytest
 from runs import TINY, accepted, column, script, script_that_fails, train_defaults
@@ -15,6 +16,7 @@ from isogpt.common.files import as_json
 from isogpt.lab.runs import find_runs, read_run
 
 MEASURES = {"dataset": "tiny", "block_size": 32, "digest": "d", "sequences": 8}
+DAMAGED = "is damaged, or not written by train.py"
 
 
 def start(event="start", step=0, facts=(), **settings):
@@ -37,10 +39,10 @@ def evaluation(n, loss, bits=0.7):
 
 def write(folder, *lines):
     """Write metrics.jsonl; text lines are written as they are."""
-    folder.mkdir(parents=True, exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
     text = "\n".join(line if isinstance(line, str) else json.dumps(as_json(line)) for line in lines)
-    (folder / "metrics.jsonl").write_text(f"{text}\n")
-    return folder
+    Path(folder, "metrics.jsonl").write_text(f"{text}\n")
+    return Path(folder)
 
 
 def write_run(folder, losses, facts=(), ending="end", bits=0.7, **settings):
@@ -49,14 +51,20 @@ def write_run(folder, losses, facts=(), ending="end", bits=0.7, **settings):
     for i, loss in enumerate(losses[1:]):
         lines += [step(10 * i + n, losses[i]) for n in range(10)]
         lines.append(evaluation(10 * i + 10, loss, bits))
-    return write(folder, *lines, *([{"event": ending, "iter": 10 * len(losses) - 10}] if ending else []))
+    write(folder, *lines, {"event": ending, "iter": 10 * len(losses) - 10})
 
 
-def compared(at, capsys, arguments):
-    """What compare.py prints."""
-    at.chdir(at.path)
-    script(at, "compare.py", ["--picture=", *arguments.split()])
-    return capsys.readouterr().out
+@pytest.fixture
+def says(at, capsys):
+    """says(arguments, *texts): compare.py prints these texts; returns all that it prints."""
+
+    def compare(arguments, *texts):
+        script(at, "compare.py", ["--picture=", *arguments.split()])
+        output = capsys.readouterr().out
+        assert [text for text in texts if text not in output] == [], output
+        return output
+
+    return compare
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -83,7 +91,7 @@ def test_what_a_resume_repeats_counts_once(tmp_path):
     assert run.evaluations[-1]["flops"] == 1e7 and run.state == "" and run.settings["init_from"] == "scratch"
 
 
-def test_a_real_run_that_was_killed_and_resumed(zygote, work, at, capsys):
+def test_a_real_run_that_was_killed_and_resumed(zygote, work, says):
     """It has the losses of the undisturbed one, and each step once."""
     args = [*TINY, "--eval_interval=3", "--save_interval=2"]
     whole = zygote.start([*args, "--out_dir=whole"], work)
@@ -91,7 +99,7 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, at, capsys):
     assert run.until(lambda text: "iter 7:" in text)
     run.kill()
     run.gone(10)
-    last = max(column(work / "killed", "loss")) + 4
+    last = max(column("killed", "loss")) + 4
     zygote.start([*args, "--out_dir=killed", "--init_from=resume", f"--max_iters={last}"], work).wait()
     whole.wait()
     a, b = read_run(work / "whole"), read_run(work / "killed")
@@ -100,7 +108,7 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, at, capsys):
     assert [one["tokens"] for one in a.evaluations] == [256 * n for n in (0, 3, 6, 9)]
     seconds = [one["seconds"] for one in b.steps]
     assert seconds == sorted(seconds)
-    assert "max_iters" in compared(at, capsys, f"{work}/whole {work}/killed")
+    says("whole killed", "max_iters")
 
 
 def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
@@ -113,209 +121,193 @@ def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("", "error: give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'"),
-        ("zz*", "error: zz* contains no run: give train.py's out_dir, or a folder of such folders"),
-        ("fifo", "error: fifo/metrics.jsonl is damaged, or not written by train.py ([Errno 22] it is not"),
-        ("noise", "error: noise/metrics.jsonl is damaged, or not written by train.py ('seed')"),
-        ("forged", "error: forged/metrics.jsonl is damaged, or not written by train.py"),
-        ("--x=epochs", "error: x is 'epochs'; choose from steps | tokens | seconds | flops"),
+        ("", "give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'"),
+        ("good zz*", "zz* contains no run: give train.py's out_dir, or a folder of such folders"),
+        ("good empty", "empty contains no run: give train.py's out_dir"),
+        ("fifo", f"fifo/metrics.jsonl {DAMAGED} ([Errno 22] it is not"),
+        ("good noise", f"noise/metrics.jsonl {DAMAGED} ('seed')"),
+        ("forged", f"forged/metrics.jsonl {DAMAGED}"),
+        ("good --x=epochs", "x is 'epochs'; choose from steps | tokens | seconds | flops"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(at, capsys, argument, message):
-    at.chdir(at.path)
-    (at.path / "fifo").mkdir()
+    for name in ("empty", "fifo"):
+        os.mkdir(name)
     os.mkfifo("fifo/metrics.jsonl")
-    write(at.path / "noise", random.Random(0).randbytes(10_000).hex())
-    write(at.path / "forged", start(), evaluation(0, 4.0), {"iter": [1], "val_loss": {}})
+    write_run("good", [4, 3])
+    write("noise", random.Random(0).randbytes(10_000).hex())
+    write("forged", start(), evaluation(0, 4.0), {"iter": [1], "val_loss": {}})
     error = script_that_fails(at, capsys, "compare.py", argument.split()).err
-    assert message in error and error.count("\n") == 1
+    assert f"error: {message}" in error and error.count("\n") == 1
 
 
 def test_folders_of_runs_and_globs_name_each_run_once(at):
-    at.chdir(at.path)
     for name in ("sweep/a", "sweep/b", "sweep/c", "out"):
-        write_run(at.path / name, [4, 3])
-    (at.path / "sweep" / "list.json").touch()
+        write_run(name, [4, 3])
+    Path("sweep/list.json").touch()
     for args in (["sweep"], ["sweep/*"], ["sweep/a", "sweep"], ["./sweep/a", "sweep/b", "sweep/c"]):
-        runs, problems = find_runs([*args, "out"])
-        assert [run.folder.name for run in runs] == ["a", "b", "c", "out"]
-        assert len(problems) == ("sweep/*" in args)
+        assert [run.folder.name for run in find_runs([*args, "out"])] == ["a", "b", "c", "out"]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # groups and differences
 
 
-def pair(path, effect=-0.02, seeds=5):
+def pair(effect=-0.02, seeds=5):
     """Two groups of runs whose final losses differ by `effect`, beside much noise of the seeds."""
     rng = random.Random(0)
     for seed in range(1, seeds + 1):
         base = 3 + seed / 10
-        write_run(path / f"a{seed}", [5, 4, base], seed=seed, learning_rate=1e-3)
-        final = base + effect + rng.gauss(0, 0.002)
-        write_run(path / f"b{seed}", [5, 4, final], seed=seed, learning_rate=3e-3)
+        write_run(f"a{seed}", [5, 4, base], seed=seed, learning_rate=1e-3)
+        write_run(f"b{seed}", [5, 4, base + effect + rng.gauss(0, 0.002)], seed=seed, learning_rate=3e-3)
 
 
-def test_two_groups_of_seeds(tmp_path, at, capsys):
-    pair(tmp_path)
-    lines = compared(at, capsys, "*").splitlines()
+def test_groups_of_seeds(says):
+    pair()
+    lines = says("*").splitlines()
     assert lines[0].startswith("all: seeds 1,2,3,4,5, steps 20, tokens 5,120, seconds 20, parameters 1,000")
     assert lines[1].split() == ["group", "val_loss", "val_bpb", "best"] and "val_loss/wiki 4.5000" in lines[0]
     assert lines[2].startswith("learning_rate=0.003"), "the best first"
     assert lines[3].startswith("learning_rate=0.001  3.3000 ± 0.0707  ")
-    data = json.loads(compared(at, capsys, "* --json"))
+    data = json.loads(says("* --json"))
     finals = [[run["evaluation"]["val_loss"] for run in group["runs"]] for group in data["groups"]]
-    test = stats.ttest_rel(*finals)
-    result = data["differences"]["learning_rate=0.003"]
+    test, result = stats.ttest_rel(*finals), data["differences"]["learning_rate=0.003"]
     assert result["p"] == pytest.approx(test.pvalue, rel=1e-6)
     assert data["base"] == "learning_rate=0.001" and data["compared_by"] == "val_loss"
     low, high = test.confidence_interval(0.95)
-    assert (
-        f"learning_rate=0.003 has a lower validation loss than learning_rate=0.001, by {-result['mean']:.4f} "
-        f"(95% interval: {low:+.4f} to {high:+.4f}), p < 0.0001, paired t-test over 5 seeds. Chance alone "
-        "rarely causes such a difference; to detect a difference of this size takes about 3 seeds each"
-    ) in lines
-    pair(tmp_path, effect=0.0002)
-    text = "This cannot be told from chance; to detect a difference of this size takes about "
-    assert text in compared(at, capsys, "*")
+    size, tested = f"by {-result['mean']:.4f}", f"p = {test.pvalue:.2g}, paired t-test over 5 seeds"
+    assert lines[-1] == (
+        f"learning_rate=0.003 has a lower validation loss than learning_rate=0.001, {size} (95% interval: "
+        f"{low:+.4f} to {high:+.4f}), {tested}. Chance alone rarely causes such a difference; to detect a "
+        "difference of this size takes about 3 seeds each"
+    )
+    pair(effect=0.0002)
+    says("*", "This cannot be told from chance; to detect a difference of this size takes about ")
+    write_run("c", [5, 4, 3.2], seed=1, learning_rate=9e-3)
+    write_run("d", [5, 4, 3.25], seed=2, learning_rate=9e-3)
+    of_all = "p corrected for 2 comparisons (Holm)"
+    says("*", f"paired t-test over 5 seeds, {of_all}", f"paired t-test over 2 seeds, {of_all}")
 
 
-def test_a_missing_scipy_is_named(tmp_path, at, capsys, hide):  # noqa: F811
-    pair(tmp_path, seeds=2)
+def test_a_missing_scipy_is_named(at, capsys, hide):  # noqa: F811
+    pair(seeds=2)
     hide("scipy")
-    error = script_that_fails(at, capsys, "compare.py", [f"{tmp_path}/*"]).err
+    error = script_that_fails(at, capsys, "compare.py", ["*"]).err
     assert "error: a p-value needs scipy" in error and "pip install scipy" in error
 
 
-def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(tmp_path, at, capsys):
-    write_run(tmp_path / "a", [4, 3], weight_decay=0.1)
-    write_run(tmp_path / "b", [4, 2.9], weight_decay=0.2)
-    text = compared(at, capsys, "a b")
-    assert "one run each cannot tell a change from chance" in text
+def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(says):
+    write_run("out/a", [4, 3], weight_decay=0.1)
+    write_run("out/b", [4, 2.9], weight_decay=0.2)
+    text = says("out", "; one pair of runs cannot tell a change from chance")
     assert "training losses differ is" not in text  # they are equal in the whole of these runs
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    python")]
-    first, second, compare = commands
+    first, second, compare = [
+        shlex.split(line) for line in text.splitlines() if line.startswith("    python")
+    ]
     assert first[:2] == ["python", "sweep.py"] and "--seed=1,2,3" in first
     assert "--weight_decay=0.2" in second and "--weight_decay=0.2" not in first
     options = [word for word in second[2:] if "," not in word]
     assert accepted("train.py", *options)["batch_size"] == 4
-    assert compare == ["python", "compare.py", "a-seeds", "b-seeds"]
-    write_run(tmp_path / "b", [3.5, 2.9], weight_decay=0.2)
-    text = compared(at, capsys, "a b")
-    assert "the first logged step at which their training losses differ is 0" in text
-
-
-def test_only_settings_that_differ_and_matter_are_shown(tmp_path, at, capsys):
-    a = write_run(tmp_path / "a", [4, 3], wandb_run_name="x", log_interval=1, dropout=0.0, init_from="auto")
-    b = write_run(tmp_path / "b", [4, 3.1], wandb_run_name="y", log_interval=2, dropout=0.1)
-    lines = compared(at, capsys, "a b").splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["group", "dropout=0.0", "dropout=0.1"]
-    write_run(a, [4, 3], {"code": "aaaa"})
-    write_run(b, [4, 3.1], {"code": "bbbb", "changed": True})
-    text = compared(at, capsys, "a b")
-    rows = [line.split() for line in text.splitlines()[1:4]]
-    assert rows[0] == ["group", "code", "val_loss", "val_bpb", "best", "commits"]
-    assert [[*row[:2], row[-1]] for row in rows[1:]] == [
-        ["a", "aaaa", "01234567"],
-        ["b", "bbbb", "01234567-changed"],
-    ]
-    assert "b has a higher validation loss than a" in text
-    # an older run lacks a setting, which then had its default, and the seconds
-    path = a / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"dropout": 0.0, ', "").replace('"seconds"', '"other"'))
-    assert "dropout" not in compared(at, capsys, "a b")
-
-
-def test_runs_of_one_seed_are_told_apart_by_what_was_typed(tmp_path, at, capsys):
+    assert compare == ["python", "compare.py", "out/a-seeds", "out/b-seeds"]
+    write_run("out/b", [3.5, 2.9], weight_decay=0.2)
+    says("out", "the first logged step at which their training losses differ is 0")
     for seed in (1, 2, 3):
-        write_run(tmp_path / f"before/{seed}", [4, 3 + seed / 10], seed=seed)
-        write_run(tmp_path / f"after/{seed}", [4, 2.9 + seed / 10 + seed / 1000], seed=seed)
-    text = compared(at, capsys, "before after")
-    assert "after has a lower validation loss than before" in text and "paired t-test over 3 seeds" in text
-    text = compared(at, capsys, "before/1 after/1")
-    assert "after/1 has a lower validation loss than before/1" in text
-    write_run(tmp_path / "copy", [4, 3.1], seed=1)
-    text = compared(at, capsys, "before/1 copy")
-    assert "have the same validation loss, to the last digit: what differs has had no effect" in text
+        write_run(f"out/a-seeds/seed={seed}", [3.5, 3 + seed / 10], weight_decay=0.1, seed=seed)
+    says("out", "1337,1,2,3")  # the same comparison contains the new runs
 
 
-def test_commits_that_leave_the_code_alone_do_not_divide_a_group(tmp_path, at, capsys):
+def test_only_settings_that_differ_and_matter_are_shown(says):
+    write_run("a", [4, 3], wandb_run_name="x", log_interval=1, dropout=0.0, init_from="auto")
+    write_run("b", [4, 3.1], wandb_run_name="y", log_interval=2, dropout=0.1)
+    assert [line.split()[0] for line in says("a b").splitlines()[1:4]] == [
+        "group",
+        "dropout=0.0",
+        "dropout=0.1",
+    ]
+    write_run("a", [4, 3], {"code": "aaaa"})
+    write_run("b", [4, 3.1], {"code": "bbbb", "changed": True})
+    text = says("a b", "b has a higher validation loss than a")
+    headings, *rows = [line.split() for line in text.splitlines()[1:4]]
+    assert headings == ["group", "code", "val_loss", "val_bpb", "best", "commits"]
+    assert [row[:2] for row in rows] == [["a", "aaaa"], ["b", "bbbb"]]
+    assert [row[-1] for row in rows] == ["01234567", "01234567-changed"]
+    # an older run lacks a setting, which then had its default, and the seconds
+    path = Path("a/metrics.jsonl")
+    path.write_text(path.read_text().replace('"dropout": 0.0, ', "").replace('"seconds"', '"other"'))
+    assert "dropout" not in says("a b")
+
+
+def test_runs_of_one_seed_are_told_apart_by_what_was_typed(says):
+    for seed in (1, 2, 3):
+        write_run(f"before/{seed}", [4, 3 + seed / 10], seed=seed)
+        write_run(f"after/{seed}", [4, 2.9 + seed / 10 + seed / 1000], seed=seed)
+    says("before after", "after has a lower validation loss than before", "paired t-test over 3 seeds")
+    says("before/1 after/1", "after/1 has a lower validation loss than before/1")
+    write_run("copy", [4, 3.1], seed=1)
+    says("before/1 copy", "have the same validation loss, to the last digit: what differs has had no effect")
+
+
+def test_commits_that_leave_the_code_alone_do_not_divide_a_group(says):
     for seed in (1, 2, 3):
         facts = {"code": "aaaa", "commit": f"{seed // 3}" * 10, "changed": seed == 2}
-        write_run(tmp_path / f"out/{seed}", [4, 3 + seed / 10], facts, seed=seed)
-    text = compared(at, capsys, "out")
-    assert "3.2000 ± 0.0577" in text and "00000000,00000000-changed,11111111" in text
-    write_run(tmp_path / "out/3", [4, 3.3], {"code": "bbbb"}, seed=3)
-    assert "bbbb" in compared(at, capsys, "out"), "other code is a group of its own"
+        write_run(f"out/{seed}", [4, 3 + seed / 10], facts, seed=seed)
+    says("out", "3.2000 ± 0.0577", "00000000,00000000-changed,11111111")
+    write_run("out/3", [4, 3.3], {"code": "bbbb"}, seed=3)
+    says("out", "out/3 has a higher validation loss than out/1")  # other code is a group of its own
 
 
-def test_several_groups_are_compared_with_the_first(tmp_path, at, capsys):
-    pair(tmp_path, seeds=3)
-    write_run(tmp_path / "c", [5, 4, 3.2], seed=1, learning_rate=9e-3)
-    write_run(tmp_path / "d", [5, 4, 3.25], seed=2, learning_rate=9e-3)
-    text = compared(at, capsys, "*")
-    assert "paired t-test over 3 seeds, p corrected for 2 comparisons (Holm)" in text
-    assert "paired t-test over 2 seeds, p corrected for 2 comparisons (Holm)" in text
-
-
-def test_runs_that_are_not_complete(tmp_path, at, capsys):
+def test_runs_that_are_not_complete(says):
     """They are marked, and compared at a step that all have reached; failed ones do not count in a mean."""
-    write_run(tmp_path / "a", [4, 3.5, 3, 2.8], learning_rate=1e-3)
-    write_run(tmp_path / "b", [4, 3.4], learning_rate=2e-3, ending="preempted")
-    write_run(tmp_path / "c", [4, 3.4, 3.1, 2.7], learning_rate=3e-3)
-    text = compared(at, capsys, "a b c")
-    assert "preempted" in text and "by 0.1000 at step 10, the last one that all have evaluated;" in text
+    write_run("a", [4, 3.5, 3, 2.8], learning_rate=1e-3)
+    write_run("b", [4, 3.4], learning_rate=2e-3, ending="preempted")
+    write_run("c", [4, 3.4, 3.1, 2.7], learning_rate=3e-3)
+    text = says("a b c", "preempted", "by 0.1000 at step 10, the last one that all have evaluated;")
     assert "learning_rate=0.003 has a lower validation loss than learning_rate=0.001, by 0.1000;" in text
-    write_run(tmp_path / "d", [4, 8], learning_rate=3e-3, seed=1, ending="failed")
-    write_run(tmp_path / "e", [4, 3.4, 3.1, math.nan], learning_rate=3e-3, seed=2)
-    text = compared(at, capsys, "c d e")
-    assert "2.7000" in text and "failed,diverged" in text
-    write_run(tmp_path / "h", [4, 1], learning_rate=4e-3, ending="failed")
-    lines = compared(at, capsys, "h a").splitlines()
+    write_run("d", [4, 8], learning_rate=3e-3, seed=1, ending="failed")
+    write_run("e", [4, 3.4, 3.1, math.nan], learning_rate=3e-3, seed=2)
+    says("c d e", "2.7000", "failed,diverged")
+    write_run("h", [4, 1], learning_rate=4e-3, ending="failed")
+    lines = says("h a").splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["learning_rate=0.001", "learning_rate=0.004"]
-    write(tmp_path / "f", start())  # has only just started
-    assert "running or killed" in compared(at, capsys, "a f")
-    write_run(tmp_path / "g", [4], learning_rate=9.0, ending="failed")
-    text = compared(at, capsys, "a g")
-    assert "at no step after the start" in text and "the same" not in text, "of the initial weights"
+    write("f", start())  # has only just started
+    says("a f", "running or killed")
+    write_run("g", [4], learning_rate=9.0, ending="failed")
+    assert "the same" not in says("a g", "at no step after the start"), "of the initial weights"
 
 
 # ------------------------------------------------------------------------------------------------------------
 # what can be compared
 
 
-def test_other_tokens_are_compared_by_bits_per_byte_or_refused(tmp_path, at, capsys):
-    write_run(tmp_path / "a", [4, 3])
+def test_other_tokens_are_compared_by_bits_per_byte_or_refused(says):
+    write_run("a", [4, 3])
     other = {"measures": MEASURES | {"dataset": "bpe", "digest": "e"}}
-    write_run(tmp_path / "b", [6, 4], other, bits=0.5, dataset="bpe")
-    text = compared(at, capsys, "a b")
-    assert "compared by bits per byte, since the losses are over different tokens" in text
+    write_run("b", [6, 4], other, bits=0.5, dataset="bpe")
+    text = says("a b", "compared by bits per byte, since the losses are over different tokens")
     assert "dataset=bpe has a lower number of bits per byte than dataset=tiny, by 0.1000" in text
-    write_run(tmp_path / "b", [6, 2], other | {"val_text": "another"}, dataset="bpe")
-    text = compared(at, capsys, "a b")
-    assert "not compared: of " in text and "the validation texts differ too" in text and "lower" not in text
+    write_run("b", [6, 2], other | {"val_text": "another"}, dataset="bpe")
+    text = says("a b", "not compared: of ", "the validation texts differ too")
     assert [line.split()[0] for line in text.splitlines()[2:4]] == ["dataset=tiny", "dataset=bpe"]
+    assert "lower" not in text
     # a run of an older version records no measures, and its settings say enough
-    write_run(tmp_path / "c", [4, 3], {"measures": None, "val_text": "other"}, eval_iters=20)
-    write_run(tmp_path / "d", [4, 2], {"measures": None}, eval_iters=10)
-    assert "eval_iters * batch_size is 40, not 80" in compared(at, capsys, "c d")
+    write_run("c", [4, 3], {"measures": None, "val_text": "other"}, eval_iters=20)
+    write_run("d", [4, 2], {"measures": None}, eval_iters=10)
+    says("c d", "eval_iters * batch_size is 40, not 80")
 
 
-def test_time_until_a_loss(tmp_path, at, capsys):
+def test_time_until_a_loss(says):
     """Half way between the evaluations at steps 10 and 20, of which each step takes a second."""
-    write_run(tmp_path / "a", [5, 4, 3, math.nan], learning_rate=1e-3)
-    write_run(tmp_path / "b", [5, 4.5, 4.2, 4], learning_rate=2e-3)
-    data = json.loads(compared(at, capsys, "a b --loss=3.5 --json"), parse_constant=pytest.fail)
-    never, first = data["groups"]
+    write_run("a", [5, 4, 3, math.nan], learning_rate=1e-3)
+    write_run("b", [5, 4.5, 4.2, 4], learning_rate=2e-3)
+    never, first = json.loads(says("a b --loss=3.5 --json"), parse_constant=pytest.fail)["groups"]
     assert [first[f"{name}_to_loss"] for name in ("steps", "tokens", "seconds")] == [15, 15 * 256, 15]
     assert (never["runs_to_loss"], never["steps_to_loss"], first["state"]) == (0, "nan", ["diverged"])
+    says("a b --loss=1.5", "loss 1.50, runs_to_loss 0, steps_to_loss nan, tokens_to_loss nan")
 
 
-def test_a_picture_is_drawn_and_named_last(tmp_path, at, capsys):
-    pair(tmp_path, seeds=2)
-    text = compared(at, capsys, "a1 a2 b1 b2 --x=flops --picture=compare.png")
+def test_a_picture_is_drawn_and_named_last(says):
+    pair(seeds=2)
+    text = says("a1 a2 b1 b2 --x=flops --picture=compare.png")
     assert text.splitlines()[-1] == "a picture: compare.png"
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert "note: no picture: " in compared(at, capsys, "a1 b1 --picture=missing/x.png"), (
-        "the table is worth more"
-    )
+    assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
+    says("a1 b1 --picture=missing/x.png", "note: no picture: ", "cannot tell a change from chance")

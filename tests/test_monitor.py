@@ -149,7 +149,7 @@ def test_what_is_told_of_a_step(monkeypatch):
     assert lines[3].startswith("iter 12: loss 14.0000, time 200.00ms, mfu 5.00%, 0:07 left, 320 tokens/s")
     said = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
     assert lines[3].endswith(said)
-    report.peak.flops = None
+    report.peak = Peak()
     report.step(numbers._replace(waiting=torch.tensor([0.4, math.nan])), 0.0)
     record, line = told[-1]
     assert record["mfu"] is record["comm_percent"] is record["slowest_percent"] is None

@@ -11,7 +11,6 @@ from isogpt.options.values import Setting, Value
 WITH_COMMAS = ("dataset", "shares", "eval_datasets")
 # a folder of the sweep, a URL of folders, and a shell command, perhaps with semicolons
 NEVER_LISTS = ("out_dir", "mirror", "alert_command")
-TYPED = re.compile(r"--(\w+)=(.*)", re.DOTALL)
 SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest
 UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")  # in a file name, or in a shell
@@ -32,8 +31,8 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed, and the
     arguments that set other settings. The last argument counts if a setting occurs twice.
     """
-    texts = {match[1]: match[2] for match in map(TYPED.fullmatch, words) if match}
-    values = {name: values_in(name, text) for name, text in texts.items() if name in known}
+    pairs = [word.removeprefix("--").partition("=") for word in words]
+    values = {name: values_in(name, text) for name, _, text in pairs if name in known}
     lists = {name: several for name, several in values.items() if len(several) > 1}
     return lists, without(words, lists)
 
@@ -73,10 +72,10 @@ def folder_name(values: Mapping[str, Value]) -> str:
     return text if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def part_of_task(count: int, variables: Mapping[str, str]) -> range:
+def part_of_task(runs: list, variables: Mapping[str, str]) -> list:
     """
-    Return the numbers of those of `count` runs that this task of a Slurm array job trains; all runs without
-    such a job. Each run belongs to one task.
+    Return those of the runs that this task of a Slurm array job trains; all runs without such a job. Each run
+    belongs to one task.
 
     Args:
         variables: the environment.
@@ -84,9 +83,8 @@ def part_of_task(count: int, variables: Mapping[str, str]) -> range:
     Raises:
         ValueError: the tasks are not numbered from 0.
     """
-    if "SLURM_ARRAY_TASK_ID" not in variables:
-        return range(count)
-    task, last, tasks = (int(variables[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MAX", "COUNT"))
-    if last != tasks - 1:
+    task = int(variables.get("SLURM_ARRAY_TASK_ID", 0))
+    tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", 1))
+    if int(variables.get("SLURM_ARRAY_TASK_MAX", 0)) != tasks - 1:
         raise ValueError("the tasks of the array job are not numbered from 0: submit it with --array=0-3")
-    return range(task, count, tasks)
+    return runs[task::tasks]

@@ -2,13 +2,12 @@
 
 import math
 import statistics
-from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from isogpt.checkpoint.measures import changed_measures, what_is_measured
-from isogpt.lab.runs import Group, Run
+from isogpt.lab.runs import MORE_SEEDS, Group, Run
 from isogpt.lab.significance import corrected, difference
 from isogpt.options.values import as_typed
 
@@ -23,6 +22,7 @@ NOT_COMPARED = {
 # settings that a command for more seeds does not repeat
 NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
+TO_LOSS = {"iter": "steps_to_loss", "tokens": "tokens_to_loss", "seconds": "seconds_to_loss"}
 CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
 
@@ -35,6 +35,7 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     """
     runs = [run for group in groups for run in group.runs]
     by, reason = what_to_compare_by(runs)
+    is_pair = by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed
     rows = [row_of(group, target) for group in groups]
     if by:
         # the best first, and last those that are incomplete
@@ -45,7 +46,7 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
         "groups": rows,
         "base": groups[0].name,
         "differences": differences(groups, by) if by else {},
-        "parting": parting_of(*runs) if len(runs) == 2 and by == LOSS else None,
+        "parting": parting_of(*runs) if is_pair else None,
         "notes": [],
         "pictures": [],  # the paths of those that have been drawn
     }
@@ -56,19 +57,19 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
     How each other group differs from the first one: at their ends if both are complete, otherwise at the last
     `step` at which all of their runs were evaluated.
     """
-    base, results, steps = groups[0], {}, {}
+    base, results, steps = groups[0].counted, {}, {}
     for group in groups[1:]:
-        ends = last_step(base.counted), last_step(group.counted)
-        if not (base.is_complete and group.is_complete):
-            steps[group.name] = last_step(base.counted + group.counted)
-            ends = 2 * (steps[group.name],)
-        results[group.name] = difference(values_of(base, ends[0], by), values_of(group, ends[1], by))
+        ends = [last_step(base), last_step(group.counted)]
+        if any(run.state for run in base + group.counted):
+            steps[group.name] = last_step(base + group.counted)
+            ends = [steps[group.name]] * 2
+        results[group.name] = difference(values_of(base, ends[0], by), values_of(group.counted, ends[1], by))
     return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
 
 
-def values_of(group: Group, step: int, by: str) -> dict[int, float]:
+def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:
     """{seed: finite value at a step}; none of the initial weights."""
-    values = {run.seed: run.evaluation_at(step)[by] for run in group.counted if step}
+    values = {run.seed: run.evaluation_at(step)[by] for run in runs if step}
     return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
@@ -79,15 +80,10 @@ def last_step(runs: list[Run]) -> int:
 
 
 def parting_of(a: Run, b: Run) -> int | None:
-    """
-    The first logged step at which the training losses of two runs with the same seed differ; None if there is
-    no such step.
-    """
+    """The first logged step at which the training losses of two runs differ; None: there is none."""
     losses = {step["iter"]: step["loss"] for step in b.steps}
-    for step in a.steps if a.seed == b.seed else ():
-        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
-            return step["iter"]
-    return None
+    shared = [step for step in a.steps if step["iter"] in losses]
+    return next((step["iter"] for step in shared if step["loss"] != losses[step["iter"]]), None)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -97,49 +93,37 @@ def parting_of(a: Run, b: Run) -> int | None:
 def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     """
     The groups of runs that differ only in the seed, in the order of their first runs. Where a seed occurs
-    twice, runs are also told apart by where they are.
+    twice, runs are also told apart by where they are. The settings that differ name a group; if these do not
+    suffice, also what the user typed for its first run, or else the folder of this run.
 
     Args:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
     """
     described = [description(run, defaults) for run in runs]
-    names = dict.fromkeys(name for one in described for name in one)
-    differing = [name for name in names if len({str(one.get(name)) for one in described}) > 1]
-    settings = [{name: one.get(name) for name in differing} for one in described]
-    counts = Counter((str(one), run.seed) for one, run in zip(settings, runs, strict=True))
-    repeated = {one for (one, _), count in counts.items() if count > 1}
+    names = [name for name in described[0] if len({str(one.get(name)) for one in described}) > 1]
+    kinds = [str([one.get(name) for name in names]) for one in described]
+    seeds = [(kind, run.seed) for kind, run in zip(kinds, runs, strict=True)]
+    repeated = {kind for kind, seed in seeds if seeds.count((kind, seed)) > 1}
     groups = {}
-    for one, run in zip(settings, runs, strict=True):
-        key = str(one), run.place if str(one) in repeated else ""
-        groups.setdefault(key, Group("", [], one)).runs.append(run)
-    name_groups(list(groups.values()))
-    return list(groups.values())
+    for run, one, kind in zip(runs, described, kinds, strict=True):
+        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in names if name != CODE)
+        code = one[CODE] if CODE in names else ""
+        key = kind, run.place if kind in repeated else ""
+        groups.setdefault(key, Group(text, [], code)).runs.append(run)
+    groups = [*groups.values()]
+    places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
+    folders = [str(group.runs[0].folder) for group in groups]
+    choices = ([group.name for group in groups], places, folders)
+    names = next(names for names in choices if all(names) and len(set(names)) == len(groups))
+    return [replace(group, name=name) for group, name in zip(groups, names, strict=True)]
 
 
 def description(run: Run, defaults: dict) -> dict:
     """What distinguishes a run from others: its settings, and the code."""
     settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
-    init_from = str(settings.get("init_from", "")).removeprefix("auto:")
+    init_from = settings["init_from"].removeprefix("auto:")
     settings["init_from"] = "scratch" if init_from == "auto" else init_from
     return settings | {CODE: run.facts.get(CODE, "")}
-
-
-def name_groups(groups: list[Group]) -> None:
-    """
-    Name groups by the settings that differ, and if these do not tell the groups apart, also by where the runs
-    are, and by the code.
-    """
-    settings = [
-        " ".join(f"{name}={as_typed(value)}" for name, value in group.settings.items() if name != CODE)
-        for group in groups
-    ]
-    places = [f"{group.place} {text}".strip() for group, text in zip(groups, settings, strict=True)]
-    codes = [f"{place} code={group.settings.get(CODE)}" for group, place in zip(groups, places, strict=True)]
-    for names in (settings, places, codes):
-        if all(names) and len(set(names)) == len(groups):
-            break
-    for group, name in zip(groups, names, strict=True):
-        group.name = name
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -151,10 +135,10 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     Return what runs can be compared by: LOSS if all are evaluated on the same tokens, BITS if on the same
     text, "" otherwise. Also return why they cannot be compared by the loss.
     """
-    first, *others = runs
-    for run in others:
-        if changed := changed_measures(measures_of(first), measures_of(run)):
-            reason = f"of {run.folder}, {', '.join(changed)} ({first.folder})"
+    measures = [run.facts.get("measures") or what_is_measured(run.settings) for run in runs]
+    for run, measured in zip(runs, measures, strict=True):
+        if changed := changed_measures(measures[0], measured | {"seed": None}):
+            reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
             break
     else:
         return LOSS, ""
@@ -165,12 +149,6 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     return BITS, reason
 
 
-def measures_of(run: Run) -> dict:
-    """What determines a run's validation losses, besides the seed, see measures.what_is_measured."""
-    measures = run.facts.get("measures") or what_is_measured(run.settings)
-    return {name: value for name, value in measures.items() if name != "seed"}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # numbers of groups
 
@@ -179,28 +157,23 @@ def row_of(group: Group, target: float) -> dict:
     """The table's row of a group, by the headings. None: not known."""
     # at the last step at which all runs that count were evaluated
     step = last_step(group.counted)
-    found = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
-    first = found[0] if found else {}
-    # without the first step, which is slow
-    steps = [run.steps[1:] for run in group.runs if len(run.steps) > 1]
-    speeds = [statistics.median(step["tokens_per_s"] for step in of_run) for of_run in steps]
-    row = {
+    ends = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
+    first = ends[0] if ends else {}
+    steps = [step for run in group.runs for step in run.steps[1:]]  # the first step is slow
+    points = [point for run in group.runs if target and (point := reaches(run, target))]
+    to_loss = {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
+    return {
         "group": group.name,
-        "code": group.settings.get(CODE),
+        "code": group.code or None,
         "seeds": [run.seed for run in group.runs],
         "steps": first.get("iter"),
         "tokens": first.get("tokens"),
-        "seconds": mean_of(found, "seconds")["mean"],
+        "seconds": mean_of(ends, "seconds")["mean"],
         "parameters": group.runs[0].facts.get("parameters"),
-    }
-    row |= {name: mean_of(found, name) for name in first if name.startswith(("val_", "best"))}
-    if target:
-        points = [point for run in group.runs if (point := reaches(run, target))]
-        row |= {"loss": target, "runs_to_loss": len(points)}
-        row |= {f"{name}_to_loss": mean_of(points, name)["mean"] for name in ("steps", "tokens", "seconds")}
-    return row | {
-        "tokens_per_s": statistics.fmean(speeds) if speeds else None,
-        "memory_gb": max((step["memory_gb_max"] for of_run in steps for step in of_run), default=None),
+        **{name: mean_of(ends, name) for name in first if name.startswith(("val_", "best"))},
+        **({"loss": target, "runs_to_loss": len(points)} | to_loss if target else {}),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps) if steps else None,
+        "memory_gb": max((step["memory_gb_max"] for step in steps), default=None),
         "commits": sorted({commit_of(run) for run in group.runs}),
         "state": [run.state for run in group.runs if run.state],
         "runs": [
@@ -238,8 +211,8 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
             losses = [after[LOSS], before[LOSS]]
-            names = {"iter": "steps", "tokens": "tokens", "seconds": "seconds"}
-            return {names[n]: np.interp(target, losses, [after[n], before[n]]) for n in names if n in after}
+            names = [name for name in TO_LOSS if name in after]
+            return {name: np.interp(target, losses, [after[name], before[name]]) for name in names}
     return {}
 
 
@@ -249,14 +222,13 @@ def reaches(run: Run, target: float) -> dict[str, float]:
 
 def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
-    commands, folders = [], []
-    for group in groups:
-        first = group.runs[0]
-        folders.append(as_typed(f"{first.folder}-seeds"))
+    folders = [as_typed(f"{group.runs[0].folder}{MORE_SEEDS}") for group in groups]
+    commands = []
+    for group, folder in zip(groups, folders, strict=True):
         options = [
             f"--{name}={as_typed(value)}"
-            for name, value in first.settings.items()
-            if name in defaults and name not in NOT_REPEATED and value != defaults[name]
+            for name, value in group.runs[0].settings.items()
+            if name not in NOT_REPEATED and value != defaults.get(name, value)
         ]
-        commands.append(" ".join(["python sweep.py", *options, "--seed=1,2,3", f"--out_dir={folders[-1]}"]))
+        commands.append(" ".join(["python sweep.py", *options, "--seed=1,2,3", f"--out_dir={folder}"]))
     return [*commands, " ".join(["python compare.py", *folders])]

@@ -18,13 +18,6 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and may be missin
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# what the x axis shows: its name in a record, and its label
-X = {
-    "steps": ("iter", "training step"),
-    "tokens": ("tokens", "training tokens"),
-    "seconds": ("seconds", "training time (s)"),
-    "flops": ("flops", "training computation (FLOP)"),
-}
 MOST_PLACES = 300  # of a line
 PARTS = 40  # a point of the smoothed loss is the mean over the last one of so many parts of the run
 STATISTICS = ("weight_norm", "grad_norm", "update_norm", "activation_rms", "attention_logit")
@@ -42,38 +35,38 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     with the difference of their validation losses, second minus first.
 
     Args:
-        x: what the x axis shows, one of X.
+        x: what the x axis shows, steps, tokens, seconds or flops.
         unit: the name of the validation loss in a record. With bits per byte there is no panel of the
             training loss, whose tokens differ from run to run.
 
     Raises:
         ValueError: matplotlib is missing, or the runs cannot be drawn over `x`.
     """
-    name, label = X[x]
+    name = "iter" if x == "steps" else x
     runs = [run for group in groups for run in group.runs]
     for run in runs:
         if any(record.get(name) is None for record in run.evaluations):
             raise ValueError(f"{run.folder} does not record its {x}: use --x=steps")
-    has_training = unit == "val_loss"
-    is_pair = len(groups) == 2 and all(group.counted for group in groups)
-    count = 1 + has_training + is_pair
-    figure = new_figure(9, 3.5 * count)
-    panels = figure.subplots(count, sharex=True, squeeze=False)[:, 0]
     validation = {run.folder: curve_of(run.evaluations, name, unit) for run in runs}
-    panels[0].set_title("Validation loss")
-    draw_groups(panels[0], groups, validation)
-    if has_training:
-        panels[1].set_title("Training loss, smoothed")
+    curves = {"Validation loss": validation}
+    if unit == "val_loss":
         training = {run.folder: smoothed(curve_of(run.steps, name, "loss_mean")) for run in runs}
-        draw_groups(panels[1], groups, training)
-    if is_pair:
-        panels[-1].set_title("Difference of the validation losses")
-        draw_difference(panels[-1], *groups, validation)
-    panels[-1].set_xlabel(label)
-    for axes in panels:
+        curves["Training loss, smoothed"] = training
+    titles = [*curves]
+    if len(groups) == 2 and all(group.counted for group in groups):
+        titles.append("Difference of the validation losses")
+    figure = new_figure(9, 3.5 * len(titles))
+    panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
+    for axes, title in zip(panels, titles, strict=True):
+        if title in curves:
+            draw_groups(axes, groups, curves[title])
+        else:
+            draw_difference(axes, *groups, validation)
+        axes.set_title(title)
         axes.set_ylabel("bits per byte" if unit == "val_bpb" else "nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
+    panels[-1].set_xlabel(f"training {x}")
     return figure
 
 
@@ -171,25 +164,22 @@ def statistics_figure(groups: list[Group]) -> "Figure | None":
     grid = figure.subplots(len(STATISTICS), len(runs), sharex=True, sharey="row", squeeze=False)
     for column, (name, run) in zip(grid.T, runs.items(), strict=True):
         column[0].set_title(name)
-        column[-1].set_xlabel("training step")
         for axes, kind in zip(column, STATISTICS, strict=True):
             axes.set_ylabel(kind)
-            for block, points in largest_of_blocks(run.statistics, kind).items():
-                axes.plot(*zip(*points, strict=True), label=block)
+            for block, line in largest_of_blocks(run.statistics, kind).items():
+                axes.plot([*line], [*line.values()], label=block)
     grid[0, 0].legend(ncols=4)
     return figure
 
 
-def largest_of_blocks(records: list[dict], kind: str) -> dict[str, list[tuple[int, float]]]:
-    """{block, or the name of what belongs to none: its points (step, value)}"""
-    points = {}
+def largest_of_blocks(records: list[dict], kind: str) -> dict[str, dict[int, float]]:
+    """{block, or the name of what belongs to none: {step: the largest value}}"""
+    lines = {}
     for record in records:
-        of_blocks = {}
         for name, value in record["statistics"].get(kind, {}).items():
-            of_blocks.setdefault(name.partition(".")[0], []).append(float(value))
-        for block, values in of_blocks.items():
-            points.setdefault(block, []).append((record["iter"], max(values)))
-    return points
+            line = lines.setdefault(name.partition(".")[0], {})
+            line[record["iter"]] = max(float(value), line.get(record["iter"], -math.inf))
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -212,12 +202,8 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def name_of(group: Group) -> str:
-    """
-    The name of a group, or its folder's if there is nothing to distinguish: in UTF-8, and a $ begins no
-    formula.
-    """
-    name = group.name or group.runs[0].folder.resolve().name
-    return name.replace("$", r"\$").encode(errors="replace").decode()
+    """The name of a group, in UTF-8, and a $ begins no formula."""
+    return group.name.replace("$", r"\$").encode(errors="replace").decode()
 
 
 def write(figure: "Figure", path: Path) -> None:

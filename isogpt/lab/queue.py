@@ -37,13 +37,16 @@ POLL_S = 0.05  # seconds between two looks at the processes
 # a run, and what its folder shows
 
 
-@dataclass(frozen=True)
+@dataclass
 class SweptRun:
     """A run of a sweep: train.py with `arguments`, which give the settings `config`."""
 
     folder: Path
     arguments: list[str]
     config: dict
+    # while it is trained:
+    log: BinaryIO | None = None  # locked
+    process: subprocess.Popen | None = None
 
     @property
     def result(self) -> dict:
@@ -64,18 +67,15 @@ class SweptRun:
 
     @property
     def state(self) -> str:
-        """How far the run is, as text."""
-        if self.is_complete:
-            return f"complete, val loss {float(self.result['val_loss']):.4f}"
-        return f"at step {self.step}" if self.step else "new"
-
-    @property
-    def ending(self) -> str:
-        """How the run has ended before its last step: what it has recorded, or else the last line printed."""
-        if result := self.result:
-            return f"{result['exit_reason']}: {result['reason']}"
-        lines = (self.folder / LOG).read_text(errors="replace").splitlines()
-        return f"failed, its last line: {(lines or [''])[-1]}"
+        """How far the run is, and how it has ended before its last step: what it recorded or printed last."""
+        result, log = self.result, self.folder / LOG
+        if result.get("exit_reason") == "complete":
+            return f"complete, val loss {float(result['val_loss']):.4f}"
+        step = f"at step {self.step}" if self.step else "new"
+        if result:
+            return f"{step}, {result['exit_reason']}: {result['reason']}"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return f"{step}, its last line: {lines[-1]}" if lines else step
 
     def check(self) -> None:
         """
@@ -96,6 +96,35 @@ class SweptRun:
         if changed or not before:
             text = " ".join(changed) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
+
+    def start(self, train_py: Path, slot: list[str]) -> bool:
+        """
+        Start the run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns False
+        if the run is complete, or a different sweep trains it now. The log stays locked until all processes
+        of the run have exited, even if the sweep is killed.
+
+        Args:
+            slot: how the command begins, see `make_slots`.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = open(self.folder / LOG, "ab")
+        if not lock(self.log) or self.is_complete:
+            self.log.close()
+            return False
+        print_line(f"start  {self.folder}")
+        kept = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
+        write_whole(self.folder / SETTINGS, json.dumps(kept) + "\n")
+        (self.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
+        sweep = os.getpid()
+        self.process = subprocess.Popen(
+            [*slot, sys.executable, str(train_py), *self.arguments],
+            stdout=self.log,
+            stderr=self.log,
+            env=environment_without_launcher(),
+            start_new_session=True,
+            preexec_fn=(lambda: end_with(sweep)) if sys.platform == "linux" else None,
+        )
+        return True
 
 
 def time_left(runs: list[SweptRun], at_once: int) -> str:
@@ -134,36 +163,24 @@ def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
     """
     kind = pick_device(device, 0, 1).type
     if kind == "cuda" and ":" not in device:
+        limit, size = "env CUDA_VISIBLE_DEVICES=", processes
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = named.split(",") if named else [*range(torch.cuda.device_count())]
-        if processes > len(gpus):
-            raise ValueError(f"nproc is {processes}, but there are {len(gpus)} GPUs: set --nproc={len(gpus)}")
-        slots = [["env", f"CUDA_VISIBLE_DEVICES={group}"] for group in groups_of(processes, gpus)]
-        return slots[: jobs or None] if len(slots) > 1 else [[]]
-    if kind == "cpu" and jobs > 1 and sys.platform == "linux":
-        cores = own_cores()
-        return [["taskset", "-c", group] for group in groups_of(max(1, len(cores) // jobs), cores)[:jobs]]
-    return [[]] * (jobs or 1)  # not limited
-
-
-def groups_of(size: int, units: list) -> list[str]:
-    """The units in groups of this size, each as text with commas. A rest is left out."""
-    firsts = range(0, len(units) - size + 1, size)
-    return [",".join(map(str, units[first : first + size])) for first in firsts]
+        units = named.split(",") if named else range(torch.cuda.device_count())
+        if size > len(units):
+            raise ValueError(f"nproc is {size}, but there are {len(units)} GPUs: set --nproc={len(units)}")
+    elif kind == "cpu" and jobs > 1 and sys.platform == "linux":
+        limit, units = "taskset -c ", own_cores()
+        size = max(1, len(units) // jobs)
+    else:
+        return [[]] * (jobs or 1)  # not limited
+    firsts = range(0, len(units) - size + 1, size)  # a rest is left out
+    groups = [",".join(map(str, units[first : first + size])) for first in firsts]
+    slots = [f"{limit}{group}".split() for group in groups]
+    return slots[: jobs or None] if len(slots) > 1 else [[]]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # training
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run that is trained now, and its locked log."""
-
-    run: SweptRun
-    slot: list[str]
-    log: BinaryIO
-    process: subprocess.Popen
 
 
 def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[int]:
@@ -177,59 +194,31 @@ def train(train_py: Path, runs: list[SweptRun], slots: list[list[str]]) -> list[
     Returns:
         the signals that were received.
     """
-    waiting, running, free = [run for run in runs if not run.is_complete], [], [*slots]
+    waiting, running = [run for run in runs if not run.is_complete], {}  # {number of a slot: its run}
     received, passed_on = [], 0
     for number in stop_signals():
         signal.signal(number, lambda number, frame: received.append(number))
     while running or (waiting and not received):
+        free = [slot for slot in range(len(slots)) if slot not in running]
         if waiting and free and not received:
             run = waiting.pop(0)
-            if job := start(train_py, run, free[0]):
-                running.append(job)
-                free.remove(job.slot)
+            if run.start(train_py, slots[free[0]]):
+                running[free[0]] = run
             elif not run.is_complete:  # a different sweep trains it: look again later
                 waiting.append(run)
         for number in received[passed_on:]:  # to each run once: a second SIGINT would end it immediately
             print_to_stderr(f"{signal.Signals(number).name}: the runs save and stop")
-            for job in running:
-                job.process.send_signal(number)
+            for run in running.values():
+                run.process.send_signal(number)
             passed_on += 1
-        for job in [job for job in running if job.process.poll() is not None]:
-            running.remove(job)
-            free.append(job.slot)
-            left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
-            ending = "" if job.run.is_complete else f", {job.run.ending}"
-            print_line(f"end    {job.run.folder}: {job.run.state}{ending}; {left}")
-            job.log.close()  # unlocks the run, after its end was printed
+        for slot, run in [*running.items()]:
+            if run.process.poll() is not None:
+                del running[slot]
+                left = f"runs left: {len(waiting) + len(running)}, time left: {time_left(runs, len(slots))}"
+                print_line(f"end    {run.folder}: {run.state}; {left}")
+                run.log.close()  # unlocks the run, after its end was printed
         time.sleep(POLL_S)
     return received
-
-
-def start(train_py: Path, run: SweptRun, slot: list[str]) -> Job | None:
-    """
-    Start a run, in a new session, so that the terminal's Ctrl-C reaches only the sweep. Returns None if the
-    run is complete, or a different sweep trains it now. The log stays locked until all processes of the run
-    have exited, even if the sweep is killed.
-    """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    log = open(run.folder / LOG, "ab")
-    if not lock(log) or run.is_complete:
-        log.close()
-        return None
-    print_line(f"start  {run.folder}")
-    kept = {name: value for name, value in run.config.items() if name not in MAY_CHANGE}
-    write_whole(run.folder / SETTINGS, json.dumps(kept) + "\n")
-    (run.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
-    sweep = os.getpid()
-    process = subprocess.Popen(
-        [*slot, sys.executable, str(train_py), *run.arguments],
-        stdout=log,
-        stderr=log,
-        env=environment_without_launcher(),
-        start_new_session=True,
-        preexec_fn=(lambda: end_with(sweep)) if sys.platform == "linux" else None,
-    )
-    return Job(run, slot, log, process)
 
 
 def end_with(sweep: int) -> None:

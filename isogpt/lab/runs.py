@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 
-from isogpt.common.console import shortened
 from isogpt.common.files import METRICS, read_records
 
 MOST = 1000  # steps that are kept, which is more than a picture shows
+MORE_SEEDS = "-seeds"  # the end of the name of a folder with the runs of more seeds, beside their first run
 
 
 @dataclass
@@ -48,18 +48,7 @@ class Group:
 
     name: str  # the settings that distinguish the groups, such as learning_rate=0.001
     runs: list[Run]
-    settings: dict = field(default_factory=dict)  # the settings that distinguish the groups
-
-    @property
-    def place(self) -> str:
-        """Where the runs are."""
-        more = len({run.place for run in self.runs}) - 1
-        return self.runs[0].place + (f" and {more} more" if more else "")
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether any run is."""
-        return any(not run.state for run in self.runs)
+    code: str = ""  # the digest of the code that trains, if it distinguishes the groups
 
     @property
     def counted(self) -> list[Run]:
@@ -81,26 +70,15 @@ def read_run(folder: Path, place: str = "") -> Run:
     Read a run's folder. What a resume repeats counts once.
 
     Args:
-        place: the folder of runs that the user typed; "": this run's.
+        place: the folder of runs that the user typed.
 
     Raises:
-        ValueError: there is no run that train.py has recorded.
+        OSError, KeyError, TypeError or ValueError: the records are not those of a run.
     """
-    run, path = Run(folder, place or str(folder)), folder / METRICS
-    if not path.exists():
-        raise ValueError(f"{folder} contains no run: give train.py's out_dir, or a folder of such folders")
-    try:
-        read_records_of(run, path)
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged, or not written by train.py ({e})") from e
-    return run
-
-
-def read_records_of(run: Run, path: Path) -> None:
-    """Read metrics.jsonl. Raises KeyError, TypeError or ValueError if its records are not those of a run."""
+    run = Run(folder, place)
     steps, evaluations, layers = {}, {}, {}  # {step: record}
     last, spacing = {}, 1
-    for record in read_records(path):
+    for record in read_records(folder / METRICS):
         # numbers that are not finite are strings in JSON
         record |= {name: float(value) for name, value in record.items() if value in ("nan", "inf", "-inf")}
         event, step = record.get("event"), record.get("iter", 0)
@@ -119,7 +97,6 @@ def read_records_of(run: Run, path: Path) -> None:
         elif event == "peak":  # measured again
             run.facts["peak_flops"] = record["peak_flops"]
         elif "val_loss" in record:
-            record["val_loss"] = float(record["val_loss"])
             evaluations[step] = record
         elif "statistics" in record:
             layers[step] = record
@@ -130,11 +107,10 @@ def read_records_of(run: Run, path: Path) -> None:
             if len(steps) > MOST:
                 spacing *= 2
                 steps = {n: one for n, one in steps.items() if n % spacing == 0}
-    steps |= last
-    run.steps = [steps[n] for n in sorted(steps)]
-    run.evaluations = [evaluations[n] for n in sorted(evaluations)]
-    run.statistics = [layers[n] for n in sorted(layers)]
+    run.steps = [*(steps | last).values()]
+    run.evaluations, run.statistics = [*evaluations.values()], [*layers.values()]
     int(run.settings["seed"])
+    return run
 
 
 def before(records: dict[int, dict], end: int) -> dict[int, dict]:
@@ -146,25 +122,37 @@ def before(records: dict[int, dict], end: int) -> dict[int, dict]:
 # finding
 
 
-def find_runs(arguments: list[str]) -> tuple[list[Run], list[str]]:
+def find_runs(arguments: list[str]) -> list[Run]:
     """
-    Read the runs that folders, folders of runs, and globs name, each once and in this order. Returns them,
-    and a sentence about each folder that was left out because it contains no run.
+    Read the runs that folders, folders of runs, and globs name, each once and in this order.
 
     Raises:
-        ValueError: nothing was found.
+        ValueError: an argument names no run, or a run cannot be read.
     """
     if not arguments:
         raise ValueError("give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'")
-    runs, problems = {}, []
-    for match in [Path(match) for argument in arguments for match in sorted(glob(argument)) or [argument]]:
-        below = [] if (match / METRICS).exists() else sorted(match.glob(f"*/{METRICS}"))
-        for folder in [path.parent for path in below] or [match]:
-            if folder.resolve() not in runs:
-                try:
-                    runs[folder.resolve()] = read_run(folder, str(match))
-                except ValueError as e:
-                    problems.append(str(e))
-    if not runs:
-        raise ValueError(shortened(problems, between="; "))
-    return list(runs.values()), problems
+    places = {}  # {path: (folder of a run, what was typed)}
+    for argument in arguments:
+        matches = [Path(match) for match in sorted(glob(argument)) or [argument]]
+        folders = [(folder, match) for match in matches for folder in folders_in(match)]
+        if not folders:
+            raise ValueError(
+                f"{argument} contains no run: give train.py's out_dir, or a folder of such folders"
+            )
+        for folder, match in folders:
+            places.setdefault(folder.resolve(), (folder, str(match)))
+    runs = []
+    for folder, place in places.values():
+        try:
+            runs.append(read_run(folder, place))
+        except (OSError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{folder / METRICS} is damaged, or not written by train.py ({e})") from e
+    return runs
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The folder of a run, or the folders of the runs in it, with those of more seeds."""
+    if (folder / METRICS).exists():
+        return [folder]
+    patterns = (f"*/{METRICS}", f"*{MORE_SEEDS}/*/{METRICS}")
+    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))

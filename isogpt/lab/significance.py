@@ -14,7 +14,7 @@ LEVEL = 0.05  # at which `seeds_needed` detects a difference, with this power
 POWER = 0.8
 FAR = 30  # a shift for which even two seeds have a power of 0.98; scipy returns nan for many larger ones
 MOST_SEEDS = 1000
-ONE_EACH = "one run each cannot tell a change from chance"
+NO_TEST = "cannot tell a change from chance"  # one run, or one pair of runs
 ROUNDING = 1e-12  # a spread below this share of the values is rounding
 
 
@@ -42,33 +42,19 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
 
     Args:
         a, b: {seed: value}. The values are finite.
-    """
-    shared = a.keys() & b.keys()
-    is_paired = len(shared) >= 2 or len(shared) == min(len(a), len(b)) == 1
-    seeds_a, seeds_b = (shared, shared) if is_paired else (a, b)
-    result = t_test([a[seed] for seed in seeds_a], [b[seed] for seed in seeds_b], is_paired)
-    if result.method == ONE_EACH and len(a) + len(b) > 2:
-        return replace(result, method="one pair of runs: no test")
-    return result
-
-
-def t_test(a: list[float], b: list[float], is_paired: bool) -> Difference:
-    """
-    Compare values; in pairs, those of a seed are at the same place.
 
     Raises:
         ValueError: scipy is missing.
     """
+    shared = a.keys() & b.keys()
+    is_paired = len(shared) >= 2 or len(shared) == min(len(a), len(b)) == 1
+    a, b = ([one[seed] for seed in (shared if is_paired else one)] for one in (a, b))
     if not a or not b:
         return Difference(None, "at no step after the start were runs of both evaluated: no comparison")
     mean = fmean(b) - fmean(a)
-    if len(a) == len(b) == 1:
-        return Difference(mean, ONE_EACH)
-    if len(a) == 1 or len(b) == 1:
-        return Difference(mean, "one run in a group: no test")
-    variances = [variance(a), variance(b)]
-    if is_paired:
-        variances = [variance(after - before for before, after in zip(a, b, strict=True))]
+    if min(len(a), len(b)) == 1:
+        return Difference(mean, f"one {'pair of runs' if is_paired else 'run'} {NO_TEST}")
+    variances = [variance(np.subtract(b, a))] if is_paired else [variance(a), variance(b)]
     if math.sqrt(sum(variances)) <= ROUNDING * max(map(abs, a + b)):  # as in runs with `exact`
         return Difference(mean, "the seed changes nothing, so chance cannot be estimated: no test")
     with needed_by("a p-value", "scipy"):

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from isogpt.common.console import aligned, visible
 from isogpt.lab.comparison import BITS, LOSS
-from isogpt.lab.significance import LEVEL, MOST_SEEDS, ONE_EACH
+from isogpt.lab.significance import LEVEL, MOST_SEEDS, NO_TEST
 
 NAMES = {LOSS: "validation loss", BITS: "number of bits per byte"}
+BY_BITS = "compared by bits per byte, since the losses are over different tokens"
 
 
 def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
@@ -17,19 +18,16 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
     Args:
         more_seeds: the commands that train with more seeds.
     """
-    rows, reason = comparison["groups"], comparison["reason"]
+    rows, reason, results = (comparison[name] for name in ("groups", "reason", "differences"))
     lines = [*table(rows), ""]
-    if not comparison["compared_by"]:
-        lines.append(f"not compared: {reason}")
-    elif reason:
-        lines.append(f"compared by bits per byte, since the losses are over different tokens: {reason}")
-    results = comparison["differences"]
+    if reason:
+        lines.append(f"{BY_BITS if comparison['compared_by'] else 'not compared'}: {reason}")
     lines += [sentence(name, comparison) for name in results]
     if (step := comparison["parting"]) is not None:
         lines.append(f"the first logged step at which their training losses differ is {step:,}")
-    if [result["method"] for result in results.values()] == [ONE_EACH]:
-        own = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
-        lines += [f"To know, train with several seeds{own}:", *(f"    {command}" for command in more_seeds)]
+    if len(results) == 1 and any(NO_TEST in result["method"] for result in results.values()):
+        edited = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
+        lines += [f"To know, train with several seeds{edited}:", *(f"    {line}" for line in more_seeds)]
     lines += [f"note: {note}" for note in comparison["notes"]]
     lines += [f"a picture: {path}" for path in comparison["pictures"]]
     return [visible(line) for line in lines]
@@ -40,12 +38,10 @@ def table(rows: list[dict]) -> list[str]:
     cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
     names = dict.fromkeys(name for one in cells for name in one if one[name])
     columns = {name: [one.get(name, "") for one in cells] for name in names}
-    if len(rows) == 1:
-        return aligned(columns)
-    same = [f"{name} {cells[0]}" for name, cells in columns.items() if len(set(cells)) == 1]
-    differing = {name: cells for name, cells in columns.items() if len(set(cells)) > 1}
-    of_all = [f"all: {', '.join(same)}"] if same else []
-    return of_all + aligned(differing)
+    same = [name for name, texts in columns.items() if len(rows) > 1 and len(set(texts)) == 1]
+    of_all = ", ".join(f"{name} {columns[name][0]}" for name in same)
+    differing = {name: texts for name, texts in columns.items() if name not in same}
+    return [f"all: {of_all}", *aligned(differing)] if same else aligned(differing)
 
 
 def text_of(value: object) -> str:
@@ -58,7 +54,7 @@ def text_of(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+        return f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
     return str(value or "")
 
 
@@ -75,12 +71,10 @@ def sentence(name: str, comparison: dict) -> str:
     text = f"{name} has a {'lower' if mean < 0 else 'higher'} {measured} than {base}, by {abs(mean):.4f}{at}"
     if p is None:
         return f"{text}; {result['method']}"
-    text += f" (95% interval: {result['low']:+.4f} to {result['high']:+.4f})"
-    text += ", p < 0.0001" if p < 1e-4 else f", p = {p:.2g}"
-    chance = "Chance alone rarely causes such a difference"
-    if p >= LEVEL:
-        chance = "This cannot be told from chance"
+    interval = f"95% interval: {result['low']:+.4f} to {result['high']:+.4f}"
+    verdict = "This cannot be told from chance"
+    if p < LEVEL:
+        verdict = "Chance alone rarely causes such a difference"
     needed = f"about {result['seeds_needed']}" if result["seeds_needed"] else f"more than {MOST_SEEDS:,}"
-    return (
-        f"{text}, {result['method']}. {chance}; to detect a difference of this size takes {needed} seeds each"
-    )
+    text += f" ({interval}), p = {p:.2g}, {result['method']}. {verdict}"
+    return f"{text}; to detect a difference of this size takes {needed} seeds each"

@@ -154,5 +154,6 @@ class Plot:
 
     def draw(self) -> None:
         """Plot the loss curve (in the thread)."""
-        run = read_run(self.path.parent)
-        pictures.write(pictures.losses_figure([Group("", [run])], "steps"), self.path)
+        folder = self.path.parent
+        group = Group(folder.resolve().name, [read_run(folder)])
+        pictures.write(pictures.losses_figure([group], "steps"), self.path)
