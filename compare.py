@@ -48,13 +48,8 @@ except ValueError as e:
 # 2. the picture
 try:
     if picture and comparison["compared_by"]:
-        path = Path(picture)
-        figures = {path: pictures.losses_figure(groups, x, comparison["compared_by"])}
-        if layers := pictures.statistics_figure(groups):
-            figures[path.with_stem(f"{path.stem}-layers")] = layers
-        for file, figure in figures.items():
-            pictures.write(figure, file)
-            comparison["pictures"].append(str(file))
+        pictures.write(pictures.losses_figure(groups, x, comparison["compared_by"]), Path(picture))
+        comparison["pictures"].append(picture)
 except (ValueError, OSError) as e:  # matplotlib is missing, or the folder cannot be written to
     comparison["notes"].append(f"no picture: {e}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isogpt.lab.pictures import STATISTICS, losses_figure, statistics_figure, write
+from isogpt.lab.pictures import losses_figure, write
 from isogpt.lab.runs import Group, Run
 from isogpt.lab.significance import difference
 
@@ -26,7 +26,7 @@ def run(seed=1, offset=0.0, last=1000, every=100, is_finished=True):
     evaluated = [record(step, val_loss=loss(step), val_bpb=loss(step) / 3) for step in places]
     steps = [record(step, loss_mean=loss(step) + 0.1 * (-1) ** (step // 10)) for step in range(0, last, 10)]
     ending = {"event": "end"} if is_finished else {}
-    return Run(Path(f"out-{seed}-{offset}"), "", {"seed": seed}, {}, steps, evaluated, [], ending)
+    return Run(Path(f"out-{seed}-{offset}"), "", {"seed": seed}, {}, steps, evaluated, ending)
 
 
 def two_groups(seeds=3):
@@ -131,19 +131,3 @@ def test_the_file_is_the_same_each_time(tmp_path, recwarn):
         write(losses_figure(groups, "steps"), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
-
-
-def test_the_statistics_of_blocks():
-    groups = [Group(name, [run(), run(2)]) for name in ("a", "b", "c")]
-    assert statistics_figure(groups) is None
-    for step in (0, 100, 200):
-        norms = {"0.attn.c_attn": 1.0, "0.mlp.c_fc": 3.0 + step, "1.mlp.c_fc": "nan", "wte": 10.0}
-        record = {"iter": step, "statistics": {"weight_norm": norms, "attention_logit": {"0.attn": -5.0}}}
-        for group in groups[:2]:
-            group.runs[1].statistics.append(record)
-    panels = statistics_figure(groups).axes
-    weights, *_, logits = panels[::2]
-    assert len(panels) == 2 * len(STATISTICS) and weights.get_title() == "a"
-    assert [line.get_label() for line in weights.lines] == ["0", "1", "wte"]
-    assert [*weights.lines[0].get_xdata()] == [0, 100, 200]
-    assert [*weights.lines[0].get_ydata()] == [3, 103, 203] and [*logits.lines[0].get_ydata()] == [-5] * 3

@@ -1,4 +1,4 @@
-"""Pictures of runs: losses, the difference of two groups, and the statistics of layers."""
+"""Pictures of runs: losses, and the difference of two groups."""
 
 import io
 import math
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and may be missin
 
 MOST_PLACES = 300  # of a line
 PARTS = 40  # a point of the smoothed loss is the mean over the last one of so many parts of the run
-STATISTICS = ("weight_norm", "grad_norm", "update_norm", "activation_rms", "attention_logit")
 
 Curve = np.ndarray  # (2, n): places on the x axis, and finite values
 
@@ -55,7 +54,11 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     titles = [*curves]
     if len(groups) == 2 and all(group.counted for group in groups):
         titles.append("Difference of the validation losses")
-    figure = new_figure(9, 3.5 * len(titles))
+    # a notebook's kernel sets a backend that may be installed only in its environment
+    os.environ["MPLBACKEND"] = "agg"
+    with needed_by("the picture", "matplotlib"):
+        from matplotlib.figure import Figure
+    figure = Figure((9, 3.5 * len(titles)), layout="constrained")
     panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(panels, titles, strict=True):
         if title in curves:
@@ -146,59 +149,7 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the statistics of layers
-
-
-def statistics_figure(groups: list[Group]) -> "Figure | None":
-    """
-    Return a figure with the statistics of layers of a run of each group, or None if no run has recorded any
-    (--stats_interval). A line is a block, by the largest value of its parameters or activations.
-
-    Raises:
-        ValueError: matplotlib is missing.
-    """
-    runs = {name_of(group): run for group in groups for run in reversed(group.runs) if run.statistics}
-    if not runs:
-        return None
-    figure = new_figure(2 + 4 * len(runs), 3 * len(STATISTICS))
-    grid = figure.subplots(len(STATISTICS), len(runs), sharex=True, sharey="row", squeeze=False)
-    for column, (name, run) in zip(grid.T, runs.items(), strict=True):
-        column[0].set_title(name)
-        for axes, kind in zip(column, STATISTICS, strict=True):
-            axes.set_ylabel(kind)
-            for block, line in largest_of_blocks(run.statistics, kind).items():
-                axes.plot([*line], [*line.values()], label=block)
-    grid[0, 0].legend(ncols=4)
-    return figure
-
-
-def largest_of_blocks(records: list[dict], kind: str) -> dict[str, dict[int, float]]:
-    """{block, or the name of what belongs to none: {step: the largest value}}"""
-    lines = {}
-    for record in records:
-        for name, value in record["statistics"].get(kind, {}).items():
-            line = lines.setdefault(name.partition(".")[0], {})
-            line[record["iter"]] = max(float(value), line.get(record["iter"], -math.inf))
-    return lines
-
-
-# ------------------------------------------------------------------------------------------------------------
 # figures
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """
-    Return an empty figure; its size is in inches.
-
-    Raises:
-        ValueError: matplotlib is missing.
-    """
-    # a notebook's kernel sets a backend that may be installed only in its environment
-    os.environ["MPLBACKEND"] = "agg"
-    with needed_by("the picture", "matplotlib"):
-        from matplotlib.figure import Figure
-
-    return Figure((width, height), layout="constrained")
 
 
 def name_of(group: Group) -> str:

@@ -21,7 +21,6 @@ class Run:
     facts: dict = field(default_factory=dict)  # the other fields of this event: parameters, measures, ...
     steps: list[dict] = field(default_factory=list)  # of very many, evenly spaced ones, and the last
     evaluations: list[dict] = field(default_factory=list)
-    statistics: list[dict] = field(default_factory=list)  # of layers
     ending: dict = field(default_factory=dict)  # the last event; {}: the run is running, or was killed
 
     @property
@@ -76,8 +75,8 @@ def read_run(folder: Path, place: str = "") -> Run:
         OSError, KeyError, TypeError or ValueError: the records are not those of a run.
     """
     run = Run(folder, place)
-    steps, evaluations, layers = {}, {}, {}  # {step: record}
-    last, spacing = {}, 1
+    steps, evaluations, last = {}, {}, {}  # {step: record}
+    spacing = 1
     for record in read_records(folder / METRICS):
         # numbers that are not finite are strings in JSON
         record |= {name: float(value) for name, value in record.items() if value in ("nan", "inf", "-inf")}
@@ -90,16 +89,13 @@ def read_run(folder: Path, place: str = "") -> Run:
             settings["init_from"] = run.settings.get("init_from", settings["init_from"])
             run.settings, run.facts, run.ending = settings, record, {}
             # the evaluation of the state before a step is not repeated
-            steps, evaluations = before(steps, step), before(evaluations, step + 1)
-            layers, last = before(layers, step), {}
+            steps, evaluations, last = before(steps, step), before(evaluations, step + 1), {}
         elif event in ("end", "preempted", "failed"):
             run.ending = record
         elif event == "peak":  # measured again
             run.facts["peak_flops"] = record["peak_flops"]
         elif "val_loss" in record:
             evaluations[step] = record
-        elif "statistics" in record:
-            layers[step] = record
         elif "step_ms" in record:
             last = {step: record}
             if step % spacing == 0:
@@ -107,8 +103,7 @@ def read_run(folder: Path, place: str = "") -> Run:
             if len(steps) > MOST:
                 spacing *= 2
                 steps = {n: one for n, one in steps.items() if n % spacing == 0}
-    run.steps = [*(steps | last).values()]
-    run.evaluations, run.statistics = [*evaluations.values()], [*layers.values()]
+    run.steps, run.evaluations = [*(steps | last).values()], [*evaluations.values()]
     int(run.settings["seed"])
     return run
 
