@@ -188,20 +188,21 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
         is_over.set()
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
     monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
-    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
     progress, store = Progress(1, step=4), dist.HashStore()
+    monkeypatch.setattr(watchdog.network, "connect_store", lambda timeout_s: store)
+    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", store, hosts=("a", "a"))
     logger = Logger(progress, [])
-    dog = Watchdog(ranks, 600.0, progress, logger)
+    dog = Watchdog("out", ranks, 600.0, progress, logger)
     assert dog.position == "step 4, the start"
     dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
     logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
-    store.set("failed", "yes")
-    dog.start(store)
+    dog.problem = "lost the connection"
+    dog.start()
     assert is_over.wait(30) and codes == [1] and [record["event"] for record in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
-    assert said in capsys.readouterr().err and not dog.beating.is_alive()
+    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond, its last"
+    assert said in capsys.readouterr().err
 
 
 def test_only_a_step_after_the_first_is_watched():
