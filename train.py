@@ -15,6 +15,7 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import gc
+import sys
 
 import torch
 
@@ -174,14 +175,14 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    watchdog = Watchdog(out_dir, ranks, dist_timeout_s, progress, logger)
+    watchdog = Watchdog(out_dir, ranks, dist_timeout_s, logger)
     # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
     watchdog.start()
     if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        watchdog.install_hook()  # again, since init_process_group replaces sys.excepthook
+        sys.excepthook = watchdog.hook  # again, since init_process_group replaces it
 except ValueError as e:
     fail(str(e))
 

@@ -194,15 +194,16 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     monkeypatch.setattr(watchdog.network, "connect_store", lambda timeout_s: store)
     ranks = Ranks(0, 2, torch.device("cpu"), "gloo", store, hosts=("a", "a"))
     logger = Logger(progress, [])
-    dog = Watchdog("out", ranks, 600.0, progress, logger)
+    dog = Watchdog("out", ranks, 600.0, logger)
     assert dog.position == "step 4, the start"
     dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
     logger.sinks.append(SimpleNamespace(write=lambda record, text: told.append(record)))
     dog.problem = "lost the connection"
+    store.set("beat/1", "1.0: step 3, forward")
     dog.start()
     assert is_over.wait(30) and codes == [1] and [record["event"] for record in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond, its last"
-    assert said in capsys.readouterr().err
+    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond"
+    assert f"{said}, its last position was step 3, forward\n" in capsys.readouterr().err
 
 
 def test_only_a_step_after_the_first_is_watched():

@@ -353,7 +353,7 @@ def test_slow_ranks_are_detected():
     slow = SlowRanks(patience=3)
 
     def seen(**columns):
-        return slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})
+        return [*slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})]
 
     assert not seen(forward_ms=[10.0, 40.0]) and not seen(forward_ms=[10.0, 40.0])
     assert seen(forward_ms=[10.0, 40.0]) == ["rank 1: forward ms 40.0, others 10.0"]

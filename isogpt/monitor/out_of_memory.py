@@ -9,13 +9,18 @@ from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
 from isogpt.speed.planner import MICRO_BATCH, record
 
 
+def line_of(error: BaseException) -> str:
+    """
+    Return an error's type and the first line of its message, or the line that says that memory ran out:
+    libraries such as cuBLAS and NCCL raise a plain RuntimeError.
+    """
+    lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+    return next(filter(OUT_OF_MEMORY.search, lines), lines[0])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """
-    Return whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain
-    RuntimeError.
-    """
-    has_said_so = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
-    return isinstance(error, MemoryError) or bool(has_said_so)
+    """Return whether the device or the CPU ran out of memory."""
+    return isinstance(error, MemoryError) or OUT_OF_MEMORY.search(line_of(error)) is not None
 
 
 def use_less_memory(error: BaseException, out_dir: str, reader: Reader, clock: Clock | None) -> str:
@@ -36,15 +41,6 @@ def use_less_memory(error: BaseException, out_dir: str, reader: Reader, clock: C
     is_early = clock and not clock.medians()  # the times of the first step are known after the third
     if is_early and most > 1 and not plan.exact:
         record(Path(out_dir) / MICRO_BATCH, plan.job(), most // 2)
-        hint = (
-            f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, "
-            "same curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
-        )
+        hint = f"\nthe next start in {out_dir} uses micro-batches of {most // 2}, with the same curve"
     report = memory_report(replace(plan, micro_batch=rows))
     return f"out of memory {when}: {line_of(error)}\n{report}{hint}"
-
-
-def line_of(error: BaseException) -> str:
-    """Return the line of an error's message that says that memory ran out, else the first line."""
-    lines = str(error).splitlines() or [""]
-    return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])

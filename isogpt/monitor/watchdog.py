@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.common import console
 from isogpt.common.patience import within
@@ -50,7 +49,6 @@ class Watchdog:
     out_dir: str
     ranks: Ranks
     timeout_s: float
-    progress: Progress
     logger: Logger
     store: dist.Store | None = None  # reaches all ranks; None: this is the only one
     reader: Reader | None = None  # explains running out of memory; None: a traceback does
@@ -61,16 +59,12 @@ class Watchdog:
 
     def start(self) -> None:
         """Explain exceptions, and with other ranks, begin to watch."""
-        self.install_hook()  # also explains a store that does not respond
+        sys.excepthook = self.hook  # also explains a store that does not respond
         if self.ranks.store and self.ranks.world_size > 1:
             # a separate connection, since a request blocks all others on the same connection
             self.store = network.connect_store(self.timeout_s)
             self.thread = threading.Thread(target=self.watch, daemon=True)
             self.thread.start()
-
-    def install_hook(self) -> None:
-        """Explain exceptions from here on."""
-        sys.excepthook = self.hook
 
     @property
     def name(self) -> str:
@@ -80,25 +74,23 @@ class Watchdog:
     @property
     def position(self) -> str:
         """Where the main thread is."""
-        return f"step {self.progress.step}, {self.clock.doing if self.clock else 'the start'}"
+        return f"step {self.logger.progress.step}, {self.clock.doing if self.clock else 'the start'}"
 
     def watch(self) -> None:
         """Write beats, and end the process if something is wrong."""
-        marks, since = 0, time.monotonic()
+        failed, marks, since = {}, 0, time.monotonic()
         while True:
-            failed = {}
             with suppress(Exception):  # the store ends with rank 0 or with the agent
                 failed = within(STORE_TIMEOUT_S, self.beat)
             if self.over.wait(BEAT_S):
                 return
             if self.clock and self.clock.count != marks:
                 marks, since = self.clock.count, time.monotonic()
-            is_late = time.monotonic() - since > self.timeout_s
             if self.problem:
                 self.report(self.problem)
             elif failed:
                 self.report("a different rank has failed")
-            elif is_late and self.clock and self.clock.expects_progress:
+            elif self.clock and self.clock.expects_progress and time.monotonic() - since > self.timeout_s:
                 stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
                 self.report(f"no progress for {self.timeout_s:g} s", "\n" + "".join(stack))
 
@@ -132,24 +124,20 @@ class Watchdog:
 
     def find_cause(self) -> dict[str, str]:
         """Return where each rank is: first those that have failed, do not respond, or are elsewhere."""
-        before = self.read_beats()
+        keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
+        before = self.store.multi_get(keys)
         for _ in range(BEATS):
             if failed := self.beat():
                 return failed
             time.sleep(BEAT_S)
         states = {}
-        for name, earlier, beat in zip(rank_names(self.ranks.hosts), before, self.read_beats(), strict=True):
+        beats = zip(rank_names(self.ranks.hosts), before, self.store.multi_get(keys), strict=True)
+        for name, earlier, beat in beats:
             state = "does not respond, its last position was" if beat == earlier else "is at"
-            states[name] = f"{state} {beat.partition(': ')[2] or 'the start'}"
+            states[name] = f"{state} {beat.decode().partition(': ')[2]}"
         counts = Counter(states.values())
         names = sorted(states, key=lambda name: (states[name].startswith("is at"), counts[states[name]]))
         return self.tell({name: states[name] for name in names})
-
-    def read_beats(self) -> list[str]:
-        """Return the last beat of each rank."""
-        keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
-        # get waits for a key that is missing
-        return [self.store.compare_set(key, "", "").decode() for key in keys]
 
     def leave(self) -> None:
         """Stop watching, before the store ends."""
@@ -171,34 +159,30 @@ class Watchdog:
         # and a rank that hangs instead of exiting keeps its launcher from restarting it
         os._exit(status)
 
-    def hook(self, kind: type, error: BaseException, trace: object) -> None:
+    def hook(self, kind: type, error: BaseException, _: object) -> None:
         """Explain an exception, tell the other ranks, and end the process."""
         cause = cause_of(error)
-        reason = f"{type(cause).__name__}: {line_of(cause)[:200]}".removesuffix(": ")
+        reason = line_of(cause)[:200]
         if self.store and is_connection_lost(cause):
             self.problem = f"lost the connection to a different rank ({reason})"
             self.thread.join()  # it ends the process
         self.over.set()
         states = {self.name: f"has failed ({reason}), its last position was {self.position}"}
-        known = states
-        with suppress(Exception):
-            known = within(STORE_TIMEOUT_S, self.tell, states)
+        is_first = True
+        with suppress(Exception):  # there is no store, or it does not respond
+            is_first = within(STORE_TIMEOUT_S, self.tell, states) == states
         try:
             self.logger.failed(reason)
-            self.explain(error, cause, reason, is_first=known == states)
+            if isinstance(error, LayoutError):  # all ranks raise it
+                text = str(error)
+            elif self.reader and is_out_of_memory(cause):
+                text = f"{self.name}: {use_less_memory(cause, self.out_dir, self.reader, self.clock)}"
+            else:
+                is_first = True
+                text = f"{self.name} at {self.position}: {reason}\n"
+                text += "".join(traceback.format_exception(error))
+            if is_first:
+                console.print_to_stderr(f"error: {text}")
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {reason} (and while explaining it: {e})")
         self.exit(130 if kind is KeyboardInterrupt else 1)
-
-    def explain(self, error: BaseException, cause: BaseException, reason: str, is_first: bool) -> None:
-        """Print a traceback; or, on the first rank that fails, a message about a known problem."""
-        if isinstance(error, LayoutError):
-            if is_first:  # all ranks raise it
-                console.print_error(str(error))
-        elif self.reader and is_out_of_memory(cause):
-            if is_first:
-                text = use_less_memory(cause, self.out_dir, self.reader, self.clock)
-                console.print_to_stderr(f"error: {self.name}: {text}")
-        else:
-            console.print_to_stderr(f"error: {self.name} at {self.position}: {reason}")
-            traceback.print_exception(error)
