@@ -7,13 +7,12 @@ The variable FAULTS contains a JSON object {fault: [step, rank], or a list of th
     NAN_BACKWARD   all gradients of the rank are NaN, before they are reduced
     NAN_GRADIENT   a gradient of the rank is NaN after the reduction; OVERFLOW: inf
     DIFFER         a weight of the rank changes
-    CRASH          the forward pass raises an error; SIGTERM: the process receives a signal
+    CRASH          the forward pass raises an error
     WAIT           the forward pass waits until there is a file `go`
 """
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -53,8 +52,6 @@ def faulty_predict(self, *args):
         loss.register_hook(lambda gradient: gradient * float("nan"))
     if is_due("CRASH"):
         raise RuntimeError("a bug")
-    if is_due("SIGTERM"):
-        os.kill(os.getpid(), signal.SIGTERM)
     if is_due("WAIT"):
         print("held by the test", flush=True)
         while not os.path.exists("go"):

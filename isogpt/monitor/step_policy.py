@@ -89,7 +89,7 @@ class StepPolicy:
         gradients (all ranks). Exits if the run must end.
         """
         loss, norm, step = numbers.loss, numbers.grad_norm.item(), self.state.step
-        guilty = np.flatnonzero(~np.isfinite(loss)).tolist() or [*range(len(loss))]
+        guilty = (~loss.isfinite()).nonzero().flatten().tolist() or [*range(len(loss))]
         starts, windows = self.reader.starts(step), {}
         for rank in guilty[:RANKS_SHOWN]:
             share = self.reader.share_of_rank(rank)
