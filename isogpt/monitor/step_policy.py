@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import nlargest
 
 import numpy as np
@@ -75,7 +74,7 @@ class StepPolicy:
         the state before the step has been saved.
         """
         self.state.slow_network.forget()  # compression errors, which contain the step's gradient
-        with exit_together(partial(self.saver.save_and_fail, self.state)):
+        with exit_together(lambda reason: self.saver.save_and_fail(self.state, reason)):
             if self.reader.problems:
                 raise self.reader.problems[0]
         if not numbers.is_finite:  # else it is a spike
