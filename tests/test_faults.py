@@ -1,7 +1,6 @@
 """Faults that were found by trying to break the scripts: each test failed before its repair."""
 
 import errno
-import json
 import os
 import re
 import shlex
@@ -11,7 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -299,14 +298,13 @@ def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
     assert not make_launch([""]).continues(job)
 
 
-def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
+def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(place):
     """What the command asks for has not happened yet: a restart must do it."""
     now, out = Launch(("agent",)), str(place / "out")
     found = find_checkpoint(out, step=3)[0]
-    with at.context() as patch:
-        patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            enter_folder(out, found, now)
+    at_its_end = patch.object(folder_module, "continue_from", side_effect=KeyboardInterrupt)
+    with at_its_end, pytest.raises(KeyboardInterrupt):
+        enter_folder(out, found, now)
     assert look_for_start("resume", out, 3, now)[0].step == 3
     enter_folder(out, found, now)
     # as if it had been trained again
@@ -396,10 +394,9 @@ def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name):
     assert list(at.path.iterdir()) == [at.path / "out"] and not os.listdir("out"), "nothing is left"
     refuse = Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)))
     place = {"mkdir": Path, "open": folder_module}.get(name, os)
-    with at.context() as patch:
-        patch.setattr(place, name, refuse, raising=False)
-        with pytest.raises(ValueError, match="^out_dir out cannot be used on .*Function not .*--out_dir"):
-            make_writable("out")
+    problem = "^out_dir out cannot be used on .*Function not .*--out_dir"
+    with patch.object(place, name, refuse, create=True), pytest.raises(ValueError, match=problem):
+        make_writable("out")
     assert not os.listdir("out")
 
 
@@ -447,8 +444,8 @@ def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
     assert set(run.codes) == {1} and "Traceback" not in run.text()
     assert run.text().count("out of memory while the model was allocated") == 1
     assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
-    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
-    assert told and all(t["event"] == "failed" and "allocate memory" in t["reason"] for t in told)
+    told = (work / "told.jsonl").read_text()
+    assert '"event": "failed"' in told and "allocate memory" in told
 
 
 def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(place):
