@@ -25,7 +25,7 @@ from isogpt.parallel import gradients, local_parts
 from isogpt.training import precision
 
 FAULTS = json.loads(os.environ["FAULTS"])
-now = {"step": -1, "rank": -1}
+now = [-1, -1]  # the step and the rank
 seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
 complete_gradients = gradients.complete_gradients
 
@@ -33,12 +33,11 @@ complete_gradients = gradients.complete_gradients
 def is_due(fault):
     """Whether this rank has this fault in this step."""
     places = FAULTS.get(fault, [])
-    here = [now["step"], now["rank"]]
-    return here in places or here == places
+    return now in places or now == places
 
 
 def noted_step(seed, step, rank):
-    now.update(step=step, rank=rank)
+    now[:] = step, rank
     seed_step(seed, step, rank)
 
 
@@ -67,10 +66,9 @@ def faulty_embed(self, *args):
 def faulty_gradients(gpt, *args):
     complete_gradients(gpt, *args)
     p = next(gpt.parameters())
-    if is_due("NAN_GRADIENT"):
-        local_parts.local(p.grad)[0] = float("nan")
-    if is_due("OVERFLOW"):
-        local_parts.local(p.grad)[0] = float("inf")
+    for fault, value in (("NAN_GRADIENT", "nan"), ("OVERFLOW", "inf")):
+        if is_due(fault):
+            local_parts.local(p.grad)[0] = float(value)
     if is_due("DIFFER"):
         local_parts.local(p.data)[0] += 1e-3
 
