@@ -15,6 +15,7 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import gc
+import sys
 
 import torch
 
@@ -27,19 +28,9 @@ from isogpt.checkpoint.state import Progress, TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import launchers, process_group, start_checks, together
-from isogpt.monitor import (
-    banner,
-    code_version,
-    evaluation,
-    log,
-    out_of_memory,
-    run_report,
-    samples,
-    signals,
-    step_policy,
-)
+from isogpt.monitor import banner, code_version, evaluation, log, run_report, samples, signals, step_policy
 from isogpt.monitor.statistics import LayerStatistics
-from isogpt.monitor.watchdog import start_watchdog
+from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel import (
     compare_weights,
     compilation,
@@ -183,13 +174,14 @@ try:
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    # sets sys.excepthook and starts threads; from here on, a rank that fails or does not respond is named
-    watchdog = start_watchdog(ranks, dist_timeout_s, progress, logger)
+    watchdog = Watchdog(out_dir, ranks, dist_timeout_s, logger)
+    # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
+    watchdog.start()
     if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        watchdog.install_hook()  # again, since init_process_group replaces sys.excepthook
+        sys.excepthook = watchdog.hook  # again, since init_process_group replaces it
 except ValueError as e:
     fail(str(e))
 
@@ -224,7 +216,7 @@ logger.notes += precision.differences_of_devices(kinds) + not_continued + differ
 logger.notes += limits.notes + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
 # for the message after an out-of-memory error, and a smaller micro-batch at the next start
-watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)
+watchdog.reader = reader
 
 # 3. the model: it is made on the meta device, divided, then allocated
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
@@ -254,7 +246,7 @@ state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
 start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 if shares == "auto":
     reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
-    watchdog.memory_use.reader = reader
+    watchdog.reader = reader
 model = raw_model
 if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
     model = torch.nn.parallel.DistributedDataParallel(

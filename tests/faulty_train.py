@@ -7,13 +7,12 @@ The variable FAULTS contains a JSON object {fault: [step, rank], or a list of th
     NAN_BACKWARD   all gradients of the rank are NaN, before they are reduced
     NAN_GRADIENT   a gradient of the rank is NaN after the reduction; OVERFLOW: inf
     DIFFER         a weight of the rank changes
-    CRASH          the forward pass raises an error; SIGTERM: the process receives a signal
+    CRASH          the forward pass raises an error
     WAIT           the forward pass waits until there is a file `go`
 """
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from isogpt.parallel import gradients, local_parts
 from isogpt.training import precision
 
 FAULTS = json.loads(os.environ["FAULTS"])
-now = {"step": -1, "rank": -1}
+now = [-1, -1]  # the step and the rank
 seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
 complete_gradients = gradients.complete_gradients
 
@@ -34,12 +33,11 @@ complete_gradients = gradients.complete_gradients
 def is_due(fault):
     """Whether this rank has this fault in this step."""
     places = FAULTS.get(fault, [])
-    here = [now["step"], now["rank"]]
-    return here in places or here == places
+    return now in places or now == places
 
 
 def noted_step(seed, step, rank):
-    now.update(step=step, rank=rank)
+    now[:] = step, rank
     seed_step(seed, step, rank)
 
 
@@ -53,8 +51,6 @@ def faulty_predict(self, *args):
         loss.register_hook(lambda gradient: gradient * float("nan"))
     if is_due("CRASH"):
         raise RuntimeError("a bug")
-    if is_due("SIGTERM"):
-        os.kill(os.getpid(), signal.SIGTERM)
     if is_due("WAIT"):
         print("held by the test", flush=True)
         while not os.path.exists("go"):
@@ -70,10 +66,9 @@ def faulty_embed(self, *args):
 def faulty_gradients(gpt, *args):
     complete_gradients(gpt, *args)
     p = next(gpt.parameters())
-    if is_due("NAN_GRADIENT"):
-        local_parts.local(p.grad)[0] = float("nan")
-    if is_due("OVERFLOW"):
-        local_parts.local(p.grad)[0] = float("inf")
+    for fault, value in (("NAN_GRADIENT", "nan"), ("OVERFLOW", "inf")):
+        if is_due(fault):
+            local_parts.local(p.grad)[0] = float(value)
     if is_due("DIFFER"):
         local_parts.local(p.data)[0] += 1e-3
 

@@ -45,7 +45,6 @@ from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
@@ -58,11 +57,8 @@ from isogpt.data.token_files import opened
 from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
-from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_files, watchdog
-from isogpt.monitor.log import Logger
+from isogpt.monitor import sink_files
 from isogpt.monitor.sink_files import MetricsFile, Plot
-from isogpt.monitor.watchdog import Beat, Watchdog
 from isogpt.nn import huggingface
 from isogpt.parallel import parallelize
 from isogpt.parallel.compare_weights import TERM, term_of_comparison
@@ -498,47 +494,7 @@ def test_the_shuffle_keeps_nothing_of_the_data_set(n_tokens):
     assert peak < 1e6 and stays - starts.nbytes < 1000
 
 
-# -- failure_report
-
-
-def watchdogs(size):
-    """The watchdogs of so many ranks, which share a store."""
-    store, cpu = CountingStore(), torch.device("cpu")
-    hosts = tuple(f"node-{rank // 8}.cluster.example.org" for rank in range(size))
-    logger = Logger(Progress(1, step=4), [])
-    all_ranks = [Ranks(rank, size, cpu, "gloo", hosts=hosts) for rank in range(size)]
-    return [Watchdog(ranks, 600.0, logger.progress, logger, store=store) for ranks in all_ranks]
-
-
-def test_of_many_ranks_a_few_report_a_few(at, capsys):
-    """Half of the ranks crash, and the others wait for them. The ranks of a machine have not begun."""
-    dogs = watchdogs(400)
-    store, others = dogs[0].store, range(200, 392)
-    for dog in dogs[:200]:
-        dog.leave("KeyError: 'x'")
-        dog.beat()
-    for rank in others:
-        store.set(f"beat/{rank}", json.dumps(Beat(0, "step 4, forward", None)))
-    at.set(watchdog, "LOOK_S", 0)
-    store.answers.clear()
-    at.set(os, "_exit", sys.exit)
-
-    def report(number):
-        with suppress(SystemExit):
-            dogs[others[number]].report("lost the connection to a different rank")
-
-    on_each_rank(report, len(others))
-    assert len(store.answers) <= 8 * 2 * len(dogs) + len(others)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 8 and max(map(len, lines)) <= 2000
-    first = "; rank 0 (node-0.cluster.example.org) has failed (KeyError: 'x'), its last position was step 4, "
-    assert all(first in line and line.endswith(" and 392 more") for line in lines)
-
-
-def test_the_first_of_many_ranks_print_a_traceback(capsys):
-    for dog in watchdogs(20):
-        dog.explain(KeyError("x"), KeyError("x"), "KeyError: 'x'")
-    assert capsys.readouterr().err.splitlines().count("KeyError: 'x'") == 8
+# -- failures
 
 
 def test_ranks_that_agree_gather_nothing(at):

@@ -77,7 +77,8 @@ FORMS = [
 def test_forms_of_running_out_of_memory():
     """test_memory.py tests what a run then says and does."""
     for kind, text in FORMS:
-        line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
+        line = f"{kind.__name__}: {text}".splitlines()[0]
+        line = "Cuda failure 2 'out of memory'" if "NCCL" in text else line
         assert is_out_of_memory(kind(text)) and line_of(kind(text)) == line
 
 

@@ -410,19 +410,22 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
     codes, told = SimpleQueue(), []
     monkeypatch.setattr(os, "_exit", codes.put)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
     monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
     progress, store = Progress(1, step=4), dist.HashStore()
+    monkeypatch.setattr(watchdog.network, "connect_store", lambda timeout_s: store)
+    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", store, hosts=("a", "a"))
     logger = Logger(progress, [])
-    dog = watchdog.Watchdog(Ranks(0, 2, CPU, "gloo", hosts=("a", "a")), 600.0, progress, logger)
+    dog = watchdog.Watchdog("out", ranks, 600.0, logger)
     assert dog.position == "step 4, the start"
     dog.clock, dog.saver = Clock(CPU), SimpleNamespace(writes_alone=lambda: False)
     logger.sinks.append(keep(told))
-    store.set("failed", "yes")
-    dog.start(store)
+    dog.problem = "lost the connection"
+    store.set("beat/1", "1.0: step 3, forward")
+    dog.start()
     assert codes.get(timeout=30) == 1 and [record["event"] for record, _ in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
-    assert said in capsys.readouterr().err and not dog.beating.is_alive()
+    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond"
+    assert f"{said}, its last position was step 3, forward\n" in capsys.readouterr().err
 
 
 # Every step leaves 50 objects that refer to themselves

@@ -85,7 +85,7 @@ def test_a_spike_is_reported_and_with_skip_not_taken(policy, told, on_spike):
     assert numbers.is_update(skips_spikes=True) and policy.takes(numbers) and recent.skipped == 0
     (name, text, facts), (_, second, _) = told
     assert name == "spike" and facts["skipped"] is is_skipped and facts["loss_limit"] > 3.0
-    assert text.startswith("warning: step 7 is a spike: loss 9 (limit 3.") and "grad norm 2 (limit" in second
+    assert text.startswith("warning: step 7 is a spike: loss 9, loss_limit 3.") and "grad_norm 2, " in second
 
 
 def test_no_run_skips_forever(policy, told):
@@ -109,16 +109,6 @@ def test_a_step_that_is_not_finite_is_not_taken_unless_the_loss_scale_is_the_cau
         assert policy.takes(numbers) is (in_succession == 0) and len(policy.not_finite) == in_succession
     assert policy.state.progress.recent_steps.describe() == before and not told
     assert policy.takes(numbers_with_limits(policy, 3.0)) and not policy.not_finite
-
-
-def test_a_checkpoint_without_recent_steps_forgets_them():
-    """It is nanoGPT's."""
-    progress = Progress(tokens_per_step=64)
-    progress.recent_steps.add(1.0, 1.0)
-    stored = SimpleNamespace(val_loss=None)
-    for described, n in ((progress.describe(), 1), ({}, 0)):
-        progress.rewind(SimpleNamespace(run={"iter_num": 3, "isogpt": described}, stored=stored))
-        assert len(progress.recent_steps.losses) == n
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -209,29 +199,18 @@ def test_every_layout_skips_the_same_steps(zygote, poisoned, whole):
         assert column(one, name) == column(three, name)
 
 
-SIGN = """
-import torch
-
-
-class Sign(torch.optim.SGD):
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad.copy_((300 * p.grad).tanh())
-        super().step()
-"""
 # whole runs, since a checkpoint of AdamW does not continue
 MODELS = [
     (2, "--arch=nanochat --optimizer=muon --muon_lr=0.01 --zero=1"),
     (2, "--n_expert=4 --ep=2"),
-    (1, "--optimizer=sign.py:Sign"),
+    (1, "--optimizer=other.py:Other"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "flags"), MODELS)
 def test_experts_and_every_optimizer_skip_the_same_steps(zygote, poisoned, processes, flags):
-    (poisoned / "sign.py").write_text(SIGN)
+    (poisoned / "other.py").write_text("from torch.optim import NAdam as Other")
     out = poisoned / flags.replace(" ", "").replace("/", "")
     zygote.train([*SPIKY, *flags.split(), f"--out_dir={out}", "--save_checkpoint=False"], poisoned, processes)
     assert skipped_in(out) == SKIPPED

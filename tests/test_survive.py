@@ -301,7 +301,7 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL", "stuck"])
 def test_a_rank_that_hangs_or_dies_is_named_by_all_others(faulty, work, fault, nproc):
-    """Stuck outside of a collective, in which the others wait, it also names itself."""
+    """Stuck outside of a collective, in which the others wait, it also says where."""
     patience = [] if fault == "SIGKILL" else ["--dist_timeout_s=10"]
     run = faulty(["--out_dir=out", "--zero=3", *patience], nproc, WAIT=[5, 1])
     assert run.until(lambda text: "held by the test" in text)
@@ -314,7 +314,9 @@ def test_a_rank_that_hangs_or_dies_is_named_by_all_others(faulty, work, fault, n
     assert [run.codes[rank] for rank in others] == [1] * len(others), run.text()[-2000:]
     cause = "rank 1 does not respond, its last position was step"
     if fault == "stuck":
-        others, cause = range(nproc), "rank 1 is at step 5, forward"
+        cause = "rank 1 is at step 5, forward"
+        assert re.search("error: rank 1 at step 5, forward: no progress for 10 s; rank [023] is", run.text())
+        assert ", in faulty_predict\n" in run.text(), "its traceback"
     for rank in others:
         assert re.search(rf"error: rank {rank} at step 5, .*; {cause}", run.text()), run.text()[-2000:]
     assert events(work / "out", "failed")
@@ -351,7 +353,7 @@ def test_slow_ranks_are_detected():
     slow = SlowRanks(patience=3)
 
     def seen(**columns):
-        return slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})
+        return [*slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})]
 
     assert not seen(forward_ms=[10.0, 40.0]) and not seen(forward_ms=[10.0, 40.0])
     assert seen(forward_ms=[10.0, 40.0]) == ["rank 1: forward ms 40.0, others 10.0"]
