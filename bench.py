@@ -19,7 +19,6 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -82,10 +81,9 @@ def say(text: str) -> None:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    model_args, n = workload.model_args(), max(2, nproc)
-    for name, state, text in check_model(launches, GPT, workload.settings, model_args, n):
-        say(f"{name:24} {state:8} {text}".rstrip())
-        rows.append({"name": name, "state": state, "text": text})
+    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+        say("{:24} {:8} {}".format(*row).rstrip())
+        rows.append(dict(zip(("name", "state", "text"), row, strict=True)))
     return rows
 
 
@@ -102,8 +100,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# settings, processes, the workload
 try:
+    # settings and processes
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     rank, world_size, *_ = rank_variables()
     is_launched = "RANK" in os.environ
@@ -119,9 +117,10 @@ try:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, local_device, processes, cards, GPT)
 
-    # reports for which nothing is trained
+    # the workload
+    workload = choose_workload(config, train_settings, local_device, processes, cards, GPT)
+    settings = workload.settings
     if estimate or estimate_world_size:
         print_estimate(workload, estimate_world_size or processes, cards[0])
     if estimate_world_size:
@@ -129,27 +128,19 @@ try:
     machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
     say("{device}, {cores} cores, torch {torch}".format(**machine))
     result = {"machine": machine}
-    if comm:
-        backend, timeout_s = workload.settings["backend"], workload.settings["dist_timeout_s"]
-        result["comm"] = measure_collectives(device, backend, timeout_s)
-except (ValueError, DistError) as e:
-    fail(str(e))
 
-# ------------------------------------------------------------------------------------------------------------
-# reports that launch train.py, or predict
-with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
-    if workload.is_random and not comm:
-        reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
-        say(f"random tokens{reason}")
-        length = max(2**20, 2 * workload.settings["block_size"])
-        write_random_tokens(Path(folder), workload.settings["vocab_size"], length)
-        workload = replace(workload, settings=workload.settings | {"dataset": folder})
-    launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
-    try:
-        if plan or tune:
-            described = network, device_memory_gb, device_tflops
-            predictor = plan_report.Predictor(workload, per_node, *described)
-        if check:
+    # the reports, most of which launch train.py
+    with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
+        if workload.is_random and not comm:
+            say("random tokens" + (f", since {settings['dataset']} is not prepared" if real_data else ""))
+            length = max(2**20, 2 * settings["block_size"])
+            write_random_tokens(Path(folder), settings["vocab_size"], length)
+            settings["dataset"] = folder
+        launches = Launches(TRAIN_PY, Path(folder), rank, is_launched)
+        predictor = plan_report.Predictor(workload, per_node, network, device_memory_gb, device_tflops)
+        if comm:
+            result["comm"] = measure_collectives(device, settings["backend"], settings["dist_timeout_s"])
+        elif check:
             result["check"] = report_check(launches, workload)
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
@@ -157,12 +148,12 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             result["plan"] = plan_report.report_plan(predictor, counts, cards)
         elif tune:
             result["tune"] = plan_report.tune(predictor, launches, cards[0])
-        elif not comm:
-            result["report"] = report_step(launches, workload.settings, steps, local_device)
-    except ValueError as e:
-        fail(str(e))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        else:
+            result["report"] = report_step(launches, workload, steps)
+except (ValueError, DistError) as e:
+    fail(str(e))
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 rows = result.get("sweep") or result.get("tune", {}).get("tried", [])

@@ -5,7 +5,7 @@ import math
 from isogpt.common import console
 from isogpt.lab.combinations import points_of, typed
 from isogpt.speed.launches import Launches
-from isogpt.speed.step_report import shown, shown_bubble, split_step
+from isogpt.speed.step_report import shown
 from isogpt.speed.workload import Workload
 
 
@@ -18,8 +18,9 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict[str, list[str]
     even = math.lcm(*(int(n) for n in lists.get("nproc", [workload.processes])))
     launched = []
     for point in points_of(lists):
-        micro_batches = workload.micro_batches(int(point["nproc"]) if workload.weak else even)
-        launched.append(workload.settings | {"gradient_accumulation_steps": micro_batches} | point)
+        settings = workload.settings | point
+        n = int(settings["nproc"]) if workload.config["weak"] else even
+        launched.append(settings | {"gradient_accumulation_steps": workload.micro_batches(n)} | point)
     return measure(launches, launched, list(lists), steps)
 
 
@@ -40,22 +41,21 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
         console.print_result(f"{' '.join(typed(point))}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
     if measured:
-        console.print_result("\n".join(["", *console.aligned(columns_of(measured, varied))]))
+        rows = [row_of(run, measured[0]) for run in measured]
+        columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
+        console.print_result("\n".join(["", *console.aligned(columns)]))
     return runs
 
 
-def columns_of(runs: list[dict], varied: list[str]) -> dict[str, list[str]]:
-    """The columns of the table, {heading: cells}. The speed-up is relative to the first launch."""
-    speed = runs[0]["tokens_per_s"]
-    of_each = speed / runs[0]["processes"]
-    return {name: [str(run["point"][name]) for run in runs] for name in varied} | {
-        "tokens/step": [f"{run['tokens_a_step']:,}" for run in runs],
-        "tokens/s": [f"{run['tokens_per_s']:,.0f}" for run in runs],
-        "ms/step": [f"{run['step_ms']['mean']:.2f}" for run in runs],
-        "comm ms": [shown(split_step(run)["exposed comm"]["mean"], ".2f") for run in runs],
-        "bubble (formula)": [shown_bubble(run) for run in runs],
-        "GB": [f"{run['memory_gb']['max']:.2f}" for run in runs],
-        "MFU": [shown(run["mfu"], ".1%") for run in runs],
-        "speed-up": [f"{run['tokens_per_s'] / speed:.2f}x" for run in runs],
-        "efficiency": [f"{run['tokens_per_s'] / run['processes'] / of_each:.0%}" for run in runs],
+def row_of(run: dict, first: dict) -> dict[str, str]:
+    """A row of the table: {heading: cell}. The speed-up is relative to the first launch."""
+    speed_up = run["tokens_per_s"] / first["tokens_per_s"]
+    return {name: str(value) for name, value in run["point"].items()} | {
+        "tokens/step": f"{run['tokens_per_step']:,}",
+        "tokens/s": f"{run['tokens_per_s']:,.0f}",
+        **{name: shown(run["mean"].get(name)) for name in ("ms per step", "exposed comm", "bubble")},
+        "memory, GB": shown(run["max"]["memory, GB"]),
+        "MFU": shown(run["mfu"], ".1%"),
+        "speed-up": f"{speed_up:.2f}x",
+        "efficiency": f"{speed_up / run['world_size'] * first['world_size']:.0%}",
     }

@@ -13,11 +13,13 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
+from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of
-from isogpt.parallel.shares import parse_shares, share_of
+from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
+from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
@@ -41,24 +43,23 @@ class Workload:
     What is trained.
 
     Args:
-        settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        typed: those that the user's arguments set.
-        kept: names of the layout's settings that these arguments set, even to their defaults.
+        config: bench.py's settings, and those of train.py's that the user's arguments set.
+        typed: all of train.py's, as these arguments set them.
+        settings: the same, with what bench.py sets. gradient_accumulation_steps 0: one micro-batch per
+            process.
         chosen: settings that bench.py chooses, without which train.py would train a different model.
         device: of this machine.
         processes: how many are launched.
-        weak: whether the global batch grows with the processes.
         is_random: whether the tokens are random.
         model_class: GPT, from the model.py that train.py trains.
     """
 
-    settings: dict
+    config: dict
     typed: dict
-    kept: list[str]
+    settings: dict
     chosen: dict
     device: torch.device
     processes: int
-    weak: bool
     is_random: bool
     model_class: Callable[[GPTConfig], nn.Module]
 
@@ -68,7 +69,7 @@ class Workload:
         n if the user has set nothing.
         """
         chosen = self.settings["gradient_accumulation_steps"]
-        return chosen * n if chosen and self.weak else chosen or n
+        return chosen * n if chosen and self.config["weak"] else chosen or n
 
     def without_weights(self) -> dict:
         """
@@ -127,14 +128,14 @@ class Workload:
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            kept=self.kept,
+            kept=[name for name in LAYOUT if name in self.config],
             model_args=self.model_args(),
         )
         plan = replace(plan, counts=count_on_meta(self.model_class, plan.model_args))
         check_layout(plan)
-        data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
-        speeds = parse_shares(plan.shares, data_size)
-        share = share_of(plan.sequences, 0, data_size, plan.batch_size, plan.pp, speeds)
+        check_degrees(plan)
+        mesh = make_mesh(0, plan)
+        share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
         return replace(plan, micro_batch=max(share.rows_of))
 
     def command(self, layout: dict, n: int, per_node: int, arguments: Iterable[str]) -> str:
@@ -146,14 +147,15 @@ class Workload:
             arguments: bench.py's, of which the command repeats those for train.py.
         """
         wanted = self.chosen | layout
-        chosen = {name: value for name, value in wanted.items() if value != self.typed[name]}
-        repeated = self.typed.keys() - chosen.keys() - {"nproc", "profile", "layout"}
-        kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
+        changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
+        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout"}
+        words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
+        words += [f"--{name}={value}" for name, value in changed.items()]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
-        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in chosen.items())])}"
+        return f"{program} train.py {shlex.join(words)}"
 
 
 def vocab_size_of(settings: dict) -> int:
@@ -168,11 +170,6 @@ def vocab_size_of(settings: dict) -> int:
     except ValueError as e:
         hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
         raise ValueError(f"{e}{hint}") from e
-
-
-def name_of(argument: str) -> str:
-    """The name in an argument --name=value."""
-    return argument[2:].partition("=")[0]
 
 
 def choose_workload(
@@ -192,12 +189,7 @@ def choose_workload(
         defaults: train.py's settings, see `described_for_bench`.
         cards: kinds of devices to plan for.
         model_class: GPT, from the model.py that train.py trains.
-
-    Raises:
-        ValueError: the settings ask for a dry run.
     """
-    if config.get("dry_run_ranks"):
-        raise ValueError("a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py")
     chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
     is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
     typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
@@ -209,8 +201,7 @@ def choose_workload(
     is_random = not (config["real_data"] and is_prepared)
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    kept, weak = [name for name in LAYOUT if name in config], config["weak"]
-    workload = Workload(settings, typed, kept, chosen, device, processes, weak, is_random, model_class)
+    workload = Workload(config, typed, settings, chosen, device, processes, is_random, model_class)
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(processes, cards[0])
         settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
