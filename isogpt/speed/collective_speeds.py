@@ -62,8 +62,7 @@ def mean_seconds(device: torch.device, function: Callable, *arguments: object) -
     """
     Return the slowest rank's mean time of a call, over as many calls as fit into 0.1 seconds (all ranks).
     """
-    names = {"function": function, "arguments": arguments}
-    timer = Timer("function(*arguments)", globals=names, num_threads=torch.get_num_threads())
+    timer = Timer("function(*arguments)", globals=locals(), num_threads=torch.get_num_threads())
     first = gather_number(timer.timeit(1).mean, device).max().item()  # after two calls that are not timed
     count = int(min(max(0.1 / first, 1), 200))
     return gather_number(timer.timeit(count).mean, device).max().item()

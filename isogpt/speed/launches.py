@@ -16,26 +16,11 @@ from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
 
 # settings of train.py with which a launch only takes steps and logs each
-FIXED = {
-    "out_dir": "",
-    "max_iters": 0,
-    "max_tokens": 0.0,
-    "max_epochs": 0.0,
-    "log_interval": 1,
-    "eval_interval": 10**9,
-    "eval_iters": 1,
-    "eval_datasets": "",
-    "eval_only": False,
-    "save_checkpoint": False,
-    "mirror": "",
-    "time_limit_s": 0,
-    "wandb_log": False,
-    "tensorboard_log": False,
-    "alert_command": "",
-    "sample_interval": 0,
-    "stats_interval": 0,
-    "dry_run_ranks": 0,
-}
+FIXED = {"log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
+FIXED |= dict.fromkeys(("max_iters", "max_tokens", "max_epochs", "time_limit_s", "dry_run_ranks"), 0)
+FIXED |= dict.fromkeys(("sample_interval", "stats_interval"), 0)
+FIXED |= dict.fromkeys(("eval_only", "save_checkpoint", "wandb_log", "tensorboard_log"), False)
+FIXED |= dict.fromkeys(("out_dir", "mirror", "eval_datasets", "alert_command"), "")
 
 
 @dataclass(frozen=True)
@@ -63,6 +48,7 @@ class Launches:
         warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if settings["profile"] else max(3, steps // 4)
         out = Path(mkdtemp(dir=self.folder))
         settings = settings | FIXED | {"out_dir": out, "max_iters": warm_up + steps - 1}
+        settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or settings["nproc"]
         if self.is_launched or int(settings["nproc"]) == 1:
             settings["nproc"] = 0  # else train.py launches as many processes
         code, errors = self.start(settings, show)

@@ -9,10 +9,10 @@ from isogpt.common.console import count_text, duration
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of
+from isogpt.speed.launch_reports import measure
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, typed
 from isogpt.speed.prediction import Prediction
-from isogpt.speed.sweep import measure
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
@@ -44,7 +44,7 @@ class Predictor:
             ValueError: the settings do not fit each other, the data or the devices.
         """
         on_machine = min(n, self.per_node)
-        check_training(self.workload.without_weights() | {"out_dir": "out", "gradient_accumulation_steps": 1})
+        check_training(self.workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
         wanted = self.workload.plan(n, card, machines=n // on_machine)
         this = self.workload.device, wanted.dtype, on_machine
         usual = hardware_of(*this) if card == "this" else HARDWARE[card]

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.benchmark import Timer
 
 from isogpt.checkpoint.state import TrainState
@@ -23,7 +23,7 @@ def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractCo
         # only the measurement uses this shape, for which compilation would take a minute
         is_compiled = device.type == "cuda"
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
-            seconds = seconds_per_pass(state.model, reader.padding_batch(), autocast, device)
+            seconds = seconds_per_pass(state.model, reader, autocast)
         state.model.zero_grad(set_to_none=True)
         seconds = gather_number(seconds, device)  # (world_size,)
         progress.shares = tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
@@ -31,23 +31,20 @@ def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractCo
 
 
 def seconds_per_pass(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    autocast: AbstractContextManager,
-    device: torch.device,
-    budget: float = 3.0,
+    model: nn.Module, reader: Reader, autocast: AbstractContextManager, budget: float = 3.0
 ) -> float:
     """
     Measure the median seconds of a forward and backward pass (all ranks), of as many as fit into `budget`
     seconds. The ranks begin together: ranks of one machine share the memory bandwidth, as in a step.
     """
+    batch = reader.padding_batch()
 
     def run_pass() -> None:
         with autocast:
             _, loss = model(*batch, 1.0)
         loss.backward()
 
-    timer = Timer("run_pass()", globals={"run_pass": run_pass}, num_threads=torch.get_num_threads())
+    timer = Timer("run_pass()", globals=locals(), num_threads=torch.get_num_threads())
     timer.timeit(1)  # warms up
-    gather_number(0.0, device)
+    gather_number(0.0, reader.device)
     return timer.blocked_autorange(min_run_time=budget).median
