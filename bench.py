@@ -73,7 +73,7 @@ estimate_world_size = 0  # estimate for so many processes, launching none (0: th
 TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 
-def mistakes(lists: dict[str, list[str]]) -> Iterator[str]:
+def mistakes(lists: dict) -> Iterator[str]:
     """A sentence for each mistake in the settings of bench.py."""
     for name, text in {"devices": devices, "nproc": ",".join(lists.get("nproc", []))}.items():
         if not re.fullmatch(r"([1-9]\d{0,5}(,|$))*", text):
@@ -146,9 +146,9 @@ try:
         print_estimate(workload, estimate_world_size or workload.processes, cards[0])
     if estimate_world_size:
         sys.exit()
-    machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
+    machine = f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"
+    print_result(machine)
     result = {"machine": machine}
-    print_result("{device}, {cores} cores, torch {torch}".format(**machine))
 
     # the reports, most of which launch train.py
     with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:

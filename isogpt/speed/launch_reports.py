@@ -11,9 +11,6 @@ from isogpt.speed.launches import Launches
 from isogpt.speed.workload import Workload
 from isogpt.training.precision import set_numerics
 
-# files that a launch with a profile may write, and where to look at them. memory.pickle: on a GPU
-VIEWERS = {"trace.json": "ui.perfetto.dev", "memory.pickle": "pytorch.org/memory_viz"}
-
 
 def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     """
@@ -45,18 +42,12 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     columns = {"": names, "mean of the ranks": mean, "slowest rank": slowest}
     print_result("\n".join(aligned(columns)))
     if workload.config["profile"]:
-        run["operators"] = keep_profile(Path(run["settings"]["out_dir"]))
+        out = Path(run["settings"]["out_dir"])
+        shutil.copy(out / "trace.json", "bench_trace.json")
+        run["operators"] = (out / "operators.txt").read_text()
+        print_result("wrote bench_trace.json (open it in https://ui.perfetto.dev)")
+        print_result(run["operators"])
     return run
-
-
-def keep_profile(out: Path) -> str:
-    """Copy the files of a profile to the working directory, and print and return its table of operators."""
-    for name, viewer in VIEWERS.items():
-        if (out / name).exists():
-            print_result(f"wrote {shutil.copy(out / name, f'bench_{name}')} (open it in https://{viewer})")
-    operators = (out / "operators.txt").read_text()
-    print_result(operators)
-    return operators
 
 
 def shown(value: float | None, form: str = ".2f") -> str:
@@ -64,7 +55,7 @@ def shown(value: float | None, form: str = ".2f") -> str:
     return "n/a" if value is None else format(value, form)
 
 
-def run_sweep(launches: Launches, workload: Workload, lists: dict[str, list[str]], steps: int) -> list[dict]:
+def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -> list[dict]:
     """
     Launch every combination of the listed values, see `measure`. The global batch is the same in all, unless
     a list changes it or the scaling is weak.

@@ -43,7 +43,7 @@ class Workload:
     its memory, and other devices a small model.
 
     Args:
-        config: bench.py's settings, with nproc as many as are launched, and of train.py's those that were set.
+        config: bench.py's settings, with nproc as many as are launched, and those of train.py's that are set.
         defaults: train.py's settings, see `described_for_bench`.
         device: of this machine.
         cards: kinds of devices to plan for.
