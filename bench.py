@@ -88,9 +88,9 @@ def mistakes(lists: dict) -> Iterator[str]:
         yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one of them"
     if is_launched and any(reports[1:]):
         yield "this report starts processes several times: start bench.py without a launcher"
-    is_of_plans = devices or device_memory_gb or device_tflops or "," in hardware
-    is_described = hardware != "this" and not (tune or estimate or estimate_world_size)
-    if not plan and (is_of_plans or is_described):
+    is_changed = device_memory_gb or device_tflops or "," in hardware
+    is_described = devices or hardware != "this"
+    if not plan and (is_changed or is_described and not (tune or estimate or estimate_world_size)):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
     path = Path(json_path).absolute()
     if json_path and (path.is_dir() or not path.parent.is_dir()):  # it is written after the measurement
