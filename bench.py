@@ -92,7 +92,7 @@ def mistakes(lists: dict) -> Iterator[str]:
     is_described = devices or hardware != "this"
     if not plan and (is_changed or is_described and not (tune or estimate or estimate_world_size)):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
-    path = Path(json_path).absolute()
+    path = Path(json_path)
     if json_path and (path.is_dir() or not path.parent.is_dir()):  # it is written after the measurement
         yield f"json_path is {json_path!r}: name a file in a folder that exists"
 
@@ -137,7 +137,7 @@ try:
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
-        start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
+        start_workers(nproc or max(2, torch.cuda.device_count()), __file__)
 
     # the workload
     workload = Workload(config, train_settings, local_device, cards, GPT)
@@ -153,11 +153,8 @@ try:
     # the reports, most of which launch train.py
     with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
         if workload.is_random and not comm:
-            print_result(
-                "random tokens" + (f", since {settings['dataset']} is not prepared" if real_data else "")
-            )
-            length = max(2**20, 2 * settings["block_size"])
-            write_random_tokens(Path(folder), settings["vocab_size"], length)
+            print_result(f"random tokens instead of {settings['dataset']}")
+            write_random_tokens(Path(folder), settings["vocab_size"], 2**20 + settings["block_size"])
             settings["dataset"] = folder
         launches = Launches(TRAIN_PY, Path(folder), rank, is_launched)
         predictor = plan_report.Predictor(workload, per_node, network, device_memory_gb, device_tflops)

@@ -1,6 +1,6 @@
 """Measure how fast each rank computes alone."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,13 @@ def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractCo
     shares=auto: as multiples of the slowest rank's speed in steps of 1/8. Each rank computes alone, so the
     model must not communicate. A resumed run keeps the shares that it began with.
     """
-    progress, device = state.progress, reader.device
+    progress = state.progress
     if len(progress.shares) != reader.mesh.data_size:
         # only the measurement uses this shape, for which compilation would take a minute
-        is_compiled = device.type == "cuda"
-        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        with torch.compiler.set_stance("force_eager"):
             seconds = seconds_per_pass(state.model, reader, autocast)
         state.model.zero_grad(set_to_none=True)
-        seconds = gather_number(seconds, device)  # (world_size,)
+        seconds = gather_number(seconds, reader.device)  # (world_size,)
         progress.shares = tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
     return replace(reader, speeds=progress.shares)
 

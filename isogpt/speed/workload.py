@@ -28,9 +28,8 @@ CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "ini
 
 
 def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
-    """Return train.py's settings with the defaults and descriptions that --help of bench.py shows."""
-    fixed = {name: replace(settings[name], default=settings[name].kind(FIXED[name])) for name in FIXED}
-    changed = {name: replace(setting, section="set by bench.py") for name, setting in fixed.items()}
+    """Return train.py's settings as --help of bench.py shows them."""
+    changed = {name: replace(settings[name], section="set by bench.py") for name in FIXED}
     meaning = "micro-batches per step (0: one per process)"
     batch = settings["gradient_accumulation_steps"]
     changed[batch.name] = replace(batch, default=0, range=">= 0", meaning=meaning)
