@@ -77,7 +77,7 @@ def mistakes(lists: dict) -> Iterator[str]:
     """A sentence for each mistake in the settings of bench.py."""
     for name, text in {"devices": devices, "nproc": ",".join(lists.get("nproc", []))}.items():
         if not re.fullmatch(r"([1-9]\d{0,5}(,|$))*", text):
-            yield f"{name} is {text!r}: type a number, or several such as --{name}=1,2,8"
+            yield f"{name} is {text!r}: type numbers, such as --{name}=1,2,8"
     for n in map(int, re.findall(r"\d+", devices)):
         if n > per_node and n % per_node:
             yield f"devices is {n}: type a multiple of per_node, {per_node}"
@@ -85,7 +85,7 @@ def mistakes(lists: dict) -> Iterator[str]:
         yield f"hardware is {card!r}, which is not known: {KNOWN_CARDS}"
     reports = [comm, plan, tune, check, bool(lists)]
     if reports.count(True) > 1:
-        yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one of them"
+        yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
     if is_launched and any(reports[1:]):
         yield "this report starts processes several times: start bench.py without a launcher"
     is_changed = device_memory_gb or device_tflops or "," in hardware
@@ -133,7 +133,8 @@ try:
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
     config["nproc"] = max(nproc, world_size)
     report([*mistakes(lists)])
-    counts, cards = [int(n) for n in devices.split(",") if n] or [config["nproc"]], hardware.split(",")
+    counts = [int(n) for n in devices.split(",") if n] or [config["nproc"]]
+    cards = hardware.split(",")
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
@@ -178,4 +179,4 @@ if json_path and rank == 0:
     Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
 differing = [row["name"] for row in result.get("check", []) if row["state"] == DIFFERS]
 if differing:
-    fail(f"with this model.py, results differ for {', '.join(differing)}: see above; do not use these")
+    fail(f"results differ for {', '.join(differing)}: do not use these with this model.py")

@@ -317,9 +317,9 @@ def test_a_card_of_ones_own_is_planned(plan):
         (["--device_memory_gb=9"], ["set --plan; to measure N processes, set --nproc=N"]),
         (["--tune", "--hardware=l4,3090"], ["set --plan; to measure N processes, set --nproc=N"]),
         (["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
-        (["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type a number, or several such as --dev"]),
+        (["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
         (["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
-        (["--nproc=0,2"], ["nproc is '0,2': type a number, or several such as --nproc=1,2,8"]),
+        (["--nproc=0,2"], ["nproc is '0,2': type numbers, such as --nproc=1,2,8"]),
     ],
 )
 def test_mistakes_are_reported_at_once(at, capsys, args, messages):

@@ -34,13 +34,14 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     for size in MESSAGE_SIZES:
         whole, other = (torch.zeros(size // 4 // n * n, device=ranks.device) for _ in range(2))
         part = torch.zeros(len(whole) // n, device=ranks.device)
+        others = (n - 1) / n
         # factor: bytes that each link carries per byte of the message
         for name, factor, function, *arguments in (
-            ("all-reduce", 2 * (n - 1) / n, dist.all_reduce, whole),
-            ("all-gather", (n - 1) / n, all_gather_single, whole, part),
-            ("reduce-scatter", (n - 1) / n, reduce_scatter_single, part, whole),
+            ("all-reduce", 2 * others, dist.all_reduce, whole),
+            ("all-gather", others, all_gather_single, whole, part),
+            ("reduce-scatter", others, reduce_scatter_single, part, whole),
             ("broadcast", 1.0, dist.broadcast, whole, 0),
-            ("all-to-all", (n - 1) / n, dist.all_to_all_single, other, whole),
+            ("all-to-all", others, dist.all_to_all_single, other, whole),
         ):
             seconds = mean_seconds(ranks.device, function, *arguments)
             figures = {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}

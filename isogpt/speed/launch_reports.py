@@ -19,7 +19,8 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     Raises:
         ValueError: train.py failed.
     """
-    run = launches.run(workload.settings, steps, show=True)
+    settings = workload.settings | workload.batch_of(workload.processes)
+    run = launches.run(settings, steps, show=True)
     if "problem" in run:
         raise ValueError(f"train.py failed: {run['problem']}")
     if launches.rank > 0:
@@ -61,12 +62,12 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -
     a list changes it or the scaling is weak.
     """
     # a number of micro-batches that divides evenly over every number of processes
-    even = math.lcm(*(int(n) for n in lists.get("nproc", [workload.processes])))
+    even = math.lcm(*map(int, lists.get("nproc", [workload.processes])))
     launched = []
     for point in points_of(lists):
         settings = workload.settings | point
         n = int(settings["nproc"]) if workload.config["weak"] else even
-        launched.append(settings | {"gradient_accumulation_steps": workload.micro_batches(n)} | point)
+        launched.append(settings | workload.batch_of(n) | point)
     return measure(launches, launched, list(lists), steps)
 
 

@@ -48,7 +48,6 @@ class Launches:
         warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if settings["profile"] else max(3, steps // 4)
         out = Path(mkdtemp(dir=self.folder))
         settings = settings | FIXED | {"out_dir": out, "max_iters": warm_up + steps - 1}
-        settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or settings["nproc"]
         if self.is_launched or int(settings["nproc"]) == 1:
             settings["nproc"] = 0  # else train.py launches as many processes
         code, errors = self.start(settings, show)
@@ -92,9 +91,9 @@ def figures(out: Path, steps: int) -> dict:
     record = run.facts | {"settings": run.settings}
     for kind, suffix in (("mean", ""), ("max", "_max")):
         step_ms = median(step[f"step_ms{suffix}"] for step in run.steps[-steps:])
-        spans = {name: span[kind] for name, span in run.ending["spans_ms"].items()}
+        ms = {name: span[kind] for name, span in run.ending["spans_ms"].items()}
         memory = {"memory, GB": run.steps[-1][f"memory_gb{suffix}"]}
-        record[kind] = {"ms per step": step_ms} | split_step(step_ms, spans) | memory
+        record[kind] = {"ms per step": step_ms} | split_step(step_ms, ms) | memory
     per_second = 1e3 / record["mean"]["ms per step"]
     record["tokens_per_s"] = record["tokens_per_step"] * per_second
     record["flops_per_s"] = record["flops_per_step"] * per_second
@@ -102,22 +101,21 @@ def figures(out: Path, steps: int) -> dict:
     return record
 
 
-def split_step(step_ms: float, spans: dict[str, float]) -> dict[str, float | None]:
+def split_step(step_ms: float, ms: dict[str, float]) -> dict[str, float | None]:
     """
-    Return the parts of a step in milliseconds from its spans, see Clock; None: not known. In a pipeline, a
+    Return the parts of a step from what Clock has timed, in milliseconds; None: not known. In a pipeline, a
     rank computes in `stages` and waits in the bubble. Communication is exposed if no computation hides it.
     The slowest rank's parts need not add up to the slowest step.
     """
-    waiting = spans.get(WAITING)
-    communication = spans["reduce"] + spans["agree"]
-    if "pipeline" in spans:
-        passes = {"stages": spans["stages"], "bubble": spans["pipeline"] - spans["stages"]}
+    waiting = ms.get(WAITING, 0.0)
+    exposed = ms["reduce"] + ms["agree"]
+    if "pipeline" in ms:
+        passes = {"stages": ms["stages"], "bubble": ms["pipeline"] - ms["stages"]}
     else:
-        passes = {"forward": spans["forward"], "backward": spans["backward"] - (waiting or 0.0)}
-        communication += waiting or 0.0
-    parts = {"data wait": spans["data"], **passes}
-    # if ranks also wait inside the passes, it is not known how long
-    parts["exposed comm"] = None if waiting is None else communication
-    parts["optimizer"] = spans["norm"] + spans["optimizer"]
+        passes = {"forward": ms["forward"], "backward": ms["backward"] - waiting}
+        exposed += waiting
+    parts = {"data wait": ms["data"], **passes}
+    parts["exposed comm"] = exposed if WAITING in ms else None  # ranks may also wait inside the passes
+    parts["optimizer"] = ms["norm"] + ms["optimizer"]
     parts["other"] = max(0.0, step_ms - sum(filter(None, parts.values())))
     return parts

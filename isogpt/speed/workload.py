@@ -76,13 +76,14 @@ class Workload:
             gb = torch.cuda.mem_get_info(device)[1] / 1e9
             settings["batch_size"] = largest_micro_batch(self.plan(self.processes, cards[0]), gb)
 
-    def micro_batches(self, n: int) -> int:
+    def batch_of(self, n: int) -> dict[str, int]:
         """
-        The gradient_accumulation_steps of n processes: what the user has set, times n if the scaling is weak;
-        n if the user has set nothing.
+        The setting gradient_accumulation_steps of n processes: what the user has set, times n if the scaling
+        is weak; n if the user has set nothing.
         """
-        chosen = self.settings["gradient_accumulation_steps"]
-        return chosen * n if chosen and self.config["weak"] else chosen or n
+        name = "gradient_accumulation_steps"
+        factor = 1 if self.settings[name] and not self.config["weak"] else n
+        return {name: (self.settings[name] or 1) * factor}
 
     def model_args(self) -> dict:
         """
@@ -95,7 +96,7 @@ class Workload:
         if self.settings["init_from"] not in ("scratch", "auto", "resume"):
             raise ValueError(
                 f"init_from is {self.settings['init_from']!r}: a plan and an estimate know only the "
-                f"shapes of {', '.join(GPT2)}: set --init_from=scratch, --n_layer, --n_head and --n_embd"
+                f"shapes of {', '.join(GPT2)}: set --init_from=scratch and a shape"
             )
         return asdict(GPTConfig(**model_args_of(self.settings, vocab_size_of(self.settings))))
 
@@ -110,7 +111,7 @@ class Workload:
             ValueError: the settings do not fit the devices, or the data set, from which the vocabulary's size
                 is read, is not prepared.
         """
-        settings = self.settings | {"gradient_accumulation_steps": self.micro_batches(world_size)}
+        settings = self.settings | self.batch_of(world_size)
         device_type, dtype = self.device.type, settings["dtype"]
         if card in ("this", "cpu"):
             dtype = precision.resolve_dtype(dtype, self.device)
