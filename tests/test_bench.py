@@ -8,16 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
 from test_launchers import FORKED
 
-from configurator import settings_of
 from isogpt.common.console import duration
-from isogpt.data import data_folder
 from isogpt.speed.launches import reason_for, split_step
-from isogpt.speed.workload import Workload, described_for_bench
-from model import GPT
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
 TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]
@@ -159,13 +154,6 @@ def test_the_parts_of_a_step(ms, parts):
     assert split_step(100, ms | rest) == {"data wait": 2, "optimizer": 8} | parts
 
 
-def test_a_plan_keeps_a_layout_that_was_typed_at_its_default():
-    settings = described_for_bench(settings_of(REPO / "train.py"))
-    config = {"plan": True, "weak": False, "real_data": False, "nproc": 8, "n_layer": 2, "tp": 1, "zero": 0}
-    workload = Workload(config, settings, torch.device("cpu"), ["h100"], GPT)
-    assert workload.plan(8, "h100").kept == ["zero", "tp"]
-
-
 # ------------------------------------------------------------------------------------------------------------
 # collectives
 
@@ -180,8 +168,7 @@ def test_collectives_on_two_processes(zygote, work):
     for c in found["comm"]:
         factor = 1.0 if c["operation"] in ("broadcast", "all-reduce") else 0.5  # of two processes
         assert c["gb_per_s"] == pytest.approx(factor * c["bytes"] / c["us"] / 1e3)
-    assert len(re.findall(r"^ +[\d,]+ KB( +[\d.]+){5}$", text, re.M)) == len(sizes), text
-    assert re.search(r"^1 KB, in µs( +[\d.]+){5}$", text, re.M), text
+    assert len(re.findall(r"^ *[\d,]+ KB(?:, in µs)?(?: +[\d.]+){5}$", text, re.M)) == len(sizes) + 1, text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -220,6 +207,7 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     words = shlex.split(found["command"])
     assert "sharded.py" in words and "--cp=2" not in words
     assert sum(word.startswith("--zero=") for word in words) == 1
+    assert all(step["settings"]["zero"] == 0 for step in found["plans"])
 
 
 LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]
@@ -233,9 +221,8 @@ def test_a_plan_compares_devices(plan):
     assert [row[0] for row in rows] == ["h100", "a100", "l4"] and "(does not fit: " in rows[2][1], text
     _, single = plan(*large, "--hardware=a100")
     assert [step for step in found["plans"] if step["devices"] == "1 x a100"] == single["plans"]
-    cards = ["a100-40gb", "3090", "v100", "t4", "l4", "l40s", "5090", "b200", "mi300x"]
-    text, found = plan(*LARGE, "--devices=2", f"--hardware={','.join(cards)}")
-    assert len(re.findall(r"^ +2 x ", text, re.M)) == len(cards), text
+    text, _ = plan(*LARGE, "--devices=2", "--hardware=a100-40gb,3090,v100,t4,l4,l40s,5090,b200,mi300x")
+    assert len(re.findall(r"^ +2 x ", text, re.M)) == 9, text
 
 
 @pytest.mark.parametrize("weak, batches", [("False", "4 4 4"), ("True", "32 8 4")])
@@ -261,9 +248,7 @@ def test_a_plan_for_pretrained_weights(plan):
     assert by_shape["plans"] == found["plans"]
 
 
-@pytest.mark.parametrize(
-    "budget, steps", [([], 21), (["--max_iters=5999999"], 6000000), (["--max_tokens=51200"], 100)]
-)
+@pytest.mark.parametrize("budget, steps", [([], 21), (["--max_iters=59"], 60), (["--max_tokens=51200"], 100)])
 def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     """The steps of the config, of the command line, or of tokens, 32 * 16 in each step."""
     text, found = plan(*FINETUNE, "--init_from=gpt2-large", "--hardware=h100", *budget)
@@ -272,27 +257,10 @@ def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_epochs=2")[0]
 
 
-def test_an_estimate_for_pretrained_weights(at, capsys):
-    tiny_data(at.path)
-    with pytest.raises(SystemExit):
-        script(at, "bench.py", [*FINETUNE, "--estimate_world_size=1", "--device=cpu"])
-    text = capsys.readouterr().out
+def test_an_estimate_for_pretrained_weights(zygote, work):
+    args = [*FINETUNE, "--estimate_world_size=1", "--device=cpu"]
+    text = zygote.start(args, work, script="bench.py").wait().text()
     assert float(re.search(r"^ +([\d.]+)", text, re.M)[1]) == pytest.approx(1.5576 * 4, abs=0.01)  # gpt2-xl
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ([], "no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"),
-        (["--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
-        (["--init_from=scratch", "--dataset=none"], "to predict without the data, set --vocab_size=50304"),
-        (["--dtype=float32"], "for 4090, set --dtype=bfloat16 or float16"),
-    ],
-)
-def test_what_a_plan_lacks(at, capsys, args, message):
-    tiny_data(at.path)
-    args = ["--plan=True", "--device=cpu", *FINETUNE, "--hardware=4090", *args]
-    assert message in script_that_fails(at, capsys, "bench.py", args).err
 
 
 def test_a_card_of_ones_own_is_planned(plan):
@@ -305,42 +273,35 @@ def test_a_card_of_ones_own_is_planned(plan):
 # settings
 
 
+LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
+
+
 @pytest.mark.parametrize(
-    "args, messages",
+    "ranks, args, messages",
     [
-        (
-            ["--comm", "--tp=1,2", "--json_path=nowhere/x"],
-            ["lists such as --tp=1,2 are separate reports: type one", "name a file in a folder that exists"],
-        ),
-        (["--device=tpu"], ["choose from auto"]),
-        (["--devices=2,4"], ["set --plan; to measure N processes, set --nproc=N"]),
-        (["--device_memory_gb=9"], ["set --plan; to measure N processes, set --nproc=N"]),
-        (["--tune", "--hardware=l4,3090"], ["set --plan; to measure N processes, set --nproc=N"]),
-        (["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
-        (["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
-        (["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
-        (["--nproc=0,2"], ["nproc is '0,2': type numbers, such as --nproc=1,2,8"]),
+        (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
+        (0, ["--comm", "--tp=1,2"], ["lists such as --tp=1,2 are separate reports: type one"]),
+        (0, ["--devices=2,4"], ["are for predictions: set --plan; "]),
+        (0, ["--device_memory_gb=9"], ["are for predictions: set --plan; "]),
+        (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
+        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
+        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
+        (0, ["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
+        (0, LACKS, ["no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"]),
+        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate know only the shapes"]),
+        (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),
+        (1, ["--comm"], ["comm needs two processes: set --nproc=2, and --device=cpu if "]),
+        (2, ["--nproc=3"], ["nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"]),
+        (2, ["--zero=1,2"], ["starts processes several times: start bench.py without a launcher"]),
     ],
 )
-def test_mistakes_are_reported_at_once(at, capsys, args, messages):
-    at.set(data_folder, "REPOSITORY", at.path)  # where no data set is prepared
+def test_mistakes_are_reported_at_once(at, capsys, ranks, args, messages):
+    """Also if a launcher seems to have started this process, as rank 0."""
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1"} if ranks else {}).items():
+        at.env(name, str(value))
     errors = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args]).err.splitlines()
     assert len(errors) == len(messages) and all(map(str.__contains__, errors, messages)), errors
-
-
-@pytest.mark.parametrize(
-    "world_size, arg, message",
-    [
-        (1, "--comm", "comm needs two processes: set --nproc=2, and --device=cpu if there is one GPU"),
-        (2, "--nproc=3", "nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"),
-        (2, "--zero=1,2", "this report starts processes several times: start bench.py without a launcher"),
-    ],
-)
-def test_mistakes_under_a_launcher(at, capsys, world_size, arg, message):
-    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
-    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1"}).items():
-        at.env(name, str(value))
-    assert script_that_fails(at, capsys, "bench.py", ["--device=cpu", arg]).err == f"error: {message}\n"
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):
