@@ -87,7 +87,7 @@ def mistakes(lists: dict) -> Iterator[str]:
     if reports.count(True) > 1:
         yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
     if is_launched and any(reports[1:]):
-        yield "this report starts processes several times: start bench.py without a launcher"
+        yield "this report starts processes: start bench.py without a launcher"
     is_changed = device_memory_gb or device_tflops or "," in hardware
     is_described = devices or hardware != "this"
     if not plan and (is_changed or is_described and not (tune or estimate or estimate_world_size)):

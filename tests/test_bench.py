@@ -292,7 +292,7 @@ LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
         (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),
         (1, ["--comm"], ["comm needs two processes: set --nproc=2, and --device=cpu if "]),
         (2, ["--nproc=3"], ["nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"]),
-        (2, ["--zero=1,2"], ["starts processes several times: start bench.py without a launcher"]),
+        (2, ["--zero=1,2"], ["starts processes: start bench.py without a launcher"]),
     ],
 )
 def test_mistakes_are_reported_at_once(at, capsys, ranks, args, messages):

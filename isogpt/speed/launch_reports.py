@@ -19,17 +19,15 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     Raises:
         ValueError: train.py failed.
     """
-    settings = workload.settings | workload.batch_of(workload.processes)
-    run = launches.run(settings, steps, show=True)
+    run = launches.run(workload.settings | workload.batch_of(workload.processes), steps, show=True)
     if "problem" in run:
         raise ValueError(f"train.py failed: {run['problem']}")
     if launches.rank > 0:
         return {}
     peak = run["peak_flops"]  # in place of a data sheet, train.py has measured a matmul
-    device = workload.device
-    if device.type == "cuda":
-        set_numerics(device, run["dtype"], False)
-        peak = run["world_size"] * measured_matmul(device, run["dtype"])
+    if workload.device.type == "cuda":
+        set_numerics(workload.device, run["dtype"], False)
+        peak = run["world_size"] * measured_matmul(workload.device, run["dtype"])
     run |= {"matmul_flops": peak, "matmul_ratio": fraction_of_peak(run["flops_per_s"], peak)}
     processes = count_text(run["world_size"], "process", "processes")
     tokens = f"{run['tokens_per_step']:,} tokens on {processes}, {run['dtype']}"
@@ -46,7 +44,7 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
         out = Path(run["settings"]["out_dir"])
         shutil.copy(out / "trace.json", "bench_trace.json")
         run["operators"] = (out / "operators.txt").read_text()
-        print_result("wrote bench_trace.json (open it in https://ui.perfetto.dev)")
+        print_result("wrote bench_trace.json (see https://ui.perfetto.dev)")
         print_result(run["operators"])
     return run
 
@@ -71,7 +69,7 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -
     return measure(launches, launched, list(lists), steps)
 
 
-def measure(launches: Launches, settings_of_each: list[dict], varied: list[str], steps: int) -> list[dict]:
+def measure(launches: Launches, launched: list[dict], varied: list[str], steps: int) -> list[dict]:
     """
     Launch train.py with each of these settings, print a table of the launches that did not fail, and return
     all.
@@ -83,7 +81,7 @@ def measure(launches: Launches, settings_of_each: list[dict], varied: list[str],
         ValueError: all failed.
     """
     runs = []
-    for settings in settings_of_each:
+    for settings in launched:
         point = {name: settings[name] for name in varied}
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)

@@ -29,9 +29,11 @@ CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "ini
 
 def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
     """Return train.py's settings as --help of bench.py shows them."""
-    changed = {name: replace(settings[name], section="set by bench.py") for name in FIXED}
-    meaning = "micro-batches per step (0: one per process)"
+    changed = {}
+    for name, value in FIXED.items():
+        changed[name] = replace(settings[name], default=value, section="set by bench.py")
     batch = settings["gradient_accumulation_steps"]
+    meaning = "micro-batches of a step (0: one per process)"
     changed[batch.name] = replace(batch, default=0, range=">= 0", meaning=meaning)
     return settings | changed
 
