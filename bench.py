@@ -1,7 +1,8 @@
 """
 Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
 train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M in
-micro-batches that fill its memory, other devices a small model of 10.65M parameters, which takes a minute.
+micro-batches that fill its memory, other devices a small model of 10.65M parameters, which takes a minute:
+--dataset=shakespeare_char --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=8.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                               two processes; or torchrun ... bench.py
@@ -18,8 +19,9 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 
 import json
 import os
+import re
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,25 +29,23 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of, with_equals_signs
-from isogpt.common import console
-from isogpt.common.files import write_whole
+from isogpt.common.console import aligned, discard_output, print_result
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import read_lists
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
 from isogpt.speed import plan_report
-from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
-from isogpt.speed.devices import HARDWARE
+from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
+from isogpt.speed.launch_reports import report_step, run_sweep
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.planner import typed
-from isogpt.speed.step_report import report_step
-from isogpt.speed.sweep import run_sweep
-from isogpt.speed.workload import Workload, choose_workload, described_for_bench
+from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name
+from isogpt.training.settings import report
 from model import GPT
 
 # -- what to run ---------------------------------------------------------------------------------------------
@@ -73,19 +73,36 @@ estimate_world_size = 0  # estimate for so many processes, launching none (0: th
 TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 
-def say(text: str) -> None:
-    """Print on rank 0."""
-    if rank == 0:
-        console.print_result(text)
+def mistakes(lists: dict) -> Iterator[str]:
+    """A sentence for each mistake in the settings of bench.py."""
+    for name, text in {"devices": devices, "nproc": ",".join(lists.get("nproc", []))}.items():
+        if not re.fullmatch(r"([1-9]\d{0,5}(,|$))*", text):
+            yield f"{name} is {text!r}: type numbers, such as --{name}=1,2,8"
+    for n in map(int, re.findall(r"\d+", devices)):
+        if n > per_node and n % per_node:
+            yield f"devices is {n}: type a multiple of per_node, {per_node}"
+    for card in {*hardware.split(",")} - {*HARDWARE, "this"}:
+        yield f"hardware is {card!r}, which is not known: {KNOWN_CARDS}"
+    reports = [comm, plan, tune, check, bool(lists)]
+    if reports.count(True) > 1:
+        yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
+    if is_launched and any(reports[1:]):
+        yield "this report starts processes: start bench.py without a launcher"
+    is_changed = device_memory_gb or device_tflops or "," in hardware
+    is_described = devices or hardware != "this"
+    if not plan and (is_changed or is_described and not (tune or estimate or estimate_world_size)):
+        yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
+    path = Path(json_path)
+    if json_path and (path.is_dir() or not path.parent.is_dir()):  # it is written after the measurement
+        yield f"json_path is {json_path!r}: name a file in a folder that exists"
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    model_args, n = workload.model_args(), max(2, nproc)
-    for name, state, text in check_model(launches, GPT, workload.settings, model_args, n):
-        say(f"{name:24} {state:8} {text}".rstrip())
-        rows.append({"name": name, "state": state, "text": text})
+    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+        print_result("{:24} {:8} {}".format(*row).rstrip())
+        rows.append(dict(zip(("name", "state", "text"), row, strict=True)))
     return rows
 
 
@@ -95,17 +112,18 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     parts = memory_estimate(planned, hw.memory_gb if hw else 0)
     if hw:
         parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
-    micro_batch = f"micro-batches of {planned.micro_batch}"
-    say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
+    print_result(f"estimated GB on each of {world_size} ranks, in micro-batches of {planned.micro_batch}:")
     columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
-    say("\n".join(console.aligned(columns | {"settings": [typed(planned)]})))
+    print_result("\n".join(aligned(columns | {"settings": [typed(planned)]})))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# settings, processes, the workload
 try:
+    # settings and processes
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     rank, world_size, *_ = rank_variables()
+    if rank > 0:
+        discard_output()
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
     words = with_equals_signs(sys.argv[1:], settings_of(__file__) | train_settings)
@@ -113,40 +131,36 @@ try:
     config = configure(globals(), extra=train_settings)
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
-    processes = max(nproc, world_size)
-    counts, cards = read_request(config, lists, is_launched, processes)
+    config["nproc"] = max(nproc, world_size)
+    report([*mistakes(lists)])
+    counts = [int(n) for n in devices.split(",") if n] or [config["nproc"]]
+    cards = hardware.split(",")
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
-        start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, local_device, processes, cards, GPT)
+        start_workers(nproc or max(2, torch.cuda.device_count()), __file__)
 
-    # reports for which nothing is trained
+    # the workload
+    workload = Workload(config, train_settings, local_device, cards, GPT)
+    settings = workload.settings
     if estimate or estimate_world_size:
-        print_estimate(workload, estimate_world_size or processes, cards[0])
+        print_estimate(workload, estimate_world_size or workload.processes, cards[0])
     if estimate_world_size:
         sys.exit()
-    machine = {"device": device_name(local_device), "cores": len(own_cores()), "torch": torch.__version__}
-    say("{device}, {cores} cores, torch {torch}".format(**machine))
+    machine = f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"
+    print_result(machine)
     result = {"machine": machine}
-    if comm:
-        backend, timeout_s = workload.settings["backend"], workload.settings["dist_timeout_s"]
-        result["comm"] = measure_collectives(device, backend, timeout_s)
-except (ValueError, DistError) as e:
-    fail(str(e))
 
-# ------------------------------------------------------------------------------------------------------------
-# reports that launch train.py, or predict
-with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
-    if workload.is_random and not comm:
-        reason = f", since {workload.settings['dataset']} is not prepared" if real_data else ""
-        say(f"random tokens{reason}")
-        length = max(2**20, 2 * workload.settings["block_size"])
-        write_random_tokens(Path(folder), workload.settings["vocab_size"], length)
-        workload = replace(workload, settings=workload.settings | {"dataset": folder})
-    launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
-    try:
-        if check:
+    # the reports, most of which launch train.py
+    with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
+        if workload.is_random and not comm:
+            print_result(f"random tokens instead of {settings['dataset']}")
+            write_random_tokens(Path(folder), settings["vocab_size"], 2**20 + settings["block_size"])
+            settings["dataset"] = folder
+        launches = Launches(TRAIN_PY, Path(folder), rank, is_launched)
+        if comm:
+            result["comm"] = measure_collectives(device, settings["backend"], settings["dist_timeout_s"])
+        elif check:
             result["check"] = report_check(launches, workload)
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
@@ -154,17 +168,14 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             result["plan"] = plan_report.report_plan(workload, config, counts, cards)
         elif tune:
             result["tune"] = plan_report.tune(workload, config, launches, cards[0])
-        elif not comm:
-            result["report"] = report_step(launches, workload.settings, steps, local_device)
-    except ValueError as e:
-        fail(str(e))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        else:
+            result["report"] = report_step(launches, workload, steps)
+except (ValueError, DistError) as e:
+    fail(str(e))
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 if json_path and rank == 0:
-    write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
-rows = result.get("sweep") or result.get("tune", {}).get("tried", [])
+    Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
 differing = [row["name"] for row in result.get("check", []) if row["state"] == DIFFERS]
 if differing:
-    fail(f"with this model.py, results differ for {', '.join(differing)}: see above; do not use these")
-if rank == 0 and rows and all("problem" in row for row in rows):
-    fail("no launch succeeded")
+    fail(f"results differ for {', '.join(differing)}: do not use these with this model.py")

@@ -8,17 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
 from test_launchers import FORKED
 
-from configurator import settings_of
 from isogpt.common.console import duration
-from isogpt.data import data_folder
-from isogpt.speed.launches import reason_for
-from isogpt.speed.step_report import split_step
-from isogpt.speed.workload import choose_workload, described_for_bench
-from model import GPT
+from isogpt.speed.launches import reason_for, split_step
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
 TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]
@@ -34,13 +28,6 @@ def bench(zygote, work, *args, ok=True, addresses=None):
     return run.text(), json.loads(path.read_text()) if path.exists() else None
 
 
-def launch(at, world_size):
-    """As if a launcher had started this process as rank 0."""
-    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
-    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1"}).items():
-        at.env(name, str(value))
-
-
 # ------------------------------------------------------------------------------------------------------------
 # launches
 
@@ -50,15 +37,16 @@ def test_report_of_one_process_with_its_trace(zygote, work):
     """The split, the limits, the JSON and, however few the steps, the trace and its table of operators."""
     text, found = bench(zygote, work, "--profile=True", "--steps=1")
     report = found["report"]
-    run, parts = report["run"], report["split_ms"]
+    mean = report["mean"]
     # medians need not add up to the median step, but nothing is counted twice: the rest is in `other`
-    known = sum(p["mean"] or 0 for name, p in parts.items() if name != "other")
-    assert parts["other"]["mean"] == pytest.approx(max(0, run["step_ms"]["mean"] - known))
-    assert run["tokens_per_s"] == pytest.approx(run["tokens_a_step"] / run["step_ms"]["mean"] * 1e3)
+    parts = {name: mean[name] for name in ("data wait", "forward", "backward", "optimizer")}
+    assert mean["other"] == pytest.approx(max(0, mean["ms per step"] - sum(parts.values())))
+    assert report["tokens_per_s"] == pytest.approx(report["tokens_per_step"] / mean["ms per step"] * 1e3)
     assert report["matmul_ratio"] > 0 and report["matmul_flops"] > 1e8
-    for name in ("tokens/s", "ms per step", "memory, GB", "MFU", *(p for p in parts if p != "exposed comm")):
+    for name in ("tokens/s", "MFU", *mean.keys() - {"exposed comm"}):
         assert len(re.findall(rf"^{name} +[\d.,]+", text, re.M)) == 1, (name, text)
     assert re.search(r"^exposed comm +n/a +n/a$", text, re.M), "one process does not communicate"
+    assert "loss.png" not in text, "its folder is deleted"
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     assert {"data", "forward", "backward", "optimizer"} <= {e.get("name") for e in events}
@@ -69,11 +57,10 @@ def test_report_of_one_process_with_its_trace(zygote, work):
 def test_report_of_two_processes(zygote, work):
     """Of a pipeline, too, which also has a bubble."""
     text, found = bench(zygote, work, "--nproc=2")
-    assert found["report"]["split_ms"]["exposed comm"]["mean"] > 0
+    assert found["report"]["mean"]["exposed comm"] > 0
     assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
     text, found = bench(zygote, work, "--nproc=2", "--pp=2", "--n_layer=2", "--gradient_accumulation_steps=8")
-    assert found["report"]["split_ms"]["bubble"]["mean"] > 0
-    assert re.search(r"^bubble \(formula\) +[\d.]+% \(11\.1%\)$", text, re.M), text
+    assert found["report"]["mean"]["bubble"] > 0 and re.search(r"^bubble +[\d.]+ +[\d.]+$", text, re.M)
 
 
 @pytest.mark.slow
@@ -88,7 +75,7 @@ def test_report_of_two_processes(zygote, work):
 def test_the_global_batch_of_a_sweep(zygote, work, args, batches):
     """It grows with weak scaling only, or if a list changes it."""
     text, found = bench(zygote, work, *args)
-    assert [run["tokens_a_step"] // 16 for run in found["sweep"]] == batches
+    assert [run["tokens_per_step"] // 16 for run in found["sweep"]] == batches
     assert re.search(r"efficiency\n.* 1\.00x +100%\n.*[\d.]+x +\d+%$", text, re.M), text
 
 
@@ -154,26 +141,17 @@ PIPELINE = {"pipeline": 75, "stages": 50}
 
 
 @pytest.mark.parametrize(
-    "ms, wanted",
+    "ms, parts",
     [
         (DDP | {"waiting": 15}, {"forward": 25, "backward": 35, "exposed comm": 25, "other": 5}),
         (DDP, {"forward": 25, "backward": 50, "exposed comm": None, "other": 15}),
         (PIPELINE | {"waiting": 25}, {"stages": 50, "bubble": 25, "exposed comm": 10, "other": 5}),
     ],
 )
-def test_the_parts_of_a_step(ms, wanted):
+def test_the_parts_of_a_step(ms, parts):
     """Communication is known where there is none inside of the passes, and is not in the bubble."""
-    ms = ms | {"data": 2, "reduce": 4, "agree": 6, "norm": 3, "optimizer": 5}
-    spans = {name: {"mean": value, "max": value} for name, value in ms.items()}
-    found = split_step({"spans_ms": spans, "step_ms": {"mean": 100, "max": 100}})
-    assert {name: part["max"] for name, part in found.items()} == {"data wait": 2, "optimizer": 8} | wanted
-
-
-def test_a_plan_keeps_a_layout_that_was_typed_at_its_default():
-    settings = described_for_bench(settings_of(REPO / "train.py"))
-    config = {"plan": True, "weak": False, "real_data": False, "n_layer": 2, "tp": 1, "zero": 0}
-    workload = choose_workload(config, settings, torch.device("cpu"), 8, ["h100"], GPT)
-    assert workload.plan(8, "h100").kept == ["zero", "tp"]
+    rest = {"data": 2, "reduce": 4, "agree": 6, "norm": 3, "optimizer": 5}
+    assert split_step(100, ms | rest) == {"data wait": 2, "optimizer": 8} | parts
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -190,19 +168,7 @@ def test_collectives_on_two_processes(zygote, work):
     for c in found["comm"]:
         factor = 1.0 if c["operation"] in ("broadcast", "all-reduce") else 0.5  # of two processes
         assert c["gb_per_s"] == pytest.approx(factor * c["bytes"] / c["us"] / 1e3)
-    assert len(re.findall(r"^ +[\d,]+ KB( +[\d.]+){5}$", text, re.M)) == len(sizes), text
-    assert re.search(r"^ +1 KB, in µs( +[\d.]+){5}$", text, re.M), text
-
-
-def test_collectives_need_two_processes(at, capsys):
-    launch(at, world_size=1)
-    text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
-    assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
-
-
-def test_a_dry_run_is_not_measured(at, capsys):
-    error = script_that_fails(at, capsys, "bench.py", ["--dry_run_ranks=4", "--device=cpu"]).err
-    assert error == "error: a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py\n"
+    assert len(re.findall(r"^ *[\d,]+ KB(?:, in µs)?(?: +[\d.]+){5}$", text, re.M)) == len(sizes) + 1, text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -241,6 +207,7 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     words = shlex.split(found["command"])
     assert "sharded.py" in words and "--cp=2" not in words
     assert sum(word.startswith("--zero=") for word in words) == 1
+    assert all(step["settings"]["zero"] == 0 for step in found["plans"])
 
 
 LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]
@@ -249,21 +216,20 @@ LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dty
 def test_a_plan_compares_devices(plan):
     """A line for each device, fastest first; the figures are those of each device's own plan."""
     large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--devices=1"]
-    text, found = plan(*large, "--hardware=l4,a100,h100 l4")
+    text, found = plan(*large, "--hardware=l4,a100,h100,l4")
     rows = re.findall(r"^ +1 x (\S+) .*?  (--.*)$", text, re.M)
     assert [row[0] for row in rows] == ["h100", "a100", "l4"] and "(does not fit: " in rows[2][1], text
     _, single = plan(*large, "--hardware=a100")
     assert [step for step in found["plans"] if step["devices"] == "1 x a100"] == single["plans"]
-    cards = ["a100-40gb", "RTX-3090", "v100", "nvidia_tesla_t4", "l4", "l40s", "5090", "b200", "mi300x"]
-    text, found = plan(*LARGE, "--devices=2", f"--hardware={','.join(cards)}")
-    assert len(re.findall(r"^ +2 x ", text, re.M)) == len(cards), text
+    text, _ = plan(*LARGE, "--devices=2", "--hardware=a100-40gb,3090,v100,t4,l4,l40s,5090,b200,mi300x")
+    assert len(re.findall(r"^ +2 x ", text, re.M)) == 9, text
 
 
 @pytest.mark.parametrize("weak, batches", [("False", "4 4 4"), ("True", "32 8 4")])
 def test_a_plan_compares_numbers_of_devices(plan, weak, batches):
     """The fastest first; one global batch, or with --weak one that grows."""
     large = [*LARGE, "--hardware=a100", "--gradient_accumulation_steps=2", f"--weak={weak}"]
-    text, _ = plan(*large, "--devices=1 2, 8,2")
+    text, _ = plan(*large, "--devices=1,2,8,2")
     rows = re.findall(r"^ +(\d) x a100 +(\d+) +\S+ +(\S+)", text, re.M)
     assert [row[1] for row in sorted(rows, reverse=True)] == batches.split(), text
     speeds = [int(row[2].replace(",", "")) for row in rows]
@@ -282,9 +248,7 @@ def test_a_plan_for_pretrained_weights(plan):
     assert by_shape["plans"] == found["plans"]
 
 
-@pytest.mark.parametrize(
-    "budget, steps", [([], 21), (["--max_iters=5999999"], 6000000), (["--max_tokens=51200"], 100)]
-)
+@pytest.mark.parametrize("budget, steps", [([], 21), (["--max_iters=59"], 60), (["--max_tokens=51200"], 100)])
 def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     """The steps of the config, of the command line, or of tokens, 32 * 16 in each step."""
     text, found = plan(*FINETUNE, "--init_from=gpt2-large", "--hardware=h100", *budget)
@@ -293,27 +257,10 @@ def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_epochs=2")[0]
 
 
-def test_an_estimate_for_pretrained_weights(at, capsys):
-    tiny_data(at.path)
-    with pytest.raises(SystemExit):
-        script(at, "bench.py", [*FINETUNE, "--estimate_world_size=1", "--device=cpu"])
-    text = capsys.readouterr().out
+def test_an_estimate_for_pretrained_weights(zygote, work):
+    args = [*FINETUNE, "--estimate_world_size=1", "--device=cpu"]
+    text = zygote.start(args, work, script="bench.py").wait().text()
     assert float(re.search(r"^ +([\d.]+)", text, re.M)[1]) == pytest.approx(1.5576 * 4, abs=0.01)  # gpt2-xl
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ([], "no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"),
-        (["--init_from=."], "init_from is '.': a plan and an estimate know only the shapes of gpt2, "),
-        (["--init_from=scratch", "--dataset=none"], "to predict without the data, set --vocab_size=50304"),
-        (["--dtype=float32"], "for 4090, set --dtype=bfloat16 or float16"),
-    ],
-)
-def test_what_a_plan_lacks(at, capsys, args, message):
-    tiny_data(at.path)
-    args = ["--plan=True", "--device=cpu", *FINETUNE, "--hardware=4090", *args]
-    assert message in script_that_fails(at, capsys, "bench.py", args).err
 
 
 def test_a_card_of_ones_own_is_planned(plan):
@@ -326,41 +273,35 @@ def test_a_card_of_ones_own_is_planned(plan):
 # settings
 
 
+LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
+
+
 @pytest.mark.parametrize(
-    "args, messages",
+    "ranks, args, messages",
     [
-        (
-            ["--comm", "--tp=1,2", "--json_path=nowhere/x"],
-            ["lists such as --tp=1,2 are separate reports: type one", "name a file in a folder that exists"],
-        ),
-        (["--device=tpu"], ["choose from auto"]),
-        (["--devices=2,4"], ["set --plan; to measure N processes, set --nproc=N"]),
-        (["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
-        (["--plan", "--devices=1 2 x"], ["devices is '1 2 x': type a number, or several such as --dev"]),
-        (["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
-        (["--plan", "--hardware=l4,3090", "--device_memory_gb=9"], ["and --hardware= to this card"]),
-        (["--tune", "--hardware=l4,3090"], ["several kinds of devices are for a plan: set --plan"]),
-        (["--nproc=0,2"], ["nproc is no list of numbers: type --nproc=1,2,4 or the like"]),
-        (["--batch_size=1,2", "--weak"], ["weak scaling needs a list of nproc, such as --nproc=1,2,4"]),
+        (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
+        (0, ["--comm", "--tp=1,2"], ["lists such as --tp=1,2 are separate reports: type one"]),
+        (0, ["--devices=2,4"], ["are for predictions: set --plan; "]),
+        (0, ["--device_memory_gb=9"], ["are for predictions: set --plan; "]),
+        (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
+        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
+        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
+        (0, ["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
+        (0, LACKS, ["no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"]),
+        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate know only the shapes"]),
+        (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),
+        (1, ["--comm"], ["comm needs two processes: set --nproc=2, and --device=cpu if "]),
+        (2, ["--nproc=3"], ["nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"]),
+        (2, ["--zero=1,2"], ["starts processes: start bench.py without a launcher"]),
     ],
 )
-def test_mistakes_are_reported_at_once(at, capsys, args, messages):
-    at.set(data_folder, "REPOSITORY", at.path)  # where no data set is prepared
+def test_mistakes_are_reported_at_once(at, capsys, ranks, args, messages):
+    """Also if a launcher seems to have started this process, as rank 0."""
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1"} if ranks else {}).items():
+        at.env(name, str(value))
     errors = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args]).err.splitlines()
     assert len(errors) == len(messages) and all(map(str.__contains__, errors, messages)), errors
-
-
-@pytest.mark.parametrize(
-    "arg, message",
-    [
-        ("--nproc=3", "nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"),
-        ("--zero=1,2", "this report starts processes several times: start bench.py without a launcher"),
-    ],
-)
-def test_mistakes_under_a_launcher(at, capsys, arg, message):
-    launch(at, world_size=2)
-    output = script_that_fails(at, capsys, "bench.py", ["--device=cpu", arg])
-    assert output.err == f"error: {message}\n" and not output.out
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):
@@ -368,4 +309,4 @@ def test_help_shows_the_defaults_of_bench(zygote, work):
     fixed = text[text.index("set by bench.py") :].split("\n\n")[0]
     assert "  --out_dir=" in fixed and "  --max_iters=" in fixed
     assert "--gradient_accumulation_steps=0 " in text
-    assert re.search(r"^  --batch_size=.*\(small model: 8\)\s+\[>= 1\]$", text, re.M)
+    assert "--block_size=256 --batch_size=8.\n" in text, "the small model"

@@ -136,8 +136,8 @@ MEASURED = """
 from pathlib import Path
 from isogpt.speed import rank_speeds
 rank = int(os.environ["RANK"])
-def seconds_per_pass(model, batch, autocast, device):
-    measured = real(model, batch, autocast, device, budget=0.01)
+def seconds_per_pass(model, reader, autocast):
+    measured = real(model, reader, autocast, budget=0.01)
     assert measured > 0 and any(p.grad is not None for p in model.parameters())
     Path(f"measured{len(list(Path('.').glob('measured*-' + str(rank))))}-{rank}").touch()
     return SECONDS[rank]

@@ -260,13 +260,3 @@ def stages_per_rank(pp_schedule: str) -> int:
 def splits_backward(pp_schedule: str) -> bool:
     """Whether a schedule makes two backward passes, the second of which computes the gradients of weights."""
     return pp_schedule in ("zero_bubble", "zbv")
-
-
-def bubble_formula(pp: int, micro_steps: int, pp_schedule: str) -> float | None:
-    """
-    The share of a pipeline's time in which a rank waits; None for zero-bubble schedules, which stay below
-    1f1b's.
-    """
-    if splits_backward(pp_schedule):
-        return None
-    return (pp - 1) / (stages_per_rank(pp_schedule) * micro_steps + pp - 1)

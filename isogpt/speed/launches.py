@@ -1,38 +1,26 @@
 """Launch train.py for some steps, for bench.py, and read what it recorded."""
 
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, Popen
 from tempfile import mkdtemp
 
+from isogpt.common import console
 from isogpt.lab.runs import read_run
+from isogpt.speed.clock import WAITING
 from isogpt.speed.devices import fraction_of_peak
 from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
 
 # settings of train.py with which a launch only takes steps and logs each
-FIXED = {
-    "out_dir": "",
-    "max_iters": 0,
-    "max_tokens": 0.0,
-    "max_epochs": 0.0,
-    "log_interval": 1,
-    "eval_interval": 10**9,
-    "eval_iters": 1,
-    "eval_datasets": "",
-    "eval_only": False,
-    "save_checkpoint": False,
-    "mirror": "",
-    "time_limit_s": 0,
-    "wandb_log": False,
-    "tensorboard_log": False,
-    "alert_command": "",
-    "sample_interval": 0,
-    "stats_interval": 0,
-}
+FIXED = {"log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
+FIXED |= dict.fromkeys(("max_iters", "time_limit_s", "dry_run_ranks", "sample_interval", "stats_interval"), 0)
+FIXED |= dict.fromkeys(("max_tokens", "max_epochs"), 0.0)
+FIXED |= dict.fromkeys(("eval_only", "save_checkpoint", "wandb_log", "tensorboard_log"), False)
+FIXED |= dict.fromkeys(("out_dir", "mirror", "eval_datasets", "alert_command"), "")
 
 
 @dataclass(frozen=True)
@@ -45,28 +33,23 @@ class Launches:
         train_py: the script.
         folder: where the launches write.
         is_launched: whether a launcher has started this process.
-        profile: whether a launch that is shown writes a trace.
     """
 
     train_py: Path
     folder: Path
-    rank: int = 0
-    is_launched: bool = False
-    profile: bool = False
+    rank: int
+    is_launched: bool
 
     def run(self, settings: dict, steps: int, show: bool = False) -> dict:
         """
         Train for `steps` steps after a warm-up (all ranks). Returns `figures` on rank 0 and {} on other
         ranks, or {"problem": why the launch failed}.
         """
-        nproc, is_traced = int(settings["nproc"]), self.profile and show
-        warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, steps // 4)
+        warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if settings["profile"] else max(3, steps // 4)
         out = Path(mkdtemp(dir=self.folder))
-        settings = settings | FIXED
-        settings |= {"profile": is_traced, "out_dir": out, "max_iters": warm_up + steps - 1}
-        settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or nproc
-        # train.py launches as many processes
-        settings["nproc"] = 0 if self.is_launched or nproc == 1 else nproc
+        settings = settings | FIXED | {"out_dir": out, "max_iters": warm_up + steps - 1}
+        if self.is_launched or int(settings["nproc"]) == 1:
+            settings["nproc"] = 0  # else train.py launches as many processes
         code, errors = self.start(settings, show)
         if code:
             return {"problem": reason_for(code, errors)}
@@ -75,11 +58,15 @@ class Launches:
     def start(self, settings: dict, show: bool = False) -> tuple[int, str]:
         """Run train.py. Returns its exit status and what it wrote to stderr."""
         command = [sys.executable, self.train_py, *(f"--{name}={value}" for name, value in settings.items())]
-        stdout = None if show else subprocess.DEVNULL
-        run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
+        path = self.folder / "errors.txt"
+        with path.open("w") as stderr, Popen(command, stdout=PIPE, stderr=stderr) as run:
+            for line in run.stdout:
+                if show and not line.startswith(b"the loss curve: "):  # whose folder bench.py deletes
+                    console.print_line(line.decode(errors="replace"), end="")
+        errors = path.read_text(errors="replace")
         if show:
-            sys.stderr.write(run.stderr)
-        return run.returncode, run.stderr
+            sys.stderr.write(errors)
+        return run.returncode, errors
 
 
 def reason_for(code: int, errors: str) -> str:
@@ -97,21 +84,38 @@ def reason_for(code: int, errors: str) -> str:
 
 def figures(out: Path, steps: int) -> dict:
     """
-    Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
-    mean and maximum.
+    Return what train.py recorded in folder `out`: the facts of its start, and of the last `steps` steps
+    medians of the ranks' mean and maximum.
     """
     run = read_run(out)
-    timed, facts = run.steps[-steps:], run.facts
-    step_ms = median(step["step_ms"] for step in timed)
-    tokens, flops_per_s = facts["tokens_per_step"], facts["flops_per_step"] / step_ms * 1e3
-    return {name: facts[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
-        "processes": facts["world_size"],
-        "tokens_a_step": tokens,
-        "tokens_per_s": tokens / step_ms * 1e3,
-        "step_ms": {"mean": step_ms, "max": median(step["step_ms_max"] for step in timed)},
-        "spans_ms": run.ending["spans_ms"],
-        "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
-        "flops_per_s": flops_per_s,
-        "mfu": fraction_of_peak(flops_per_s, facts["peak_flops"]),
-        "settings": run.settings,
-    }
+    record = run.facts | {"settings": run.settings}
+    for kind, suffix in (("mean", ""), ("max", "_max")):
+        step_ms = median(step[f"step_ms{suffix}"] for step in run.steps[-steps:])
+        ms = {name: span[kind] for name, span in run.ending["spans_ms"].items()}
+        memory = {"memory, GB": run.steps[-1][f"memory_gb{suffix}"]}
+        record[kind] = {"ms per step": step_ms} | split_step(step_ms, ms) | memory
+    per_second = 1e3 / record["mean"]["ms per step"]
+    record["tokens_per_s"] = record["tokens_per_step"] * per_second
+    record["flops_per_s"] = record["flops_per_step"] * per_second
+    record["mfu"] = fraction_of_peak(record["flops_per_s"], record["peak_flops"])
+    return record
+
+
+def split_step(step_ms: float, ms: dict[str, float]) -> dict[str, float | None]:
+    """
+    Return the parts of a step from what Clock has timed, in milliseconds; None: not known. In a pipeline, a
+    rank computes in `stages` and waits in the bubble. Communication is exposed if no computation hides it.
+    The slowest rank's parts need not add up to the slowest step.
+    """
+    waiting = ms.get(WAITING, 0.0)
+    exposed = ms["reduce"] + ms["agree"]
+    if "pipeline" in ms:
+        passes = {"stages": ms["stages"], "bubble": ms["pipeline"] - ms["stages"]}
+    else:
+        passes = {"forward": ms["forward"], "backward": ms["backward"] - waiting}
+        exposed += waiting
+    parts = {"data wait": ms["data"], **passes}
+    parts["exposed comm"] = exposed if WAITING in ms else None  # ranks may also wait inside the passes
+    parts["optimizer"] = ms["norm"] + ms["optimizer"]
+    parts["other"] = max(0.0, step_ms - sum(filter(None, parts.values())))
+    return parts

@@ -7,10 +7,10 @@ from isogpt.common.console import aligned, count_text, duration
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.speed.devices import changed_hardware, hardware_of
+from isogpt.speed.launch_reports import measure
 from isogpt.speed.launches import Launches
 from isogpt.speed.planner import check_fits, ranked, reason, typed
 from isogpt.speed.prediction import Prediction
-from isogpt.speed.sweep import measure
 from isogpt.speed.workload import Workload
 from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
@@ -62,7 +62,7 @@ def rank(workload: Workload, config: dict, n: int, card: str) -> list[list[Predi
         ValueError: the settings do not fit each other, the data or the devices.
     """
     on_machine = min(n, config["per_node"])
-    check_training(workload.without_weights() | {"out_dir": "out", "gradient_accumulation_steps": 1})
+    check_training(workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = workload.plan(n, card, machines=n // on_machine)
     usual = hardware_of(card, workload.device, wanted.dtype, on_machine)
     changes = config["network"], config["device_memory_gb"], config["device_tflops"]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch.profiler import profile, schedule
 
 from isogpt.common import console
 from isogpt.common.files import reason_of
@@ -12,7 +13,7 @@ PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 FILES = ("trace.json", "operators.txt", "memory.pickle")
 
 
-def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.profile | None:
+def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> profile | None:
     """
     Start a profiler for a run of `steps` steps, on rank 0; None on other ranks. It skips 5 steps, records 5,
     and writes files to out_dir: trace.json, operators.txt (the operators by self time) and on a GPU
@@ -26,7 +27,7 @@ def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.pro
         text = f"--profile traces the steps after the fifth, so it needs {needed} steps, not {steps}"
         console.print_line(f"warning: {text}")
 
-    def write(profiler: torch.profiler.profile) -> None:
+    def write(profiler: profile) -> None:
         try:
             for name in FILES:  # not through links to other files
                 (out / name).unlink(missing_ok=True)
@@ -42,9 +43,7 @@ def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.pro
 
     if on_gpu:
         torch.cuda.memory._record_memory_history()
-    schedule = torch.profiler.schedule(
-        skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1
-    )
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # profiles the CPU and the GPU
+    steps_of = schedule(skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1)
+    profiler = profile(schedule=steps_of, on_trace_ready=write)  # profiles the CPU and the GPU
     profiler.start()
     return profiler

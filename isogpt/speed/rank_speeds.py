@@ -1,10 +1,10 @@
 """Measure how fast each rank computes alone."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.benchmark import Timer
 
 from isogpt.checkpoint.state import TrainState
@@ -15,48 +15,35 @@ from isogpt.launch.together import gather_number
 def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractContextManager) -> Reader:
     """
     Return a reader whose shares of a step are in proportion to the ranks' speeds (all ranks), with
-    shares=auto. A resumed run keeps the shares that it began with.
+    shares=auto: as multiples of the slowest rank's speed in steps of 1/8. Each rank computes alone, so the
+    model must not communicate. A resumed run keeps the shares that it began with.
     """
     progress = state.progress
     if len(progress.shares) != reader.mesh.data_size:
-        progress.shares = measured_speeds(state.model, reader.padding_batch(), autocast, reader.device)
+        # only the measurement uses this shape, for which compilation would take a minute
+        with torch.compiler.set_stance("force_eager"):
+            seconds = seconds_per_pass(state.model, reader, autocast)
+        state.model.zero_grad(set_to_none=True)
+        seconds = gather_number(seconds, reader.device)  # (world_size,)
+        progress.shares = tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
     return replace(reader, speeds=progress.shares)
 
 
-def measured_speeds(
-    model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager, device: torch.device
-) -> tuple[float, ...]:
-    """
-    Measure how fast each rank computes a micro-batch alone, as a multiple of the slowest rank's speed in
-    steps of 1/8 (all ranks; the model does not communicate). Leaves no gradients.
-    """
-    # only the measurement uses this shape, for which compilation would take a minute
-    is_compiled = device.type == "cuda"
-    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
-        seconds = seconds_per_pass(model, batch, autocast, device)
-    model.zero_grad(set_to_none=True)
-    seconds = gather_number(seconds, device)  # (world_size,)
-    return tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
-
-
 def seconds_per_pass(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    autocast: AbstractContextManager,
-    device: torch.device,
-    budget: float = 3.0,
+    model: nn.Module, reader: Reader, autocast: AbstractContextManager, budget: float = 3.0
 ) -> float:
     """
     Measure the median seconds of a forward and backward pass (all ranks), of as many as fit into `budget`
     seconds. The ranks begin together: ranks of one machine share the memory bandwidth, as in a step.
     """
+    batch = reader.padding_batch()
 
     def run_pass() -> None:
         with autocast:
             _, loss = model(*batch, 1.0)
         loss.backward()
 
-    timer = Timer("run_pass()", globals={"run_pass": run_pass}, num_threads=torch.get_num_threads())
+    timer = Timer("run_pass()", globals=locals(), num_threads=torch.get_num_threads())
     timer.timeit(1)  # warms up
-    gather_number(0.0, device)
+    gather_number(0.0, reader.device)
     return timer.blocked_autorange(min_run_time=budget).median

@@ -1,8 +1,8 @@
 """What bench.py launches or predicts: a model and a batch, as settings of train.py."""
 
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
@@ -13,11 +13,13 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
+from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of
-from isogpt.parallel.shares import parse_shares, share_of
+from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
+from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
@@ -26,79 +28,79 @@ CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "ini
 
 
 def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
-    """Return train.py's settings with the defaults and descriptions that --help of bench.py shows."""
-    changes = {name: {"default": value, "section": "set by bench.py"} for name, value in FIXED.items()}
-    for name, value in SMALL.items():
-        changes[name] = {"meaning": f"{settings[name].meaning} (small model: {value})"}
-    meaning = "micro-batches per step (0: one per process)"
-    changes["gradient_accumulation_steps"] = {"range": ">= 0", "default": 0, "meaning": meaning}
-    return settings | {name: replace(settings[name], **change) for name, change in changes.items()}
+    """Return train.py's settings as --help of bench.py shows them."""
+    changed = {}
+    for name, value in FIXED.items():
+        changed[name] = replace(settings[name], default=value, section="set by bench.py")
+    batch = settings["gradient_accumulation_steps"]
+    meaning = "micro-batches of a step (0: one per process)"
+    changed[batch.name] = replace(batch, default=0, range=">= 0", meaning=meaning)
+    return settings | changed
 
 
-@dataclass(frozen=True)
 class Workload:
     """
-    What is trained.
+    What is trained. If the settings choose no model, a GPU trains GPT-2 124M, with the micro-batch that fills
+    its memory, and other devices a small model.
 
     Args:
-        settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        typed: those that the user's arguments set.
-        kept: names of the layout's settings that these arguments set, even to their defaults.
-        chosen: settings that bench.py chooses, without which train.py would train a different model.
+        config: bench.py's settings, with nproc as many as are launched, and those of train.py's that are set.
+        defaults: train.py's settings, see `described_for_bench`.
         device: of this machine.
-        processes: how many are launched.
-        weak: whether the global batch grows with the processes.
-        is_random: whether the tokens are random.
-        model_class: GPT, from the model.py that train.py trains.
+        cards: kinds of devices to plan for.
+        gpt: the class GPT, from the model.py that train.py trains.
     """
 
-    settings: dict
-    typed: dict
-    kept: list[str]
-    chosen: dict
-    device: torch.device
-    processes: int
-    weak: bool
-    is_random: bool
-    model_class: Callable[[GPTConfig], nn.Module]
+    def __init__(
+        self, config: dict, defaults: dict, device: torch.device, cards: list[str], gpt: type[nn.Module]
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.gpt = gpt
+        self.processes = config["nproc"]
+        chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
+        is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
+        # all of train.py's settings, as the user's arguments set them
+        self.typed = normalized({name: config.get(name, one.default) for name, one in defaults.items()})
+        # what bench.py chooses, without which train.py would train a different model
+        self.chosen = {name: value for name, value in SMALL.items() if is_small and name not in config}
+        # gradient_accumulation_steps 0: one micro-batch per process
+        self.settings = settings = self.typed | self.chosen
+        if shape := GPT2.get(settings["init_from"].removeprefix("auto:")):  # as fast from scratch
+            settings |= shape | {"init_from": "scratch", "arch": "gpt2", "bias": True, "vocab_size": 50257}
+        if config["plan"] or config["tune"]:
+            settings["layout"] = "manual"
+        is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
+        self.is_random = not (config["real_data"] and is_prepared)
+        if self.is_random and not settings["vocab_size"]:
+            settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
+        if chooses_nothing and device.type == "cuda":
+            gb = torch.cuda.mem_get_info(device)[1] / 1e9
+            settings["batch_size"] = largest_micro_batch(self.plan(self.processes, cards[0]), gb)
 
-    def micro_batches(self, n: int) -> int:
+    def batch_of(self, n: int) -> dict[str, int]:
         """
-        The gradient_accumulation_steps of n processes: what the user has set, times n if the scaling is weak;
-        n if the user has set nothing.
+        The setting gradient_accumulation_steps of n processes: what the user has set, times n if the scaling
+        is weak; n if the user has set nothing.
         """
-        chosen = self.settings["gradient_accumulation_steps"]
-        return chosen * n if chosen and self.weak else chosen or n
-
-    def without_weights(self) -> dict:
-        """
-        Return the settings of a model that starts from scratch, with the shape of the weights that init_from
-        names, such as gpt2-xl.
-
-        Raises:
-            ValueError: init_from is a folder or a file.
-        """
-        start = self.settings["init_from"].removeprefix("auto:")
-        if start in ("scratch", "auto", "resume"):
-            return self.settings
-        if start not in GPT2:
-            raise ValueError(
-                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know only the "
-                f"shapes of {', '.join(GPT2)}. For a different model, set --init_from=scratch, --n_layer, "
-                "--n_head and --n_embd"
-            )
-        shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
-        return self.settings | shape | {"init_from": "scratch"}
+        name = "gradient_accumulation_steps"
+        factor = 1 if self.settings[name] and not self.config["weak"] else n
+        return {name: (self.settings[name] or 1) * factor}
 
     def model_args(self) -> dict:
         """
         Return the fields of the model's GPTConfig.
 
         Raises:
-            ValueError: the data set, from which the vocabulary's size is read, is not prepared.
+            ValueError: init_from is a folder or a file, or the data set, from which the vocabulary's size is
+                read, is not prepared.
         """
-        settings = self.without_weights()
-        return asdict(GPTConfig(**model_args_of(settings, vocab_size_of(settings))))
+        if self.settings["init_from"] not in ("scratch", "auto", "resume"):
+            raise ValueError(
+                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know only the "
+                f"shapes of {', '.join(GPT2)}: set --init_from=scratch and a shape"
+            )
+        return asdict(GPTConfig(**model_args_of(self.settings, vocab_size_of(self.settings))))
 
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
@@ -111,9 +113,8 @@ class Workload:
             ValueError: the settings do not fit the devices, or the data set, from which the vocabulary's size
                 is read, is not prepared.
         """
-        settings, device_type = self.without_weights(), self.device.type
-        settings = settings | {"gradient_accumulation_steps": self.micro_batches(world_size)}
-        dtype = settings["dtype"]
+        settings = self.settings | self.batch_of(world_size)
+        device_type, dtype = self.device.type, settings["dtype"]
         if card in ("this", "cpu"):
             dtype = precision.resolve_dtype(dtype, self.device)
         elif dtype in ("auto", "bfloat16", "float16"):
@@ -127,14 +128,14 @@ class Workload:
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            kept=self.kept,
+            kept=[name for name in LAYOUT if name in self.config],
             model_args=self.model_args(),
         )
-        plan = replace(plan, counts=count_on_meta(self.model_class, plan.model_args))
+        plan = replace(plan, counts=count_on_meta(self.gpt, plan.model_args))
         check_layout(plan)
-        data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
-        speeds = parse_shares(plan.shares, data_size)
-        share = share_of(plan.sequences, 0, data_size, plan.batch_size, plan.pp, speeds)
+        check_degrees(plan)
+        mesh = make_mesh(0, plan)
+        share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
         return replace(plan, micro_batch=max(share.rows_of))
 
     def command(self, layout: dict, n: int, per_node: int, arguments: Iterable[str]) -> str:
@@ -146,14 +147,15 @@ class Workload:
             arguments: bench.py's, of which the command repeats those for train.py.
         """
         wanted = self.chosen | layout
-        chosen = {name: value for name, value in wanted.items() if value != self.typed[name]}
-        repeated = self.typed.keys() - chosen.keys() - {"nproc", "profile", "layout"}
-        kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
+        changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
+        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout"}
+        words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
+        words += [f"--{name}={value}" for name, value in changed.items()]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
-        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in chosen.items())])}"
+        return f"{program} train.py {shlex.join(words)}"
 
 
 def vocab_size_of(settings: dict) -> int:
@@ -168,50 +170,3 @@ def vocab_size_of(settings: dict) -> int:
     except ValueError as e:
         hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
         raise ValueError(f"{e}{hint}") from e
-
-
-def name_of(argument: str) -> str:
-    """The name in an argument --name=value."""
-    return argument[2:].partition("=")[0]
-
-
-def choose_workload(
-    config: dict,
-    defaults: dict[str, Setting],
-    device: torch.device,
-    processes: int,
-    cards: list[str],
-    model_class: Callable[[GPTConfig], nn.Module],
-) -> Workload:
-    """
-    Return the workload that the settings describe. If they choose no model, a GPU trains GPT-2 124M, with the
-    micro-batch that fills its memory, and other devices a small model.
-
-    Args:
-        config: bench.py's settings, and those of train.py's that were set.
-        defaults: train.py's settings, see `described_for_bench`.
-        cards: kinds of devices to plan for.
-        model_class: GPT, from the model.py that train.py trains.
-
-    Raises:
-        ValueError: the settings ask for a dry run.
-    """
-    if config.get("dry_run_ranks"):
-        raise ValueError("a dry run measures no speed: start train.py with --dry_run_ranks=, not bench.py")
-    chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
-    is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
-    typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
-    chosen = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
-    settings = typed | chosen | {"nproc": processes}
-    if config["plan"] or config["tune"]:
-        settings["layout"] = "manual"
-    is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
-    is_random = not (config["real_data"] and is_prepared)
-    if is_random and not settings["vocab_size"]:
-        settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    kept, weak = [name for name in LAYOUT if name in config], config["weak"]
-    workload = Workload(settings, typed, kept, chosen, device, processes, weak, is_random, model_class)
-    if chooses_nothing and device.type == "cuda":
-        plan = workload.plan(processes, cards[0])
-        settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
-    return workload
