@@ -263,7 +263,7 @@ import isogpt.launch.torch_import
 from isogpt.speed import dry_run
 run = dry_run.DryRun(None, contextlib.ExitStack(), 2)
 dry_run.is_pretended = lambda: True
-dry_run.FakeFloats = contextlib.nullcontext
+dry_run.MemoryCounter.compute = lambda self, operator, inputs, args, kwargs: operator(*args, **kwargs)
 dry_run.dist = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(run=run)))
 count = run.count
 def counted():

@@ -18,7 +18,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.parallelize import materialize
 from isogpt.parallel.plan import Plan
-from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
+from isogpt.speed.memory_counter import MemoryCounter
 
 BLOCKS = 2
 LONGEST = 4096  # tokens of a row that is measured: a longer one takes as much for each token
@@ -95,7 +95,6 @@ def measure(
     first.register_full_backward_hook(partial(mark, "backward"))
     replace_seams(model, loss=loss_without_logits)
     with ExitStack() as stack:
-        stack.enter_context(FakeFloats())
         stack.enter_context(counter)
         if on_gpu:
             stack.enter_context(GPUKernels())

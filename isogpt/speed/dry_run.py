@@ -34,7 +34,7 @@ from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import rank_estimate
-from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
+from isogpt.speed.memory_counter import MemoryCounter
 from isogpt.speed.workload import vocab_size_of
 from isogpt.training.optim import moments_of
 from isogpt.training.optimizer_class import inner_optimizer
@@ -178,7 +178,6 @@ def begin(model: nn.Module, plan: Plan, mesh: Mesh, progress: Progress) -> None:
     for number in stop_signals():
         signal.signal(number, partial(exit_at_once, run.folder))
     run.stack.callback(register_optimizer_step_post_hook(run.after_step).remove)
-    run.stack.enter_context(FakeFloats())
     run.stack.enter_context(run.counter)
 
 
