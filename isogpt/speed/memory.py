@@ -253,38 +253,35 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
         in_flight: see `micro_batches_in_flight`.
         device_gb: see `memory_estimate`.
     """
-    args, tp, size, kind = plan.model_args, plan.tp, plan.torch_dtype.itemsize, activations_of(plan)
-    C, L, mode = args["n_embd"], part.layers, plan.activation_checkpointing
+    args, size, kind, L = plan.model_args, plan.torch_dtype.itemsize, activations_of(plan), part.layers
+    C, mode = args["n_embd"], plan.activation_checkpointing
     gathered_tokens = plan.micro_batch * args["block_size"] // plan.cp  # in attention, the MLP and the loss
-    tokens = gathered_tokens / tp
+    tokens = gathered_tokens / plan.tp
 
     # what blocks keep; recomputed blocks keep their input, and with 'selective' the results of matmuls
-    gathered = (tp - 1) * 2 * size * C  # with tp: the inputs of attention and MLP, or their gradients
+    gathered = (plan.tp - 1) * 2 * size * C  # with tp: the inputs of attention and MLP, or their gradients
     kept = kind.block + gathered
     checkpoint = plan.stream_dtype.itemsize * C + (kind.matmuls if mode == "selective" else 0)
     every = recompute_every(mode)
     recomputed = ceil(L / every) if every else 0
     blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
-
     # autocast copies weights, for the backward pass only those of blocks that are not recomputed
     copies = 2 * (part.block + part.block_experts) if plan.uses_autocast else 0
-    head = 4 * ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # its gradient
-    peak, loss_kept = loss_activations(plan, gathered_tokens, device_gb) if part.has_loss else (0, 0)
-    loss = blocks + L * copies + max(tokens * kind.loss + peak, tokens * kind.head + loss_kept)
-    backward = blocks + (L - recomputed) * copies + tokens * (kind.backward + gathered)
-    if args["tied"]:  # the gradient of the head waits for that of the embeddings
-        backward += head
+
+    loss = 0.0
+    if part.has_loss:
+        peak, loss_kept = loss_activations(plan, gathered_tokens, device_gb)
+        loss = blocks + L * copies + max(tokens * kind.loss + peak, tokens * kind.head + loss_kept)
+    # the gradient of a tied head waits for that of the embeddings
+    head = 4 * ceil(args["vocab_size"] / plan.tp) * C if part.has_loss and args["tied"] else 0
+    backward = blocks + (L - recomputed) * copies + tokens * (kind.backward + gathered) + head
     if every and (L - 1) % every == 0:  # the last block is recomputed
         backward += copies + tokens * (kept - checkpoint)
     if plan.cp > 1:  # gathered keys and values with their gradients, on a CPU in float32
         keys = C * args["n_kv_head"] // args["n_head"]
         backward += tokens * 4 * (4 if plan.device_type == "cpu" else size) * plan.cp * keys
-
-    # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
-    end = 3 * head if args["tied"] else head
-    if plan.exact and plan.zero < 2 and plan.device_type == "cuda":  # concatenated gradients
-        end = max(end, 4 * min(part.dense + part.experts, COMPILED_CHUNK))
-    return max(loss, backward, end)
+    # both gradients and their sum, besides the sum of earlier micro-steps
+    return max(loss, backward, 3 * head)
 
 
 def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[int, int]:
