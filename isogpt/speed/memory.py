@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from isogpt.nn.kernels import logits_at_once
-from isogpt.parallel.integer_sums import COMPILED_CHUNK
 from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
@@ -65,10 +64,10 @@ def largest_micro_batch(plan: Plan, gb: float) -> int:
     Return the largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at
     least 1.
     """
-    sizes = [2**k for k in range(9)]
-    return max(
-        (n for n in sizes if memory_estimate(replace(plan, micro_batch=n))["total"] <= 0.8 * gb), default=1
-    )
+    rows = 256
+    while rows > 1 and memory_estimate(replace(plan, micro_batch=rows))["total"] > 0.8 * gb:
+        rows //= 2
+    return rows
 
 
 def memory_report(plan: Plan) -> str:
@@ -76,14 +75,13 @@ def memory_report(plan: Plan) -> str:
     Describe the parts of memory_estimate(plan), and the settings that would lower the total, each with the
     new total.
     """
-    full, fsdp = {"activation_checkpointing": "full"}, {"zero": 3}
     half = max(1, plan.micro_batch // 2)
     options = {
         f"--batch_size={half}": {"micro_batch": half},
-        "--activation_checkpointing=full": full,
-        "--fsdp=True": fsdp,
-        "--fsdp=True --activation_checkpointing=full": fsdp | full,
-        "--fsdp=True --cpu_offload=True": fsdp | {"cpu_offload": True},
+        "--activation_checkpointing=full": {"activation_checkpointing": "full"},
+        "--fsdp=True": {"zero": 3},
+        "--fsdp=True --activation_checkpointing=full": {"zero": 3, "activation_checkpointing": "full"},
+        "--fsdp=True --cpu_offload=True": {"zero": 3, "cpu_offload": True},
         "--cuda_graphs=False": {"cuda_graphs": False},
         "--grad_sync=every": {"grad_sync": "every"},
     }
@@ -109,7 +107,6 @@ class RankPart(NamedTuple):
         block_experts: parameters of the experts that the rank holds of a block.
         block_embeddings: those of `block` that are looked up.
         block_matrices: weights of a block's matrices that a token is multiplied by, on any rank of tp and ep.
-        edges: parameters outside of the blocks: embeddings, the last norm, the head.
         edge_matrices: `block_matrices` outside of the blocks, such as the head's.
         has_loss: whether the rank computes the loss, as a pipeline's last stage does.
         dense, experts: parameters of experts, and all others.
@@ -120,7 +117,6 @@ class RankPart(NamedTuple):
     block_experts: float
     block_embeddings: float
     block_matrices: float
-    edges: float
     edge_matrices: float
     has_loss: bool
     dense: float
@@ -150,7 +146,6 @@ def part_of(plan: Plan, pp_rank: int) -> RankPart:
         block_experts=experts / layers / plan.ep,
         block_embeddings=sum(block.embeddings for block in blocks) / layers / tp,
         block_matrices=sum(block.matrices for block in blocks) / layers,
-        edges=outside,
         edge_matrices=sum(edge.matrices for edge in edges) if has_loss else 0,
         has_loss=has_loss,
         dense=dense + outside,
@@ -183,9 +178,9 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     if plan.cuda_graphs and plan.device_type == "cuda":
         gradients += 4 * n  # those of the graph, and those to which these are added
     if plan.zero >= 2:
-        # ZeRO-3 has gathered the root unit, which stays, the block that computes, and those that arrive
+        # of the blocks, ZeRO-3 has gathered the one that computes, and those that arrive
         blocks = min(1 + plan.fsdp_prefetch, part.layers)
-        gathered = part.edges + blocks * (part.block + part.block_experts)
+        gathered = n - (part.layers - blocks) * (part.block + part.block_experts)
         # with exact, autocast converts what has been gathered
         weights = on_device * own + (4 if plan.exact else size) * (n if plan.zero == 2 else gathered)
         # 'auto' adds up the shards of the gradients on the device, and offloads the sum

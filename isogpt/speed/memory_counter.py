@@ -148,8 +148,5 @@ class MemoryCounter(TorchDispatchMode):
 
     def fused(self) -> int:
         """The bytes of those in `pointwise` that compiled kernels compute again from what exists."""
-        return sum(
-            storage.nbytes()
-            for storage, sources in self.pointwise.items()
-            if all(ref() is not None for ref in sources)
-        )
+        results = self.pointwise.items()
+        return sum(storage.nbytes() for storage, sources in results if None not in [x() for x in sources])
