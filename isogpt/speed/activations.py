@@ -104,8 +104,9 @@ def measure(model_class: type[nn.Module], config: GPTConfig, rows: int, kind: tu
             _, loss = model(x, x, 1.0)
         loss.backward()
     kept, fused, matmuls, _ = marks["leave"] - marks["enter"]
+    of_blocks = np.array([kept - is_compiled * fused, matmuls])
     peaks = np.array([marks["loss"][0], marks["head"][3], marks["backward"][3]])
-    return np.array([(kept - is_compiled * fused) / BLOCKS, matmuls / BLOCKS, *peaks - kept])
+    return np.concatenate([of_blocks / BLOCKS, peaks - kept])
 
 
 class GPUKernels(TorchFunctionMode):

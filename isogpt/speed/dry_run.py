@@ -30,13 +30,12 @@ from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pre
 from isogpt.parallel.compression import POWERSGD_START
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED, Plan
 from isogpt.parallel.shares import share_of_plan
 from isogpt.speed.launches import FIXED
-from isogpt.speed.memory import rank_estimate
+from isogpt.speed.memory import part_of, rank_estimate, state_bytes
 from isogpt.speed.memory_counter import MemoryCounter, tensors_in
 from isogpt.speed.workload import vocab_size_of
-from isogpt.training.optim import moments_of
 from isogpt.training.optimizer_class import inner_optimizer
 
 # settings of train.py with which a dry run takes two steps and writes nothing
@@ -188,18 +187,13 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield from console.aligned(dict(zip(headings, zip(*rows, strict=True), strict=True)))
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
-    held, whole = counted["weights"] + counted["optimizer"], checkpoint_bytes(plan) / 1e9
-    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
+    alone = replace(UNDIVIDED, model_args=plan.model_args, counts=plan.counts, optimizer=plan.optimizer)
+    undivided = state_bytes(alone, part_of(alone, 0))
+    held, whole = (parts["weights"] + parts["optimizer"] for parts in (counted, undivided))
+    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole / 1e9:.4g} GB"
 
 
 def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
     """The axes of the mesh along which ranks differ."""
     places = [replace(mesh, rank=rank) for rank in ranks]
     return " x ".join(axis for axis in AXES if len({place.index(axis) for place in places}) > 1)
-
-
-def checkpoint_bytes(plan: Plan) -> float:
-    """Roughly the bytes of the weights and the optimizer's moments in a checkpoint, over all ranks."""
-    of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
-    in_blocks = sum(block.parameters for block in plan.counts.blocks)
-    return 4 * (plan.counts.parameters * (1 + of_others) - in_blocks * (of_others - of_blocks))

@@ -195,7 +195,7 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     fewer = (of_others - of_blocks) * part.layers * (part.block - part.block_embeddings)
     moments = of_others * part.dense - fewer, of_blocks * part.experts
     optimizer = on_device * (shard(plan, *moments) if plan.zero >= 1 else sum(moments))
-    if keeps_errors(plan.grad_compression) and plan.world_size > plan.islands:
+    if plan.world_size > plan.islands and keeps_errors(plan.grad_compression):
         optimizer += 4 * kept
     if plan.islands > 1:  # weights and momentum of the outer step, and the change that is sent
         optimizer += 12 * kept
@@ -265,8 +265,8 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
 
     loss = 0.0
     if part.has_loss:
-        peak, loss_kept = loss_activations(plan, gathered_tokens, device_gb)
-        loss = blocks + L * copies + max(tokens * kind.loss + peak, tokens * kind.head + loss_kept)
+        peak, kept_by_loss = loss_activations(plan, gathered_tokens, device_gb)
+        loss = blocks + L * copies + max(tokens * kind.loss + peak, tokens * kind.head + kept_by_loss)
     # the gradient of a tied head waits for that of the embeddings
     head = 4 * ceil(args["vocab_size"] / plan.tp) * C if part.has_loss and args["tied"] else 0
     backward = blocks + (L - recomputed) * copies + tokens * (kind.backward + gathered) + head
@@ -289,11 +289,11 @@ def loss_activations(plan: Plan, tokens: int, device_gb: float = 0.0) -> tuple[i
     device_gb = device_gb or (0 if torch.cuda.is_available() else USUAL_GB)
     memory = int(1e9 * min(device_gb, MOST_GB))
     unchunked, per_chunk, floats_per_chunk = logits_at_once(on_cpu, size, V, memory)
-    has_cap = args["arch"] == "nanochat" and not is_fused(plan)  # of which tanh is kept
+    has_cap = args["arch"] == "nanochat" and not is_fused(plan)
     if tokens <= max(1, unchunked // V):
         if is_fused(plan):  # the gradient takes the place of the logits
             return size * tokens * V, size * tokens * V
-        kept = (4 + size * has_cap) * tokens * V  # log_softmax
+        kept = (4 + size * has_cap) * tokens * V  # log_softmax, and the soft cap's tanh
         return kept + 8 * tokens * V, kept  # two gradients
     kept = 4 * V * C + size * tokens * C  # gradients of the weight, in float32, and of the hidden states
     rows, float_rows = (min(tokens, max(1, most // V)) for most in (per_chunk, floats_per_chunk))

@@ -30,11 +30,6 @@ def number(x: Tensor) -> float:
     return torch.ones((), dtype=x.dtype).item()
 
 
-def no_places(x: Tensor) -> Tensor:
-    """The result of x.nonzero() if x is 0 everywhere."""
-    return torch.zeros(0, x.dim(), dtype=torch.int64)
-
-
 def even_choice(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor]:
     """The result of x.topk(k), in which each place is chosen equally often: experts get as many tokens."""
     values = x.narrow(dim, 0, k)
@@ -59,7 +54,6 @@ aten = torch.ops.aten
 # operators whose results depend on numbers
 WITHOUT_NUMBERS: dict[Any, Callable] = {
     aten._local_scalar_dense.default: number,
-    aten.nonzero.default: no_places,
     aten.topk.default: even_choice,
     aten._grouped_mm.default: grouped_matmul,
     torch.ops._c10d_functional.all_to_all_single.default: exchanged,
