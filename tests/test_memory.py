@@ -1,9 +1,7 @@
 """What sharding and recomputation save, counted and measured; running out of memory; full disks."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
@@ -124,9 +122,9 @@ def test_the_largest_micro_batch_that_fits():
 def test_what_settings_do_to_the_parts_of_an_estimate():
     shape = GPTConfig(n_layer=12, n_embd=256, n_head=4, vocab_size=65, bias=False)
 
-    def plan(dtype="float32", dropout=0.0, **settings):
+    def plan(dtype="float32", dropout=0.0, ranks=4, **settings):
         args = asdict(replace(shape, dropout=dropout))
-        return plan_with(args, 4, "cuda", dtype, batch_size=2, **settings)
+        return plan_with(args, ranks, "cuda", dtype, batch_size=2, **settings)
 
     def parts(**settings):
         return memory.memory_estimate(plan(**settings))
@@ -147,22 +145,15 @@ def test_what_settings_do_to_the_parts_of_an_estimate():
     shard = offloaded.counts.parameters / 1e9
     assert memory.memory_estimate(offloaded)["gradients"] - on_cpu["gradients"] == pytest.approx(shard)
     assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(offloaded)
-
-
-def test_what_compression_and_islands_keep():
-    args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
-    n = count_on_meta(GPT, args).parameters
-
-    def optimizer_bytes(world_size, **settings):
-        plan = plan_with(args, world_size, "cpu", "float32", batch_size=1, **settings)
-        return memory.memory_estimate(plan)["optimizer"] * 1e9
-
-    assert optimizer_bytes(2, grad_compression="fp16") == pytest.approx(8 * n)
-    assert optimizer_bytes(2, grad_compression="int8") == pytest.approx(12 * n)
-    assert optimizer_bytes(2, islands=2) == pytest.approx(20 * n)
-    assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="int8") == pytest.approx(
-        24 * n / 2
-    )
+    # bytes per parameter, besides the 8 of the moments: errors, and what islands need for the outer step
+    hybrid = dict(ranks=8, islands=2, zero=3, dp_replicate=2, grad_compression="int8")
+    for total, settings in (
+        (8, dict(grad_compression="fp16")),
+        (12, dict(grad_compression="int8")),
+        (20, dict(islands=2)),
+        (24 / 2, hybrid),
+    ):
+        assert parts(**settings)["optimizer"] == pytest.approx(total / 8 * none["optimizer"])
 
 
 @pytest.mark.parametrize(
@@ -256,9 +247,6 @@ def test_bench_estimates_an_edited_file(zygote, work):
     assert usual[4] == 2.5 and usual[5] == pytest.approx(sum(usual[:5]), abs=0.003)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system"
-)
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
 def test_a_run_survives_a_full_disk(zygote, work, flags):
     """
@@ -267,18 +255,15 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
     """
     out = work / "out"
     out.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True
-    ).returncode:
+    if subprocess.run(f"mount -t tmpfs -o size=1900k tmpfs {out}", shell=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         # checkpoints of 1.3 MB
         args = ["--out_dir=out", "--save_interval=3", "--n_embd=64", "--keep_last=9", *flags]
         run = zygote.train([*args, "--max_iters=7"], work, 2, ok=False)
         assert "warning: out: a checkpoint failed (" in run.text() and "saved out/step_00000003" in run.text()
-        assert (
-            run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
-        )
+        assert run.codes == [1, 1]
+        assert run.text().count("the final checkpoint could not be written to out") == 1
         found, reports = find_checkpoint(str(out))
         assert found.step == 3 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 8
