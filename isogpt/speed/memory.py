@@ -245,7 +245,7 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     moments.
 
     Args:
-        in_flight: see `micro_batches_in_flight`.
+        in_flight: see `pipeline_load`.
         device_gb: see `memory_estimate`.
     """
     args, size, kind, L = plan.model_args, plan.torch_dtype.itemsize, activations_of(plan), part.layers
