@@ -1,8 +1,7 @@
 """What sharding and recomputation save, counted and measured; running out of memory; full disks."""
 
 import json
-import os
-import shutil
+import re
 import subprocess
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
@@ -86,23 +85,17 @@ def test_what_was_recorded_for_a_job_is_not_used_for_a_different_job():
     args = asdict(GPTConfig(vocab_size=65, bias=False, n_expert=4, arch="llama"))
     plan = plan_with(args, 8)
     job = plan.job()
-
-    def differs(**changes):
-        return replace(plan, **changes).job() != job
-
     # the micro-batch follows from the batch and the ranks; the outer rates cost nothing
     without_effect = {"micro_batch", "outer_lr", "outer_momentum"}
-    names = {f.name for f in fields(Plan)} - without_effect
-    for name in names - {"model_args"}:
-        assert differs(**{name: "changed"}), name
-    for name in without_effect:
-        assert not differs(**{name: 3}), name
+    for name in {f.name for f in fields(Plan)} - {"model_args"}:
+        assert (replace(plan, **{name: 3}).job() == job) == (name in without_effect), name
     slow = replace(plan, outer_lr=3.0, outer_momentum=3.0)
-    h100 = devices.HARDWARE["h100"]
-    assert prediction.predict(slow, h100).seconds == prediction.predict(plan, h100).seconds
-    for name in ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied"):
-        assert differs(model_args=args | {name: 7}), name
-    assert not differs(model_args=args | {"balance_loss": 1.0})
+    seconds = [prediction.predict(p, devices.HARDWARE["h100"]).seconds for p in (plan, slow)]
+    assert seconds[0] == seconds[1]
+    shape = ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied")
+    for name in (*shape, "balance_loss"):
+        same = replace(plan, model_args=args | {name: 7}).job() == job
+        assert same == (name == "balance_loss"), name
     logs = dict(learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2)
     assert plan_with(args, 8, **logs).job() == job
     assert plan_with(args, 8, fsdp=True).job() == plan_with(args, 8, zero=3).job() != job
@@ -131,9 +124,9 @@ def test_the_largest_micro_batch_that_fits():
 def test_what_settings_do_to_the_parts_of_an_estimate():
     shape = GPTConfig(n_layer=12, n_embd=256, n_head=4, vocab_size=65, bias=False)
 
-    def plan(dtype="float32", dropout=0.0, **settings):
+    def plan(dtype="float32", dropout=0.0, ranks=4, **settings):
         args = asdict(replace(shape, dropout=dropout))
-        return plan_with(args, 4, "cuda", dtype, batch_size=2, **settings)
+        return plan_with(args, ranks, "cuda", dtype, batch_size=2, **settings)
 
     def parts(**settings):
         return memory.memory_estimate(plan(**settings))
@@ -154,22 +147,15 @@ def test_what_settings_do_to_the_parts_of_an_estimate():
     shard = offloaded.counts.parameters / 1e9
     assert memory.memory_estimate(offloaded)["gradients"] - on_cpu["gradients"] == pytest.approx(shard)
     assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(offloaded)
-
-
-def test_what_compression_and_islands_keep():
-    args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
-    n = count_on_meta(GPT, args).parameters
-
-    def optimizer_bytes(world_size, **settings):
-        plan = plan_with(args, world_size, "cpu", "float32", batch_size=1, **settings)
-        return memory.memory_estimate(plan)["optimizer"] * 1e9
-
-    assert optimizer_bytes(2, grad_compression="fp16") == pytest.approx(8 * n)
-    assert optimizer_bytes(2, grad_compression="int8") == pytest.approx(12 * n)
-    assert optimizer_bytes(2, islands=2) == pytest.approx(20 * n)
-    assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="int8") == pytest.approx(
-        24 * n / 2
-    )
+    # bytes per parameter, besides the 8 of the moments: errors, and what islands need for the outer step
+    hybrid = dict(ranks=8, islands=2, zero=3, dp_replicate=2, grad_compression="int8")
+    for total, settings in (
+        (8, dict(grad_compression="fp16")),
+        (12, dict(grad_compression="int8")),
+        (20, dict(islands=2)),
+        (24 / 2, hybrid),
+    ):
+        assert parts(**settings)["optimizer"] == pytest.approx(total / 8 * none["optimizer"])
 
 
 @pytest.mark.parametrize(
@@ -247,29 +233,22 @@ def test_an_estimate_follows_an_edit_of_the_model(edit):
 
 def test_bench_estimates_an_edited_file(zygote, work):
     """A copy of the repository in which model.py has an embedding of values in each block."""
-    args = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--device=cpu", "--dtype=float32", "--dataset=tiny"]
+    args = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--dtype=bfloat16", "--hardware=h100"]
     args += ["--vocab_size=50304", "--estimate_world_size=1"]
     usual, edited = (
-        parts_of_estimate(zygote, work, args, repo)
+        zygote.start(args, work, script="bench.py", repo=repo).wait().text().split()
         for repo in (REPO, apply("value embeddings", work / "copy"))
     )
+    start = usual.index("weights")
+    names = usual[start : start + 6]
+    assert names == ["weights", "gradients", "optimizer", "activations", "process", "total"]
+    usual, edited = ([float(gb) for gb in words[start + 7 : start + 13]] for words in (usual, edited))
     added = 12 * 50304 * 256 / 1e9
-    assert edited["weights"] - usual["weights"] == pytest.approx(4 * added, abs=0.0011)
-    assert edited["optimizer"] - usual["optimizer"] == pytest.approx(8 * added, abs=0.0011)
-    card = parts_of_estimate(zygote, work, [*args[:-4], *args[-3:], "--hardware=h100"], REPO)
-    *parts, total = card.values()
-    assert card["process"] == 2.5 and total == pytest.approx(sum(parts), abs=0.003)
+    assert edited[0] - usual[0] == pytest.approx(4 * added, abs=0.0011)
+    assert edited[2] - usual[2] == pytest.approx(8 * added, abs=0.0011)
+    assert usual[4] == 2.5 and usual[5] == pytest.approx(sum(usual[:5]), abs=0.003)
 
 
-def parts_of_estimate(zygote, work, args, repo):
-    """{part: GB} of bench.py --estimate_world_size."""
-    *_, names, values = zygote.start(args, work, script="bench.py", repo=repo).wait().text().splitlines()
-    return {name: float(gb) for name, gb in zip(names.split()[:-1], values.split(), strict=False)}
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system"
-)
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
 def test_a_run_survives_a_full_disk(zygote, work, flags):
     """
@@ -278,18 +257,15 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
     """
     out = work / "out"
     out.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True
-    ).returncode:
+    if subprocess.run(f"mount -t tmpfs -o size=1900k tmpfs {out}", shell=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         # checkpoints of 1.3 MB
         args = ["--out_dir=out", "--save_interval=3", "--n_embd=64", "--keep_last=9", *flags]
         run = zygote.train([*args, "--max_iters=7"], work, 2, ok=False)
         assert "warning: out: a checkpoint failed (" in run.text() and "saved out/step_00000003" in run.text()
-        assert (
-            run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
-        )
+        assert run.codes == [1, 1]
+        assert run.text().count("the final checkpoint could not be written to out") == 1
         found, reports = find_checkpoint(str(out))
         assert found.step == 3 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 8
@@ -302,19 +278,15 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
 
 GRADIENTS = """
 from contextlib import contextmanager
-from isogpt.launch import process_group
 from isogpt.parallel.float_sums import FloatSums
-from model import GPTConfig
-micro_batch, leave, storages = FloatSums.micro_batch, process_group.leave_process_group, set()
+micro_batch, storages = FloatSums.micro_batch, set()
 @contextmanager
 def watched(gradients, micro_step):
     with micro_batch(gradients, micro_step):
         yield
     storages.update(p.grad.untyped_storage().data_ptr() for p in gradients.model.parameters())
-def tell():
     print(f"gradients in {len(storages)} storages", flush=True)
-    leave()
-FloatSums.micro_batch, process_group.leave_process_group = watched, tell
+FloatSums.micro_batch = watched
 """
 
 
@@ -324,4 +296,4 @@ def test_accumulated_gradients_are_in_ddps_buckets(zygote, work, zero):
     args = [f"--zero={zero}", "--gradient_accumulation_steps=6", "--max_iters=3", "--out_dir=out"]
     args.append("--check_layout=False")  # whose small model has gradients too
     run = start_changed(zygote, GRADIENTS, args, work, 2).wait()
-    assert run.text().count("gradients in 1 storages") == 2, run.text()
+    assert {*re.findall("gradients in (.*) storages", run.text())} == {"1"}, run.text()

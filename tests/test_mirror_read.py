@@ -25,8 +25,7 @@ from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.options.values import is_url, without_credentials
-from isogpt.speed import dry_run
-from isogpt.training.settings import without_secrets
+from isogpt.training.settings import check_training, without_secrets
 
 RUN = ["--eval_interval=4", "--max_iters=11", "--keep_last=0"]
 ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
@@ -240,7 +239,7 @@ def test_scripts_read_a_url_or_refuse_it(url, at, capsys):
     assert ": step 8, val loss" in printed.err and len(printed.out.splitlines()) > 1
     assert not Path("out").exists()
     with pytest.raises(ValueError, match="a dry run reads no weights"):
-        dry_run.check(train_defaults(dry_run_ranks=2, init_from="s3://a/b"))
+        check_training(train_defaults(dry_run_ranks=2, init_from="s3://a/b"))
 
 
 def test_no_credentials_are_recorded():

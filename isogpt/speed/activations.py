@@ -18,7 +18,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.parallelize import materialize
 from isogpt.parallel.plan import Plan
-from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
+from isogpt.speed.memory_counter import MemoryCounter
 
 BLOCKS = 2
 LONGEST = 4096  # tokens of a row that is measured: a longer one takes as much for each token
@@ -29,8 +29,7 @@ class Activations(NamedTuple):
     Bytes for each token of a micro-batch, without recomputation, as if nothing divided the model.
 
     Args:
-        block: what a block keeps for the backward pass.
-        fused: what compiled kernels do not keep of that.
+        block: what a block keeps for the backward pass, with compiled kernels if they are used.
         matmuls: the results of a block's matmuls and attention.
         loss: what exists when the loss begins. This and the next are besides what the blocks keep.
         head: the peak from then on to the blocks' backward passes, without the loss itself.
@@ -38,7 +37,6 @@ class Activations(NamedTuple):
     """
 
     block: float
-    fused: float
     matmuls: float
     loss: float
     head: float
@@ -48,9 +46,8 @@ class Activations(NamedTuple):
 def activations_of(plan: Plan) -> Activations:
     """Measure the activations of a plan's model."""
     args = plan.model_args | {"n_layer": BLOCKS, "block_size": min(plan.model_args["block_size"], LONGEST)}
-    kind = plan.torch_dtype, plan.uses_autocast, plan.device_type == "cuda"
-    found = measured(plan.counts.model_class, tuple(args.items()), *kind)
-    return found._replace(block=found.block - found.fused) if is_fused(plan) else found
+    kind = plan.torch_dtype, plan.uses_autocast, plan.device_type == "cuda", is_fused(plan)
+    return measured(plan.counts.model_class, tuple(args.items()), kind)
 
 
 def is_fused(plan: Plan) -> bool:
@@ -59,22 +56,22 @@ def is_fused(plan: Plan) -> bool:
 
 
 @cache
-def measured(model_class: type[nn.Module], args: tuple, *kind: Any) -> Activations:
+def measured(model_class: type[nn.Module], args: tuple, kind: tuple) -> Activations:
     """What a second row adds. `kind`: see `measure`."""
     config = GPTConfig(**dict(args))
-    one, two = (measure(model_class, config, rows, *kind) for rows in (1, 2))
+    one, two = (measure(model_class, config, rows, kind) for rows in (1, 2))
     return Activations(*((two - one) / config.block_size).tolist())
 
 
-def measure(
-    model_class: type[nn.Module], config: GPTConfig, rows: int, dtype: torch.dtype, casts: bool, on_gpu: bool
-) -> np.ndarray:
+def measure(model_class: type[nn.Module], config: GPTConfig, rows: int, kind: tuple) -> np.ndarray:
     """
     Return the bytes of Activations for a micro-batch of so many rows.
 
     Args:
-        casts: whether autocast casts to `dtype`. Otherwise, the weights have it.
+        kind: the dtype, whether autocast casts to it (otherwise, the weights have it), whether the kernels
+            are those of a GPU, and whether they are compiled.
     """
+    dtype, casts, on_gpu, is_compiled = kind
     with torch.device("meta"):
         model = model_class(config)
     marks: dict[str, np.ndarray] = {}
@@ -95,7 +92,6 @@ def measure(
     first.register_full_backward_hook(partial(mark, "backward"))
     replace_seams(model, loss=loss_without_logits)
     with ExitStack() as stack:
-        stack.enter_context(FakeFloats())
         stack.enter_context(counter)
         if on_gpu:
             stack.enter_context(GPUKernels())
@@ -103,14 +99,14 @@ def measure(
         materialize(model if casts else model.to(dtype), torch.device("cpu"))
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        mark("begin")
         x = torch.zeros(rows, config.block_size, dtype=torch.int64)
         with torch.autocast("cpu", dtype, enabled=casts):
             _, loss = model(x, x, 1.0)
         loss.backward()
-    kept = marks["leave"] - marks["enter"]
-    peaks = [marks["loss"][0], marks["head"][3], marks["backward"][3]]
-    return np.array([*kept[:3] / BLOCKS, *peaks - marks["begin"][0] - kept[0]])
+    kept, fused, matmuls, _ = marks["leave"] - marks["enter"]
+    of_blocks = np.array([kept - is_compiled * fused, matmuls])
+    peaks = np.array([marks["loss"][0], marks["head"][3], marks["backward"][3]])
+    return np.concatenate([of_blocks / BLOCKS, peaks - kept])
 
 
 class GPUKernels(TorchFunctionMode):

@@ -10,16 +10,16 @@ import signal
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isogpt.checkpoint.progress import Progress
@@ -30,18 +30,17 @@ from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pre
 from isogpt.parallel.compression import POWERSGD_START
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED, Plan
 from isogpt.parallel.shares import share_of_plan
 from isogpt.speed.launches import FIXED
-from isogpt.speed.memory import rank_estimate
-from isogpt.speed.memory_counter import FakeFloats, MemoryCounter
+from isogpt.speed.memory import part_of, rank_estimate, state_bytes
+from isogpt.speed.memory_counter import MemoryCounter, tensors_in
 from isogpt.speed.workload import vocab_size_of
-from isogpt.training.optim import moments_of
 from isogpt.training.optimizer_class import inner_optimizer
 
 # settings of train.py with which a dry run takes two steps and writes nothing
 SETTINGS = FIXED | {
-    "init_from": "scratch",
+    "local_steps": 1,  # the second step averages over islands
     "nproc": 0,
     "device": "cpu",
     "check_layout": False,
@@ -61,58 +60,55 @@ class DryRun:
 
     Attributes:
         folder: of its data; the run writes nothing.
-        stack: what ends with the run.
-        steps_left: until the memory is known.
-        collectives: of the run so far, which the process groups record.
-        optimizers: those that have taken a step. The first one's steps divide the time into steps.
+        last_step: the number of the step that is counted.
+        collectives: of the step, which the process groups record.
+        steps: how many steps each optimizer has taken.
         model, plan, mesh: known when `begin` is called.
-        gb: what the last step has taken, None until it is done.
     """
 
     folder: tempfile.TemporaryDirectory
-    stack: ExitStack
-    steps_left: int
+    last_step: int
     collectives: list[Collective] = field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     counter: MemoryCounter = field(default_factory=MemoryCounter)
+    steps: Counter[torch.optim.Optimizer] = field(default_factory=Counter)
     model: nn.Module | None = None
     plan: Plan | None = None
     mesh: Mesh | None = None
-    gb: dict[str, float] | None = None
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Count the last step, and exit at its end."""
+        """At the end of a step, after its last optimizer, begin to count anew, or exit."""
         if optimizer.param_groups[0]["params"][0] not in {*self.model.parameters()}:
             return  # make_optimizers tries a class on a small parameter
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-        if optimizer is not self.optimizers[0]:
+        self.steps[optimizer] += 1
+        if len({*self.steps.values()}) > 1:
             return
-        self.steps_left -= 1
-        if self.steps_left == 1:
-            self.counter.peak = self.counter.total
-            self.collectives.clear()
-        if self.steps_left == 0:
-            self.gb = self.count()
+        if self.steps[optimizer] == self.last_step:
+            self.counter.__exit__(None, None, None)
             sys.exit()
+        self.counter.peak = self.counter.total
+        self.collectives.clear()
 
     def count(self) -> dict[str, float]:
-        """The parts of the peak, as in memory.memory_estimate."""
+        """The GB of the parts of the peak, as in memory.memory_estimate."""
         params = list(self.model.parameters())
-        states = [state for o in self.optimizers for state in inner_optimizer(o).state.values()]
         parts = {
             "weights": gb_of(params),
-            "gradients": gb_of([p.grad for p in params if p.grad is not None]),
-            "optimizer": gb_of([t for state in states for t in state.values() if torch.is_tensor(t)]),
+            "gradients": gb_of([p.grad for p in params]),
+            "optimizer": gb_of([dict(inner_optimizer(o).state) for o in self.steps]),
         }
         total = self.counter.peak / 1e9
         return parts | {"activations": total - sum(parts.values()), "total": total}
 
+    def stop(self, number: int, _: object) -> None:
+        """End at once on a signal; the folder is deleted."""
+        self.folder.cleanup()
+        os._exit(128 + number)  # Python ignores SystemExit in a weak reference's callback
 
-def gb_of(tensors: list[Tensor]) -> float:
-    """The GB of the storages of tensors, each once."""
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values()) / 1e9
+
+def gb_of(values: object) -> float:
+    """The GB of the storages of all tensors in lists and dicts, each once."""
+    storages = {local(tensor).untyped_storage() for tensor in tensors_in(values)}
+    return sum(storage.nbytes() for storage in storages) / 1e9
 
 
 def start(config: dict, script: str) -> None:
@@ -121,50 +117,29 @@ def start(config: dict, script: str) -> None:
     has taken, and exit. Returns in that run, and without the setting.
 
     Raises:
-        ValueError: the settings cannot be dry run.
+        ValueError: the size of the vocabulary is not known.
     """
-    ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
-    if not (ranks or rank) or pretended_rank():
+    if not config["dry_run_ranks"] or pretended_rank():
         return
-    check(config)
     settings = SETTINGS | {"vocab_size": vocab_size_of(config)}
-    if config["islands"] != 1:
-        settings["local_steps"] = 1  # the second step averages
     # PowerSGD begins later
     settings["max_iters"] = 2 + POWERSGD_START * config["grad_compression"].startswith("powersgd")
+    folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
+    settings["out_dir"] = settings["dataset"] = folder.name
+    run = DryRun(folder, settings["max_iters"])
+    pretend(config["dry_run_rank"], config["dry_run_ranks"], run)
+    sys.argv += [f"--{name}={value}" for name, value in settings.items()]
     warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
-    with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
-        settings["out_dir"] = settings["dataset"] = stack.enter_context(folder)
+    with folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         write_random_tokens(Path(folder.name), settings["vocab_size"], 2 * config["block_size"] + 1)
-        run = DryRun(folder, stack, settings["max_iters"])
-        pretend(rank, ranks, run)
-        sys.argv += [f"--{name}={value}" for name, value in settings.items()]
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
             runpy.run_path(script, run_name="__main__")
-        except SystemExit:
-            if not run.gb:
+        except SystemExit as e:
+            if e.code:
                 raise
     for line in report(run, config["local_steps"]):
         console.print_line(line)
     sys.exit()
-
-
-def check(config: dict) -> None:
-    """Raise ValueError if settings cannot be dry run."""
-    ranks, rank = config["dry_run_ranks"], config["dry_run_rank"]
-    if ranks < max(2, rank + 1):
-        raise ValueError(f"dry_run_ranks is {ranks}: set --dry_run_ranks={max(2, rank + 1)} or more")
-    if "RANK" in os.environ:
-        raise ValueError("a dry run is one process: start train.py without a launcher")
-    if config["init_from"] not in ("scratch", "auto"):
-        raise ValueError(
-            f"init_from is {config['init_from']!r}, but a dry run reads no weights: set --init_from=scratch, "
-            "and the model's shape with --n_layer, --n_head and --n_embd"
-        )
-    if config["shares"] == "auto":
-        raise ValueError("shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal")
 
 
 def begin(model: nn.Module, plan: Plan, mesh: Mesh, progress: Progress) -> None:
@@ -174,18 +149,10 @@ def begin(model: nn.Module, plan: Plan, mesh: Mesh, progress: Progress) -> None:
     run = dist.group.WORLD.run
     run.model, run.plan, run.mesh = model, plan, mesh
     progress.step = 1  # step 0 would be evaluated
-    signal.set_wakeup_fd(-1)  # nothing is saved: a signal ends the run at once
     for number in stop_signals():
-        signal.signal(number, partial(exit_at_once, run.folder))
-    run.stack.callback(register_optimizer_step_post_hook(run.after_step).remove)
-    run.stack.enter_context(FakeFloats())
-    run.stack.enter_context(run.counter)
-
-
-def exit_at_once(folder: tempfile.TemporaryDirectory, number: int, _: object) -> None:
-    """End a dry run that was asked to stop; its folder is deleted."""
-    folder.cleanup()
-    os._exit(128 + number)  # Python ignores SystemExit in a weak reference's callback
+        signal.signal(number, run.stop)
+    register_optimizer_step_post_hook(run.after_step)
+    run.counter.__enter__()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -202,38 +169,31 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield f"a step: {count} of {share.rows} x {plan.model_args['block_size']:,} tokens on this rank"
     yield ""
     predicted = rank_estimate(replace(plan, micro_batch=max(share.rows_of)), mesh.index("pp"), 0.0)
-    columns = {"counted": run.gb, "predicted": predicted}
+    counted = run.count()
+    columns = {"counted": counted, "predicted": predicted}
     columns = {name: [f"{gb:.4g}" for gb in parts.values()] for name, parts in columns.items()}
     yield from console.aligned({"GB at the peak": list(predicted), **columns})
     yield ""
-    columns = {name: [] for name in ("collectives of a step", "ranks", "count", "bytes", "sent", "along")}
-    for operation, ranks in dict.fromkeys((c.operation, c.ranks) for c in run.collectives if c.size):
-        members = [c for c in run.collectives if (c.operation, c.ranks) == (operation, ranks)]
-        numbers = [
-            len(ranks),
-            len(members),
-            sum(c.size for c in members),
-            round(sum(c.sent for c in members)),
-        ]
-        cells = [operation, *(f"{number:,}" for number in numbers), axes_of(ranks, mesh)]
-        if len(ranks) > 1:  # else nothing is sent
-            for column, cell in zip(columns.values(), cells, strict=True):
-                column.append(cell)
-    yield from console.aligned(columns)
+    groups = {}
+    for collective in run.collectives:
+        if collective.size and len(collective.ranks) > 1:  # else nothing is sent
+            groups.setdefault((collective.operation, collective.ranks), []).append(collective)
+    rows = []
+    for (operation, ranks), members in groups.items():
+        size, sent = sum(c.size for c in members), round(sum(c.sent for c in members))
+        numbers = [f"{number:,}" for number in (len(ranks), len(members), size, sent)]
+        rows.append([operation, *numbers, axes_of(ranks, mesh)])
+    headings = "collectives of a step", "ranks", "count", "bytes", "sent", "along"
+    yield from console.aligned(dict(zip(headings, zip(*rows, strict=True), strict=True)))
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
-    held, whole = run.gb["weights"] + run.gb["optimizer"], checkpoint_bytes(plan) / 1e9
-    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
+    alone = replace(UNDIVIDED, model_args=plan.model_args, counts=plan.counts, optimizer=plan.optimizer)
+    undivided = state_bytes(alone, part_of(alone, 0))
+    held, whole = (parts["weights"] + parts["optimizer"] for parts in (counted, undivided))
+    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole / 1e9:.4g} GB"
 
 
 def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:
     """The axes of the mesh along which ranks differ."""
     places = [replace(mesh, rank=rank) for rank in ranks]
     return " x ".join(axis for axis in AXES if len({place.index(axis) for place in places}) > 1)
-
-
-def checkpoint_bytes(plan: Plan) -> float:
-    """Roughly the bytes of the weights and the optimizer's moments in a checkpoint, over all ranks."""
-    of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
-    in_blocks = sum(block.parameters for block in plan.counts.blocks)
-    return 4 * (plan.counts.parameters * (1 + of_others) - in_blocks * (of_others - of_blocks))

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,47 +25,9 @@ def is_float(value: object) -> bool:
     return torch.is_tensor(value) and value.is_floating_point()
 
 
-def has_dtensor(types: tuple[type, ...]) -> bool:
-    """Whether an operator gets a DTensor: the operators on its local part follow."""
-    return any(kind.__name__ == "DTensor" for kind in types)
-
-
-class FakeFloats(TorchDispatchMode):
-    """
-    Computes only the shapes of tensors of floating-point numbers, which have no memory. Tokens, positions and
-    other whole numbers that do not follow from them are computed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if has_dtensor(types):
-            return NotImplemented
-        inputs = tensors_in((args, kwargs))
-        if operator in WITHOUT_NUMBERS and isinstance(inputs[0], FakeTensor):
-            return WITHOUT_NUMBERS[operator](*args)
-        # DTensor asks for the shapes of results in a mode of its own
-        if active_fake_mode() or any(isinstance(x, FakeTensor) or is_float(x) for x in inputs):
-            return operator(*args, **kwargs)
-        if inputs:  # whole numbers
-            result = operator(*args, **kwargs)
-            return self.fake.from_tensor(result) if is_float(result) else result
-        with self.fake:
-            result = operator(*args, **kwargs)
-        return result if is_float(result) else operator(*args, **kwargs)
-
-
 def number(x: Tensor) -> float:
     """1, for a number that was not computed."""
     return torch.ones((), dtype=x.dtype).item()
-
-
-def no_places(x: Tensor) -> Tensor:
-    """The result of x.nonzero() if x is 0 everywhere."""
-    return torch.zeros(0, x.dim(), dtype=torch.int64)
 
 
 def even_choice(x: Tensor, k: int, dim: int = -1, *_: bool) -> tuple[Tensor, Tensor]:
@@ -93,7 +54,6 @@ aten = torch.ops.aten
 # operators whose results depend on numbers
 WITHOUT_NUMBERS: dict[Any, Callable] = {
     aten._local_scalar_dense.default: number,
-    aten.nonzero.default: no_places,
     aten.topk.default: even_choice,
     aten._grouped_mm.default: grouped_matmul,
     torch.ops._c10d_functional.all_to_all_single.default: exchanged,
@@ -102,75 +62,85 @@ WITHOUT_NUMBERS: dict[Any, Callable] = {
 
 class MemoryCounter(TorchDispatchMode):
     """
-    Counts the bytes of all tensors that exist while this mode is entered, and what selective recomputation
-    and compiled kernels would keep.
+    While this mode is entered, computes only the shapes of tensors of floating-point numbers, which have no
+    memory, and counts the bytes that all tensors would take. Tokens, positions and other whole numbers that
+    do not follow from such tensors are computed.
 
     torch's MemTracker takes a second to import, and follows the model's modules, so that it raises an
     exception in the second step (torch 2.13).
 
     Attributes:
         total, peak: bytes now, and the most so far.
-        sizes: bytes of each storage, by its address.
-        resizable: storages that FSDP frees and allocates without an operator.
         matmuls: bytes of all results of matmuls and attention.
+        sizes: bytes of each storage, by its address.
         pointwise: the results of pointwise operators that no other operator has read, and what they were
             computed from.
+        resizable: storages that FSDP frees and allocates without an operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.total = self.peak = self.matmuls = 0
         self.sizes: dict[int, int] = {}
-        self.references: dict[int, weakref.ref] = {}
-        self.resizable: set[int] = set()
-        self.pointwise: dict[int, list[weakref.ref]] = {}
+        self.pointwise = weakref.WeakKeyDictionary()
+        self.resizable = weakref.WeakSet()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if has_dtensor(types):
-            return NotImplemented
-        result = operator(*args, **kwargs or {})
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # the operators on its local part follow
+        kwargs = kwargs or {}
+        inputs = tensors_in((args, kwargs))
+        result = self.compute(operator, inputs, args, kwargs)
         if active_fake_mode() or operator.namespace == "prim":  # a property of a tensor
             return result
-        inputs = {self.track(tensor) for tensor in tensors_in((args, kwargs))}
-        results = {self.track(tensor) for tensor in tensors_in(result)}
+        results = tensors_in(result)
+        sources, written = ({x.untyped_storage() for x in tensors} for tensors in (inputs, results))
+        for storage in sources | written:
+            self.track(storage)
         if operator in KEPT:
-            self.matmuls += sum(tensor.nbytes for tensor in tensors_in(result))
+            self.matmuls += sum(tensor.nbytes for tensor in results)
         if torch.Tag.pointwise in operator.tags:
-            self.pointwise |= dict.fromkeys(results - inputs, [self.references[key] for key in inputs])
+            self.pointwise |= dict.fromkeys(written - sources, [*map(weakref.ref, sources)])
         elif not operator.is_view:
-            for key in inputs | results:
-                self.pointwise.pop(key, None)
+            for storage in sources | written:
+                self.pointwise.pop(storage, None)
         if operator.namespace == "fsdp":
-            self.resizable |= inputs | results
+            self.resizable |= sources | written
         if self.total > self.peak:
-            for key in self.resizable & self.references.keys():
-                self.set_size(key, self.references[key]().nbytes())
+            for storage in self.resizable:
+                self.track(storage)
             self.peak = max(self.peak, self.total)
         return result
 
-    def track(self, tensor: Tensor) -> int:
-        """Count a tensor's storage, or count it again if its size has changed; return its address."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.references:
-            # the address may be that of a later storage
-            self.references[key] = weakref.ref(storage, partial(self.forget, key))
-        self.set_size(key, storage.nbytes())
-        return key
+    def compute(self, operator: Any, inputs: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        """Return the result of an operator; of floating-point numbers, only the shape."""
+        if operator in WITHOUT_NUMBERS and isinstance(inputs[0], FakeTensor):
+            return WITHOUT_NUMBERS[operator](*args)
+        # DTensor asks for the shapes of results in a mode of its own
+        if active_fake_mode() or any(isinstance(x, FakeTensor) or is_float(x) for x in inputs):
+            return operator(*args, **kwargs)
+        if not inputs:  # may be large
+            with self.fake:
+                result = operator(*args, **kwargs)
+            if is_float(result):
+                return result
+        result = operator(*args, **kwargs)
+        return self.fake.from_tensor(result) if is_float(result) else result
 
-    def set_size(self, key: int, size: int) -> None:
-        """Note the bytes of a storage."""
+    def track(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or count it again if its size has changed."""
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.sizes:
+            weakref.finalize(storage, self.forget, key)
         self.total += size - self.sizes.get(key, 0)
         self.sizes[key] = size
 
-    def forget(self, key: int, _: weakref.ref) -> None:
-        """Note that a storage was freed."""
+    def forget(self, key: int) -> None:
+        """Note that a storage was freed, whose address a later one may have."""
         self.total -= self.sizes.pop(key)
-        del self.references[key]
-        self.pointwise.pop(key, None)
-        self.resizable.discard(key)
 
     def fused(self) -> int:
         """The bytes of those in `pointwise` that compiled kernels compute again from what exists."""
-        found = [key for key, sources in self.pointwise.items() if all(ref() is not None for ref in sources)]
-        return sum(self.sizes[key] for key in found)
+        results = self.pointwise.items()
+        return sum(storage.nbytes() for storage, sources in results if None not in [x() for x in sources])

@@ -36,6 +36,7 @@ def check_training(config: dict) -> dict:
     settings = Settings(**config)
     problems = problems_of_shape(model_fields(config))
     problems += rules_of_start(settings)
+    problems += rules_of_dry_run(settings)
     problems += rules_of_model(settings)
     problems += rules_of_length(settings)
     problems += rules_of_updates(settings)
@@ -101,6 +102,24 @@ def rules_of_start(c: Settings) -> Iterator[str]:
             "grad_sync 'never' is for measuring communication, and lets the ranks' weights drift apart: set "
             "--save_checkpoint=False"
         )
+
+
+def rules_of_dry_run(c: Settings) -> Iterator[str]:
+    """A process that is one of dry_run_ranks ranks."""
+    least = max(2, c.dry_run_rank + 1)
+    if not (c.dry_run_ranks or c.dry_run_rank):
+        return
+    if c.dry_run_ranks < least:
+        yield f"dry_run_ranks is {c.dry_run_ranks}: set --dry_run_ranks={least} or more"
+    if "RANK" in os.environ:
+        yield "a dry run is one process: start train.py without a launcher"
+    if c.init_from not in ("scratch", "auto"):
+        yield (
+            f"init_from is {c.init_from!r}, but a dry run reads no weights: set --init_from=scratch, and the "
+            "model's shape with --n_layer, --n_head and --n_embd"
+        )
+    if c.shares == "auto":
+        yield "shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal"
 
 
 def rules_of_model(c: Settings) -> Iterator[str]:
