@@ -409,7 +409,12 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
 def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
     """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
     codes, told = SimpleQueue(), []
-    monkeypatch.setattr(os, "_exit", codes.put)
+
+    def leave(status):
+        codes.put(status)
+        raise SystemExit  # ends the thread, which would look again, and then end the tests
+
+    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
     monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
     progress, store = Progress(1, step=4), dist.HashStore()

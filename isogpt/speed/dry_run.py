@@ -26,7 +26,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.launch.launchers import stop_signals
-from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend, pretended_rank
+from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend
 from isogpt.parallel.compression import POWERSGD_START
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import AXES, Mesh
@@ -40,6 +40,7 @@ from isogpt.training.optimizer_class import inner_optimizer
 
 # settings of train.py with which a dry run takes two steps and writes nothing
 SETTINGS = FIXED | {
+    "dry_run_rank": 0,  # and in FIXED, no dry_run_ranks
     "local_steps": 1,  # the second step averages over islands
     "nproc": 0,
     "device": "cpu",
@@ -119,7 +120,7 @@ def start(config: dict, script: str) -> None:
     Raises:
         ValueError: the size of the vocabulary is not known.
     """
-    if not config["dry_run_ranks"] or pretended_rank():
+    if not config["dry_run_ranks"]:  # or this is one of them, see SETTINGS
         return
     settings = SETTINGS | {"vocab_size": vocab_size_of(config)}
     # PowerSGD begins later
