@@ -1,6 +1,6 @@
 """
 What a run says, and to whom: the console with its status line, samples and waiting ranks; the logger and its
-sinks; the watchdog.
+sinks; garbage.
 """
 
 import json
@@ -14,13 +14,11 @@ import termios
 import threading
 import time
 from contextlib import nullcontext, suppress
-from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import TINY, column, default_plan, records, start_changed, steps_in, wait_for
 
 from isogpt.checkpoint.owner import write_owner
@@ -28,7 +26,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_alerts, sink_wandb, watchdog
+from isogpt.monitor import sink_alerts, sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
@@ -179,11 +177,16 @@ def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_run_whose_output_is_on_a_full_disk(zygote, work):
+@pytest.mark.parametrize("name", ["/dev/full", "pipe"])
+def test_a_run_whose_output_is_on_a_full_disk_or_in_a_closed_pipe(zygote, work, name):
     """It is saved after a signal, and Python reports nothing at the end, which would change the status."""
+    os.mkfifo(work / "pipe")
+    reader = os.open(work / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     args = [*TINY, "--out_dir=out", "--max_iters=100000", "--sample_interval=2"]
-    run = zygote.start(args, work, out="/dev/full")
+    run = zygote.start(args, work, out=str(work / name))
     wait_for(lambda: steps_in(work / "out") > 2)
+    os.close(reader)  # train.py ... | head -3
+    wait_for(lambda: any(r.get("event") == "sink_failed" for r in records(work / "out")))
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     assert run.codes == [128 + signal.SIGTERM]
@@ -400,32 +403,6 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     assert os.read(reader, 1) == b"", "nobody holds its other end any more"
     assert sorted(json.loads(line)["event"] for line in open(told)) == ["end", "start"]
     assert capfd.readouterr() == ("", "")
-
-
-# ------------------------------------------------------------------------------------------------------------
-# the watchdog
-
-
-def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
-    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
-    codes, told = SimpleQueue(), []
-    monkeypatch.setattr(os, "_exit", codes.put)
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-    monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
-    progress, store = Progress(1, step=4), dist.HashStore()
-    monkeypatch.setattr(watchdog.network, "connect_store", lambda timeout_s: store)
-    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", store, hosts=("a", "a"))
-    logger = Logger(progress, [])
-    dog = watchdog.Watchdog("out", ranks, 600.0, logger)
-    assert dog.position == "step 4, the start"
-    dog.clock, dog.saver = Clock(CPU), SimpleNamespace(writes_alone=lambda: False)
-    logger.sinks.append(keep(told))
-    dog.problem = "lost the connection"
-    store.set("beat/1", "1.0: step 3, forward")
-    dog.start()
-    assert codes.get(timeout=30) == 1 and [record["event"] for record, _ in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond"
-    assert f"{said}, its last position was step 3, forward\n" in capsys.readouterr().err
 
 
 # Every step leaves 50 objects that refer to themselves
