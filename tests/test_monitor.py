@@ -29,7 +29,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.monitor import sink_alerts, sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
+from isogpt.monitor.samples import TOKENS, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
@@ -236,12 +236,6 @@ def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
 
 
-def test_two_lines_of_a_sample_are_shown():
-    text = "\n\ndef main(\n    \n\treturn\x1b[2J\x07 1\nthird"
-    assert first_lines(text) == ["def main(", "    return [2J  1"]
-    assert first_lines("x" * 100) == ["x" * 70, "x" * 30] and first_lines("\n ") == []
-
-
 # ------------------------------------------------------------------------------------------------------------
 # waiting
 
@@ -331,7 +325,7 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
     assert capsys.readouterr().err == said
 
 
-def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_the_folder(tmp_path):
+def test_the_log_is_appended_to_by_its_name(tmp_path):
     """A removed file is begun anew, and a line that a kill or a full disk has torn does not tear the next."""
     path = tmp_path / "metrics.jsonl"
     write_owner(tmp_path, "me", None)
@@ -343,9 +337,6 @@ def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_t
         file.write('{"iter": 2, "lo')
     logger.write({"iter": 3})
     assert [r["iter"] for r in records(tmp_path)] == [1, 3] and not logger.failed_sinks
-    write_owner(tmp_path, "a different run", None)
-    logger.write({"iter": 4})
-    assert [r["iter"] for r in records(tmp_path)] == [1, 3] and logger.failed_sinks == {"MetricsFile"}
 
 
 def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
