@@ -79,7 +79,7 @@ def child(job, out):
     os.dup2(fd, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True)
-    if not os.path.isfile(out):  # the zygote's streams may expect a file, which can seek
+    if os.isatty(1):  # the zygote's streams may expect a file, which can seek
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
     os.setpgid(0, 0)
