@@ -10,7 +10,8 @@ import pytest
 import torch
 from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
-from runs import REPO, assert_same_curve, train_defaults
+from runs import REPO, TINY, assert_same_curve, train_defaults
+from test_launchers import FORKED
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
@@ -133,8 +134,10 @@ def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, 
     said = "tp=2 does not compute what one process computes with this model.py: the loss"
     assert message.startswith(f"error: {said}") and "; dp and zero=3 compute the same." in message
     (work / "edited/model.py").write_text(edited(EDITS["without a rule"], (REPO / "model.py").read_text()))
-    run = zygote.train(["--check_layout=True", "--zero=3", "--max_iters=1"], work, 2, repo=repo, ok=False)
-    assert re.fullmatch(r"error: .*transformer\.h\.0\.alpha.*\n", run.text()) and run.codes == [1, 1]
+    torchrun = ["--standalone", "--nproc_per_node=2", str(repo / "train.py"), *TINY]
+    run = zygote.start([*torchrun, "--check_layout=True", "--zero=3"], work, script=FORKED).wait(ok=False)
+    (message,) = re.findall(r"^error: .*", run.text(), flags=re.M)
+    assert "transformer.h.0.alpha" in message and run.codes == [1]
 
 
 @pytest.mark.parametrize(("name", "nproc"), [("mixture of depths", 1), ("frozen embeddings", 2)])

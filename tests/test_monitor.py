@@ -1,6 +1,6 @@
 """
 What a run says, and to whom: the console with its status line, samples and waiting ranks; the logger and its
-sinks; the watchdog.
+sinks; garbage.
 """
 
 import json
@@ -14,13 +14,11 @@ import termios
 import threading
 import time
 from contextlib import nullcontext, suppress
-from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import TINY, column, default_plan, records, start_changed, steps_in, wait_for
 
 from isogpt.checkpoint.owner import write_owner
@@ -28,10 +26,10 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_alerts, sink_wandb, watchdog
+from isogpt.monitor import sink_alerts, sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
+from isogpt.monitor.samples import TOKENS, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
@@ -233,12 +231,6 @@ def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
 
 
-def test_two_lines_of_a_sample_are_shown():
-    text = "\n\ndef main(\n    \n\treturn\x1b[2J\x07 1\nthird"
-    assert first_lines(text) == ["def main(", "    return [2J  1"]
-    assert first_lines("x" * 100) == ["x" * 70, "x" * 30] and first_lines("\n ") == []
-
-
 # ------------------------------------------------------------------------------------------------------------
 # waiting
 
@@ -328,7 +320,7 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
     assert capsys.readouterr().err == said
 
 
-def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_the_folder(tmp_path):
+def test_the_log_is_appended_to_by_its_name(tmp_path):
     """A removed file is begun anew, and a line that a kill or a full disk has torn does not tear the next."""
     path = tmp_path / "metrics.jsonl"
     write_owner(tmp_path, "me", None)
@@ -340,9 +332,6 @@ def test_the_log_is_appended_to_by_its_name_unless_a_different_run_has_claimed_t
         file.write('{"iter": 2, "lo')
     logger.write({"iter": 3})
     assert [r["iter"] for r in records(tmp_path)] == [1, 3] and not logger.failed_sinks
-    write_owner(tmp_path, "a different run", None)
-    logger.write({"iter": 4})
-    assert [r["iter"] for r in records(tmp_path)] == [1, 3] and logger.failed_sinks == {"MetricsFile"}
 
 
 def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
@@ -400,37 +389,6 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     assert os.read(reader, 1) == b"", "nobody holds its other end any more"
     assert sorted(json.loads(line)["event"] for line in open(told)) == ["end", "start"]
     assert capfd.readouterr() == ("", "")
-
-
-# ------------------------------------------------------------------------------------------------------------
-# the watchdog
-
-
-def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
-    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
-    codes, told = SimpleQueue(), []
-
-    def leave(status):
-        codes.put(status)
-        threading.Event().wait()  # for ever: the thread would look again, and then end the tests
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
-    monkeypatch.setattr(watchdog, "LINGER_S", 0.0)
-    progress, store = Progress(1, step=4), dist.HashStore()
-    monkeypatch.setattr(watchdog.network, "connect_store", lambda timeout_s: store)
-    ranks = Ranks(0, 2, torch.device("cpu"), "gloo", store, hosts=("a", "a"))
-    logger = Logger(progress, [])
-    dog = watchdog.Watchdog("out", ranks, 600.0, logger)
-    assert dog.position == "step 4, the start"
-    dog.clock, dog.saver = Clock(CPU), SimpleNamespace(writes_alone=lambda: False)
-    logger.sinks.append(keep(told))
-    dog.problem = "lost the connection"
-    store.set("beat/1", "1.0: step 3, forward")
-    dog.start()
-    assert codes.get(timeout=30) == 1 and [record["event"] for record, _ in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: lost the connection; rank 1 does not respond"
-    assert f"{said}, its last position was step 3, forward\n" in capsys.readouterr().err
 
 
 # Every step leaves 50 objects that refer to themselves

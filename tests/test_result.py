@@ -42,7 +42,8 @@ def test_the_result_of_a_complete_run(zygote, work):
     (work / "data/tiny/meta.json").write_text(json.dumps({"val_bytes": 4000, "val_text": "0" * 64}))
     run = zygote.train(COMPLETE, work, nproc=2)
     result, losses = result_of(out), column(out, "val_loss")
-    assert last_line(run) == result and not any(line.startswith("{") for line in open(run.outs[1]))
+    assert last_line(run) == result
+    assert not any(line.startswith("{") for line in open(run.outs[1]))
     start = next(r for r in records(out) if r.get("event") == "start")
     expected = {
         "val_loss": losses[10],
@@ -62,9 +63,11 @@ def test_the_result_of_a_complete_run(zygote, work):
     again = last_line(zygote.train([*COMPLETE, "--init_from=resume"], work))
     assert again == result_of(out) == result | {"seconds": again["seconds"]}
     evaluated = zygote.train([*COMPLETE, "--init_from=resume", "--eval_only"], work)
-    assert last_line(evaluated)["val_loss"] == result["val_loss"] and result_of(out) == again
+    assert last_line(evaluated)["val_loss"] == result["val_loss"]
+    assert result_of(out) == again
     shorter = last_line(zygote.train([*COMPLETE, "--max_iters=0"], work))
-    assert shorter["tokens_per_s"] is None and shorter["steps"] == 1 and shorter == result_of(out)
+    assert shorter["tokens_per_s"] is None and shorter["steps"] == 1
+    assert shorter == result_of(out)
     assert result_of(out / "previous_1") == again
 
 
@@ -84,11 +87,13 @@ def test_the_result_of_a_run_that_stops(zygote, work):
 
     (work / "go").unlink()
     run = start_faulty(zygote, [*args, "--init_from=resume"], work, WAIT=[steps + 1, 0])
-    assert run.until(lambda text: "held by the test" in text) and not (out / "result.json").exists()
+    assert run.until(lambda text: "held by the test" in text)
     run.kill()
     run.wait(ok=False)
+    assert not (out / "result.json").exists()
     end = last_line(zygote.train([*args, "--init_from=resume"], work))
-    assert end == result_of(out) and (end["exit_reason"], end["steps"]) == ("complete", 12)
+    assert end == result_of(out)
+    assert (end["exit_reason"], end["steps"]) == ("complete", 12)
     assert end["tokens_per_s"] == speed_of(out, slow=(0, 1, 2, steps, steps + 1, steps + 2))
     assert end["seconds"] >= first["seconds"]
 

@@ -3,19 +3,14 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from runs import column, records, tiny_data
-from test_monitor import numbers_of
+from runs import column, records, start_faulty, tiny_data
 
-from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
-from isogpt.monitor.step_policy import StepPolicy
-from isogpt.training.recent_steps import ENOUGH, PATIENCE, SIGMAS, WINDOW, RecentSteps
+from isogpt.training.recent_steps import ENOUGH, SIGMAS, WINDOW, RecentSteps
 
 
 def noise(n, mean=3.0, sigma=0.1):
@@ -49,70 +44,34 @@ def test_neither_a_fall_nor_rounding_is_a_spike():
     assert recent.limits()[0] < 1.2, "a rise to this after the fall is one"
 
 
-@pytest.fixture
-def told():
-    """What a policy reports: (event, text, facts), or a line."""
-    return []
-
-
-@pytest.fixture
-def policy(told):
-    """A policy that skips, and that remembers enough steps."""
-    logger = SimpleNamespace(event=lambda *event, **facts: told.append((*event, facts)), print=told.append)
-    state = SimpleNamespace(step=7, progress=Progress(tokens_per_step=64))
-    for loss in noise(WINDOW):
-        state.progress.recent_steps.add(loss, 1.0)
-    return StepPolicy("skip", "skip", state, None, None, logger)
-
-
-def numbers_with_limits(policy, loss, grad_norm=1.0, **more):
-    """The numbers of a step of two ranks with this mean loss."""
-    numbers, limits = numbers_of(2 * loss - 1, grad_norm**2 - 0.5, **more), ("loss_limit", "grad_norm_limit")
-    pairs = zip(limits, policy.state.progress.recent_steps.limits(), strict=True)
-    return numbers._replace(**{name: torch.full((2,), limit).double() for name, limit in pairs})
-
-
-@pytest.mark.parametrize("on_spike", ["report", "skip"])
-def test_a_spike_is_reported_and_with_skip_not_taken(policy, told, on_spike):
-    policy.on_spike, is_skipped = on_spike, on_spike == "skip"
-    recent = policy.state.progress.recent_steps
-    for loss, grad_norm in ((9.0, 1.0), (3.0, 2.0)):
-        numbers = numbers_with_limits(policy, loss, grad_norm)
-        assert not numbers.is_update(skips_spikes=True) and numbers.is_update(skips_spikes=False)
-        assert policy.takes(numbers) is not is_skipped
-        assert (recent.losses[-1] == loss) is not is_skipped
-    numbers = numbers_with_limits(policy, 3.0)
-    assert numbers.is_update(skips_spikes=True) and policy.takes(numbers) and recent.skipped == 0
-    (name, text, facts), (_, second, _) = told
-    assert name == "spike" and facts["skipped"] is is_skipped and facts["loss_limit"] > 3.0
-    assert text.startswith("warning: step 7 is a spike: loss 9, loss_limit 3.") and "grad_norm 2, " in second
-
-
-def test_no_run_skips_forever(policy, told):
-    """After PATIENCE spikes in succession the new level is the level, and a spike is judged by it."""
-    taken = [policy.takes(numbers_with_limits(policy, 9.0 + i % 7 / 100)) for i in range(300)]
-    assert taken == [False] * PATIENCE + [True] * (300 - PATIENCE)
-    assert len(told) == PATIENCE + 1 and "in succession are not due to a single batch" in told[-1]
-    assert not policy.takes(numbers_with_limits(policy, 20.0))
-
-
-def test_a_step_that_is_not_finite_is_not_taken_unless_the_loss_scale_is_the_cause(policy, told):
-    """That may be the cause of a gradient, but not of a loss. Neither is a spike."""
-    before = policy.state.progress.recent_steps.describe()
-    for loss, grad_norm, scale, in_succession in (
-        (math.nan, 1.0, 1.0, 1),
-        (3.0, math.inf, 1.0, 2),
-        (3.0, math.inf, 256.0, 0),
-        (math.nan, math.inf, 256.0, 1),
-    ):
-        numbers = numbers_with_limits(policy, loss, grad_norm, loss_scale=scale)
-        assert policy.takes(numbers) is (in_succession == 0) and len(policy.not_finite) == in_succession
-    assert policy.state.progress.recent_steps.describe() == before and not told
-    assert policy.takes(numbers_with_limits(policy, 3.0)) and not policy.not_finite
-
-
 # ------------------------------------------------------------------------------------------------------------
-# runs on a text with poisoned windows
+# runs
+
+
+ALONE = [64, 66, 67, 68, 70 + ENOUGH]
+
+
+@pytest.mark.parametrize(
+    "fault, on_spike, steps",
+    [("LARGE", "report", [64, 66]), ("LARGE", "skip", ALONE), ("HIGH", "skip", ALONE)],
+)
+def test_a_gradient_or_a_loss_alone_is_a_spike(zygote, work, fault, on_spike, steps):
+    """
+    It is reported and with skip not taken. After three in succession ENOUGH steps are taken, which set new
+    limits; a spike that is taken raises them.
+    """
+    due, is_skipped = {*ALONE, 69}, on_spike == "skip"
+    args = [f"--on_spike={on_spike}", "--out_dir=out", f"--max_iters={max(due)}"]
+    run = start_faulty(zygote, args, work, **{fault: [[step, 0] for step in due]}).wait()
+    spikes = [r for r in records(work / "out") if r.get("event") == "spike"]
+    assert {r["iter"]: r["skipped"] for r in spikes} == dict.fromkeys(steps, is_skipped)
+    assert column(work / "out", "loss").keys() == {*range(max(due) + 1)} - {*(steps if is_skipped else ())}
+    assert {"loss", "grad_norm", "loss_limit", "grad_norm_limit"} < spikes[0].keys()
+    assert run.text().count("warning: step 64 is a spike: loss ") == 1
+    assert ("in succession are not due to a single batch" in run.text()) is is_skipped
+
+
+# a text with poisoned windows
 
 POISONED = [170, 175, 180, 181, 182, 184]
 SKIPPED = POISONED[:-1]  # after three in succession, the next steps are taken
