@@ -28,13 +28,13 @@ def start(event="start", step=0, facts=(), **settings):
 
 
 def step(n, loss=3.0):
-    record = {"iter": n, "loss": loss, "loss_mean": loss, "tokens": 256 * (n + 1), "seconds": n + 1.0}
+    record = {"iter": n, "loss": loss, "loss_mean": loss, "tokens": 256 * (n + 1), "seconds": 2.0 * (n + 1)}
     return record | {"tokens_per_s": 1e4, "memory_gb_max": 0.5, "step_ms": 1.0}
 
 
 def evaluation(n, loss, bits=0.7):
     losses = {"train_loss": loss, "val_loss": loss, "val_bpb": loss * bits, "val_loss/wiki": 4.5}
-    return {"iter": n, **losses, "tokens": 256 * n, "seconds": float(n)}
+    return {"iter": n, **losses, "tokens": 256 * n, "seconds": 2.0 * n}
 
 
 def write(folder, *lines):
@@ -46,7 +46,7 @@ def write(folder, *lines):
 
 
 def write_run(folder, losses, facts=(), ending="end", bits=0.7, **settings):
-    """A run with evaluations at steps 0, 10, 20, ... and a step a second."""
+    """A run with evaluations at steps 0, 10, 20, ...; a step takes two seconds."""
     lines = [start(facts=facts, **settings), evaluation(0, losses[0], bits)]
     for i, loss in enumerate(losses[1:]):
         lines += [step(10 * i + n, losses[i]) for n in range(10)]
@@ -71,27 +71,7 @@ def says(at, capsys):
 # reading
 
 
-def test_what_a_resume_repeats_counts_once(tmp_path):
-    """The run is killed in step 6, of which it leaves a torn line, and resumes at step 5."""
-    before = [
-        start(),
-        evaluation(0, 4.0),
-        *map(step, range(5)),
-        evaluation(5, 3.5),
-        step(5),
-        '{"iter": 6, "l',
-    ]
-    killed = read_run(write(tmp_path, *before))
-    assert killed.state == "running or killed" and killed.steps[-1]["iter"] == 5
-    after = [start("resume", 5, init_from="resume"), *(step(n, 2.0) for n in range(5, 10))]
-    spike = {"event": "spike", "iter": 9, "loss": 9.0}
-    run = read_run(write(tmp_path, *before, *after, spike, evaluation(10, 3.0), {"event": "end", "iter": 10}))
-    assert {one["iter"]: one["loss"] for one in run.steps} == {n: 3.0 if n < 5 else 2.0 for n in range(10)}
-    assert [one["iter"] for one in run.evaluations] == [0, 5, 10], "that of the state before step 5 remains"
-    assert run.evaluations[-1]["flops"] == 1e7 and run.state == "" and run.settings["init_from"] == "scratch"
-
-
-def test_a_real_run_that_was_killed_and_resumed(zygote, work, says):
+def test_a_run_that_was_killed_in_a_line_and_resumed(zygote, work, says):
     """It has the losses of the undisturbed one, and each step once."""
     args = [*TINY, "--eval_interval=3", "--save_interval=2"]
     whole = zygote.start([*args, "--out_dir=whole"], work)
@@ -99,6 +79,9 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, says):
     assert run.until(lambda text: "iter 7:" in text)
     run.kill()
     run.gone(10)
+    with Path("killed/metrics.jsonl").open("a") as file:
+        file.write('{"iter": 9, "l')
+    assert read_run(work / "killed").state == "running or killed"
     last = max(column("killed", "loss")) + 4
     zygote.start([*args, "--out_dir=killed", "--init_from=resume", f"--max_iters={last}"], work).wait()
     whole.wait()
@@ -108,7 +91,8 @@ def test_a_real_run_that_was_killed_and_resumed(zygote, work, says):
     assert [one["tokens"] for one in a.evaluations] == [256 * n for n in (0, 3, 6, 9)]
     seconds = [one["seconds"] for one in b.steps]
     assert seconds == sorted(seconds)
-    says("whole killed", "max_iters")
+    assert {one["iter"]: one["loss"] for one in b.steps} == column("killed", "loss")
+    assert "init_from" not in says("whole killed", "max_iters")
 
 
 def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
@@ -165,7 +149,7 @@ def pair(effect=-0.02, seeds=5):
 def test_groups_of_seeds(says):
     pair()
     lines = says("*").splitlines()
-    assert lines[0].startswith("all: seeds 1,2,3,4,5, steps 20, tokens 5,120, seconds 20, parameters 1,000")
+    assert lines[0].startswith("all: seeds 1,2,3,4,5, steps 20, tokens 5,120, seconds 40, parameters 1,000")
     assert lines[1].split() == ["group", "val_loss", "val_bpb", "best"] and "val_loss/wiki 4.5000" in lines[0]
     assert lines[2].startswith("learning_rate=0.003"), "the best first"
     assert lines[3].startswith("learning_rate=0.001  3.3000 ± 0.0707  ")
@@ -296,11 +280,11 @@ def test_other_tokens_are_compared_by_bits_per_byte_or_refused(says):
 
 
 def test_time_until_a_loss(says):
-    """Half way between the evaluations at steps 10 and 20, of which each step takes a second."""
+    """Half way between the evaluations at steps 10 and 20, of which each step takes two seconds."""
     write_run("a", [5, 4, 3, math.nan], learning_rate=1e-3)
     write_run("b", [5, 4.5, 4.2, 4], learning_rate=2e-3)
     never, first = json.loads(says("a b --loss=3.5 --json"), parse_constant=pytest.fail)["groups"]
-    assert [first[f"{name}_to_loss"] for name in ("steps", "tokens", "seconds")] == [15, 15 * 256, 15]
+    assert [first[f"{name}_to_loss"] for name in ("steps", "tokens", "seconds")] == [15, 15 * 256, 30]
     assert (never["runs_to_loss"], never["steps_to_loss"], first["state"]) == (0, "nan", ["diverged"])
     says("a b --loss=1.5", "loss 1.50, runs_to_loss 0, steps_to_loss nan, tokens_to_loss nan")
 
