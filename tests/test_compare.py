@@ -19,12 +19,12 @@ MEASURES = {"dataset": "tiny", "block_size": 32, "digest": "d", "sequences": 8}
 DAMAGED = "is damaged, or not written by train.py"
 
 
-def start(event="start", step=0, facts=(), **settings):
-    """The event of a start or a resume."""
+def start(facts=(), **settings):
+    """The event of a start."""
     config = train_defaults(dataset="tiny", gradient_accumulation_steps=2, batch_size=4, block_size=32)
     known = {"parameters": 1000, "flops_per_step": 1e6, "tokens_per_step": 256, "measures": MEASURES}
     known |= {"val_text": "t", "commit": "0123456789", "changed": False}
-    return {"event": event, "iter": step, "config": config | settings} | known | dict(facts)
+    return {"event": "start", "iter": 0, "config": config | settings} | known | dict(facts)
 
 
 def step(n, loss=3.0):
@@ -38,20 +38,24 @@ def evaluation(n, loss, bits=0.7):
 
 
 def write(folder, *lines):
-    """Write metrics.jsonl; text lines are written as they are."""
+    """Write metrics.jsonl."""
     os.makedirs(folder, exist_ok=True)
-    text = "\n".join(line if isinstance(line, str) else json.dumps(as_json(line)) for line in lines)
-    Path(folder, "metrics.jsonl").write_text(f"{text}\n")
-    return Path(folder)
+    text = "".join(f"{json.dumps(as_json(line))}\n" for line in lines)
+    Path(folder, "metrics.jsonl").write_text(text)
 
 
 def write_run(folder, losses, facts=(), ending="end", bits=0.7, **settings):
     """A run with evaluations at steps 0, 10, 20, ...; a step takes two seconds."""
-    lines = [start(facts=facts, **settings), evaluation(0, losses[0], bits)]
+    lines = [start(facts, **settings), evaluation(0, losses[0], bits)]
     for i, loss in enumerate(losses[1:]):
         lines += [step(10 * i + n, losses[i]) for n in range(10)]
         lines.append(evaluation(10 * i + 10, loss, bits))
     write(folder, *lines, {"event": ending, "iter": 10 * len(losses) - 10})
+
+
+def table(text):
+    """The headings and the first two rows."""
+    return [line.split() for line in text.splitlines()[1:4]]
 
 
 @pytest.fixture
@@ -96,8 +100,8 @@ def test_a_run_that_was_killed_in_a_line_and_resumed(zygote, work, says):
 
 
 def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
-    run = read_run(write(tmp_path, start(), *map(step, range(0, 30_000, 3)), evaluation(30_000, 3.0)))
-    iters = [one["iter"] for one in run.steps]
+    write(tmp_path, start(), *map(step, range(0, 30_000, 3)))
+    iters = [one["iter"] for one in read_run(tmp_path).steps]
     assert 500 < len(iters) <= 1001 and iters[-1] == 29_997
     assert {b - a for a, b in zip(iters[:-1], iters[1:-1])} == {48}
 
@@ -115,12 +119,12 @@ def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
     ],
 )
 def test_mistakes_are_reported_in_one_line(at, capsys, argument, message):
-    for name in ("empty", "fifo"):
+    for name in ("empty", "fifo", "noise"):
         os.mkdir(name)
     os.mkfifo("fifo/metrics.jsonl")
     write_run("good", [4, 3])
-    write("noise", random.Random(0).randbytes(10_000).hex())
-    write("forged", start(), evaluation(0, 4.0), {"iter": [1], "val_loss": {}})
+    Path("noise/metrics.jsonl").write_bytes(random.Random(0).randbytes(10_000))
+    write("forged", start(), {"iter": [1], "val_loss": {}})
     error = script_that_fails(at, capsys, "compare.py", argument.split()).err
     assert f"error: {message}" in error and error.count("\n") == 1
 
@@ -185,14 +189,12 @@ def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(says):
     write_run("out/b", [4, 2.9], weight_decay=0.2)
     text = says("out", "; one pair of runs cannot tell a change from chance")
     assert "training losses differ is" not in text  # they are equal in the whole of these runs
-    first, second, compare = [
-        shlex.split(line) for line in text.splitlines() if line.startswith("    python")
-    ]
-    assert first[:2] == ["python", "sweep.py"] and "--seed=1,2,3" in first
+    first, second, compare = map(shlex.split, text.split("    python ")[1:])
+    assert first[0] == "sweep.py" and "--seed=1,2,3" in first
     assert "--weight_decay=0.2" in second and "--weight_decay=0.2" not in first
-    options = [word for word in second[2:] if "," not in word]
+    options = [word for word in second[1:] if "," not in word]
     assert accepted("train.py", *options)["batch_size"] == 4
-    assert compare == ["python", "compare.py", "out/a-seeds", "out/b-seeds"]
+    assert compare == ["compare.py", "out/a-seeds", "out/b-seeds"]
     write_run("out/b", [3.5, 2.9], weight_decay=0.2)
     says("out", "the first logged step at which their training losses differ is 0")
     for seed in (1, 2, 3):
@@ -203,18 +205,13 @@ def test_one_run_each_does_not_decide_and_the_advice_can_be_typed(says):
 def test_only_settings_that_differ_and_matter_are_shown(says):
     write_run("a", [4, 3], wandb_run_name="x", log_interval=1, dropout=0.0, init_from="auto")
     write_run("b", [4, 3.1], wandb_run_name="y", log_interval=2, dropout=0.1)
-    assert [line.split()[0] for line in says("a b").splitlines()[1:4]] == [
-        "group",
-        "dropout=0.0",
-        "dropout=0.1",
-    ]
+    assert [row[0] for row in table(says("a b"))] == ["group", "dropout=0.0", "dropout=0.1"]
     write_run("a", [4, 3], {"code": "aaaa"})
     write_run("b", [4, 3.1], {"code": "bbbb", "changed": True})
-    text = says("a b", "b has a higher validation loss than a")
-    headings, *rows = [line.split() for line in text.splitlines()[1:4]]
+    headings, *rows = table(says("a b", "b has a higher validation loss than a"))
     assert headings == ["group", "code", "val_loss", "val_bpb", "best", "commits"]
-    assert [row[:2] for row in rows] == [["a", "aaaa"], ["b", "bbbb"]]
-    assert [row[-1] for row in rows] == ["01234567", "01234567-changed"]
+    ends = [(*row[:2], row[-1]) for row in rows]
+    assert ends == [("a", "aaaa", "01234567"), ("b", "bbbb", "01234567-changed")]
     # an older run lacks a setting, which then had its default, and the seconds
     path = Path("a/metrics.jsonl")
     path.write_text(path.read_text().replace('"dropout": 0.0, ', "").replace('"seconds"', '"other"'))
@@ -251,8 +248,7 @@ def test_runs_that_are_not_complete(says):
     write_run("e", [4, 3.4, 3.1, math.nan], learning_rate=3e-3, seed=2)
     says("c d e", "2.7000", "failed,diverged")
     write_run("h", [4, 1], learning_rate=4e-3, ending="failed")
-    lines = says("h a").splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["learning_rate=0.001", "learning_rate=0.004"]
+    assert [row[0][-5:] for row in table(says("h a"))[1:]] == ["0.001", "0.004"]
     write("f", start())  # has only just started
     says("a f", "running or killed")
     write_run("g", [4], learning_rate=9.0, ending="failed")
@@ -271,7 +267,7 @@ def test_other_tokens_are_compared_by_bits_per_byte_or_refused(says):
     assert "dataset=bpe has a lower number of bits per byte than dataset=tiny, by 0.1000" in text
     write_run("b", [6, 2], other | {"val_text": "another"}, dataset="bpe")
     text = says("a b", "not compared: of ", "the validation texts differ too")
-    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["dataset=tiny", "dataset=bpe"]
+    assert [row[0] for row in table(text)[1:]] == ["dataset=tiny", "dataset=bpe"]
     assert "lower" not in text
     # a run of an older version records no measures, and its settings say enough
     write_run("c", [4, 3], {"measures": None, "val_text": "other"}, eval_iters=20)
