@@ -133,14 +133,9 @@ def test_predictions_follow_an_edit_of_the_model():
     assert compute_s("value embeddings") == pytest.approx(usual, rel=0.02)
 
 
-def ranked(model, devices, rows, accumulation, kept=(), **settings):
+def ranked(*args, **settings):
     """The predictions of all layouts of H100s, fastest first."""
-    wanted = plan_with(model, devices, rows, accumulation, **settings)
-    return sorted(chain(*planner.ranked(replace(wanted, kept=kept), H100)))
-
-
-def settings_of(steps):
-    return [step.plan.layout_settings() for step in steps]
+    return sorted(chain(*planner.ranked(plan_with(*args, **settings), H100)))
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():
@@ -260,20 +255,6 @@ def test_published_memory():
 # layouts
 
 
-@pytest.mark.parametrize("is_typed", [False, True])
-@pytest.mark.parametrize(
-    "settings",
-    [{"tp": 2, "pp": 4}, {"zero": 3, "dp_replicate": 2}, {"activation_checkpointing": "every:2", "cp": 2}]
-    + [{"pp": 2, "pp_schedule": "zbv", "zero": 1}, {"tp": 1, "zero": 0, "activation_checkpointing": "none"}],
-)
-def test_settings_are_kept_at_their_defaults_only_if_they_were_typed(settings, is_typed):
-    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, kept=[*settings] if is_typed else [], **settings))
-    is_default = settings.items() <= default_plan().layout_settings().items()
-    are_kept = all(plan.items() >= settings.items() for plan in plans)
-    assert len(plans) > 8 and len({plan["pp"] for plan in plans}) > ("pp" not in settings)
-    assert are_kept == (is_typed or not is_default)
-
-
 @pytest.mark.parametrize("memory_gb", [20, 40, 80])
 def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
     """Against all schedules, micro-batches and recomputations: what fits does not exclude what is faster."""
@@ -290,17 +271,16 @@ def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
         assert min(planner.predictions_of(wanted, layout, hw)).total_s == fastest, degrees
 
 
-@pytest.mark.parametrize(
-    "settings, message", [({"tp": 3}, "divide n_head, 32: set --tp=1"), ({"shares": "2,1,1"}, "exclude all")]
-)
-def test_settings_that_no_layout_can_have(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ranked(LLAMA_7B, 16, 4, 16, **settings)
-
-
-def test_shares_choose_the_number_of_data_parallel_ranks():
-    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, shares="2,1"))
-    assert {p["tp"] * p["pp"] * p["cp"] for p in plans} == {8}
+def test_settings_exclude_layouts():
+    """Shares choose the number of data-parallel ranks."""
+    plans = [step.plan for step in ranked(LLAMA_7B, 16, 4, 16, shares="2,1")]
+    assert {p.tp * p.pp * p.cp for p in plans} == {8}
+    for settings, message in (
+        ({"tp": 3}, "divide n_head, 32: set --tp=1"),
+        ({"shares": "2,1,1"}, "exclude all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ranked(LLAMA_7B, 16, 4, 16, **settings)
 
 
 @pytest.mark.slow
