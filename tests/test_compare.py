@@ -95,7 +95,6 @@ def test_a_run_that_was_killed_in_a_line_and_resumed(zygote, work, says):
     assert [one["tokens"] for one in a.evaluations] == [256 * n for n in (0, 3, 6, 9)]
     seconds = [one["seconds"] for one in b.steps]
     assert seconds == sorted(seconds)
-    assert {one["iter"]: one["loss"] for one in b.steps} == column("killed", "loss")
     assert "init_from" not in says("whole killed", "max_iters")
 
 
@@ -233,8 +232,6 @@ def test_commits_that_leave_the_code_alone_do_not_divide_a_group(says):
         facts = {"code": "aaaa", "commit": f"{seed // 3}" * 10, "changed": seed == 2}
         write_run(f"out/{seed}", [4, 3 + seed / 10], facts, seed=seed)
     says("out", "3.2000 ± 0.0577", "00000000,00000000-changed,11111111")
-    write_run("out/3", [4, 3.3], {"code": "bbbb"}, seed=3)
-    says("out", "out/3 has a higher validation loss than out/1")  # other code is a group of its own
 
 
 def test_runs_that_are_not_complete(says):

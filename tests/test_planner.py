@@ -275,12 +275,10 @@ def test_settings_exclude_layouts():
     """Shares choose the number of data-parallel ranks."""
     plans = [step.plan for step in ranked(LLAMA_7B, 16, 4, 16, shares="2,1")]
     assert {p.tp * p.pp * p.cp for p in plans} == {8}
-    for settings, message in (
-        ({"tp": 3}, "divide n_head, 32: set --tp=1"),
-        ({"shares": "2,1,1"}, "exclude all"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ranked(LLAMA_7B, 16, 4, 16, **settings)
+    with pytest.raises(ValueError, match="exclude all"):
+        ranked(LLAMA_7B, 16, 4, 16, shares="2,1,1")
+    with pytest.raises(ValueError, match="divide n_head, 32: set --tp=1"):
+        ranked(LLAMA_7B, 16, 4, 16, tp=3)
 
 
 @pytest.mark.slow
@@ -301,8 +299,6 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
     kept = "layout:  --zero=3 --batch_size=1 --gradient_accumulation_steps=8, recorded in out/layout.json\n"
     assert text.count(kept) == 1 and "by prediction" not in text
-    text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
-    assert "by prediction" in text and json.loads(path.read_text())["layout"]["tp"] == 2
     text = zygote.train([*auto, "--max_iters=19"], work).text()
     assert "by prediction" in text and json.loads(path.read_text())["job"]["world_size"] == 1
     exact = column(work / "one", "loss")
