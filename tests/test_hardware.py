@@ -33,16 +33,20 @@ v100=Tesla V100-SXM2-32GB, v100-pcie=Tesla V100-PCIE-32GB
 NAMES = dict(pair.split("=") for pair in NAMES.strip().replace("\n", ", ").split(", "))
 
 
+GPU = torch.device("cuda", 0)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """What the driver says of the GPU."""
-    gpu = SimpleNamespace()
+    gpu = SimpleNamespace(capability=(9, 0), gcnArchName="gfx906:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return gpu
 
 
 def plan_for(card):
-    return hardware_of(card, torch.device("cuda"), "bfloat16", 4)
+    return hardware_of(card, GPU, "bfloat16", 4)
 
 
 @pytest.mark.parametrize("card", [card for card in HARDWARE if card != "cpu"])
@@ -54,12 +58,10 @@ def test_a_card_in_the_machine_is_planned_like_that_of_its_name(gpu, card):
     assert plan_for("this") == replace(usual, memory_gb=12)
 
 
-@pytest.mark.parametrize(
-    "name", ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA T400"]
-)
+@pytest.mark.parametrize("name", ["A100-SXM4-40GB MIG 1g.5gb", "GeForce RTX 4090 Laptop GPU", "T400"])
 def test_a_card_that_is_not_known_is_refused(gpu, name):
     """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""
-    gpu.name = name
+    gpu.name = f"NVIDIA {name}"
     with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, cpu, this; to desc"):
         plan_for("this")
 
@@ -72,25 +74,22 @@ def test_a_card_that_is_described():
     assert changed_hardware(card, 10, 0, 0).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
 
 
-def test_dtypes_of_gpus(monkeypatch):
+def test_dtypes_of_gpus(monkeypatch, gpu):
     """
     ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16.
     """
-    gpu, found = torch.device("cuda", 0), SimpleNamespace(gcnArchName="gfx906:sramecc+:xnack-")
-    capability = [(7, 5)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert precision.resolve_dtype("auto", gpu, previous="tf32") == "float16", "a T4"
-    capability[0] = (9, 0)
-    assert precision.best_dtype(gpu) == "bfloat16" and precision.resolve_dtype("tf32", gpu) == "tf32"
+    assert precision.best_dtype(GPU) == "bfloat16" and precision.resolve_dtype("tf32", GPU) == "tf32"
+    gpu.capability = (7, 5)
+    assert precision.resolve_dtype("auto", GPU, previous="tf32") == "float16", "a T4"
+    gpu.capability = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert precision.best_dtype(gpu) == "float16"
+    assert precision.best_dtype(GPU) == "float16"
     with pytest.raises(ValueError, match="'tf32' needs an NVIDIA GPU"):
-        precision.resolve_dtype("tf32", gpu)
+        precision.resolve_dtype("tf32", GPU)
     with pytest.raises(ValueError, match="'float16' cannot be trained on mps"):
         precision.resolve_dtype("float16", torch.device("mps"))
-    found.gcnArchName = "gfx942:sramecc+:xnack-"
-    assert precision.best_dtype(gpu) == "bfloat16"
+    gpu.gcnArchName = "gfx942:sramecc+:xnack-"
+    assert precision.best_dtype(GPU) == "bfloat16"
 
 
 @pytest.mark.parametrize("backend, seconds", [("cpu:gloo,cuda:nccl", 90), ("cpu:gloo", 60)])
@@ -118,53 +117,68 @@ def test_the_loss_scale_is_kept_where_the_gradients_are():
 
 
 FRESH = """
+import sys
 import torch
+from isogpt.data.dataset import open_dataset
+from isogpt.data.reader import Reader
+from isogpt.parallel.mesh import Mesh
 from isogpt.speed.usage import memory_gb
 from isogpt.training import precision
-print(memory_gb(torch.device("cpu")))
-precision.set_numerics(torch.device("cpu"), "float32", deterministic=True)
+sys.path.append("tests")
+from runs import default_plan
+cpu = torch.device("cpu")
+print(memory_gb(cpu))
+precision.set_numerics(cpu, "float32", deterministic=True)
 import torch._inductor.config as config
 print(config.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
+data = open_dataset(sys.argv[1], 1024)
+shape = {"block_size": 1024, "vocab_size": data.vocab_size}
+plan = default_plan(batch_size=64, gradient_accumulation_steps=1, micro_batch=64, model_args=shape)
+reader = Reader(data, "random", 1, plan, Mesh(), cpu)
+before = memory_gb(cpu)
+for split in ("train", "val"):
+    list(map(len, reader.evaluation(split, 6400)))
+print(memory_gb(cpu) - before)
 """
 
 
-def test_a_process_that_is_new():
+def test_a_process_that_is_new(tmp_path):
     """
     Its memory is not that of the one that started it, which holds a gigabyte. Deterministic algorithms are
-    those of inductor too, which reads its switch when it is first used.
+    those of inductor too, which reads its switch when it is first used. The pages of a data set belong to the
+    system's cache: a run that reads all of a large file does not take its size.
     """
-    run = f"import subprocess, sys; held = b'x' * 10**9; subprocess.run([sys.executable, '-c', {FRESH!r}])"
-    output = subprocess.run([sys.executable, "-c", run], cwd=REPO, capture_output=True, text=True).stdout
-    memory_gb, switches = output.splitlines()
+    for split, tokens in (("train", 2**27), ("val", 2**26)):  # files of zeros take no room on the disk
+        (tmp_path / f"{split}.bin").touch()
+        os.truncate(tmp_path / f"{split}.bin", 2 * tokens)
+    command = [sys.executable, "-c", FRESH, str(tmp_path)]
+    run = [sys.executable, "-c", f"import subprocess; held = b'x' * 10**9; subprocess.run({command})"]
+    output = subprocess.run(run, cwd=REPO, capture_output=True, text=True)
+    memory_gb, switches, read_gb = output.stdout.splitlines()
     assert 0.1 < float(memory_gb) < 0.9 and switches == "True False"
+    assert float(read_gb) < 0.1, "of 0.4 GB"
 
 
-def test_flash_attention_3_is_used_where_it_is_installed_and_fits(monkeypatch):
+def test_flash_attention_3_is_used_where_it_fits(monkeypatch, gpu):
     """A stand-in for the package, and PyTorch tries cuDNN no more."""
-    calls, capability = [], [9, 0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    calls, package = [], "flash_attn_interface"
+    monkeypatch.setitem(sys.modules, package, None)  # it cannot be imported
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
-    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", calls.append)
 
     def notes(device="cuda", deterministic=False, dtype="bfloat16", dropout=0.0):
         plan = default_plan(dtype=dtype, model_args={"dropout": dropout})
         return precision.use_flash_attention_3(torch.device(device), plan, deterministic)
 
-    assert notes() == []  # not installed
-    monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    assert notes() == []
+    monkeypatch.setattr(precision.importlib.util, "find_spec", package.__eq__)
+    (note,) = notes()
+    assert note.startswith("FlashAttention-3 is installed, but cannot be used: ModuleNotFoundError: ")
+    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", calls.append)
     assert notes("cpu") == notes(dtype="tf32") == notes(dropout=0.1) == []
     assert notes(deterministic=True) == calls == []  # its backward pass may vary
     assert notes() == ["attention uses FlashAttention-3"] and calls == ["FA3", False]
-    capability[0] = 10
+    gpu.capability = (10, 0)
     assert notes() == []
-
-    def broken(name):
-        raise ImportError("undefined symbol: x\nmore")
-
-    capability[0] = 9
-    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", broken)
-    said = "FlashAttention-3 is installed, but cannot be used: ImportError: undefined symbol: x"
-    assert notes() == [said] and calls == ["FA3", False]
 
 
 def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
@@ -175,60 +189,26 @@ def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
         used.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
         return q
 
-    def on_gpu(dropout, device, grows=False):
-        return choose(dropout, torch.device("cuda"), grows)
-
     monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
     for module in (kernels, context):
-        monkeypatch.setattr(module, "attention_backends", on_gpu)
+        monkeypatch.setattr(module, "attention_backends", lambda p, _, *grows: choose(p, GPU, *grows))
     q = torch.zeros(1, 8, 2, 4)
     for dropout in (0.0, 0.1):
         kernels.causal_attention(q, q, q, dropout)
         context.attend_chunk(q, q, q, None, dropout)
-    assert used == [(True, True)] * 2 + [(False, True)] * 2
     # nor that of single tokens with a growing cache, for each length of which cuDNN would make a plan
     cache = kernels.KVCache(rows=1, size=16)
-    for tokens in (8, 1, 1):
-        kernels.causal_attention(q[:, :tokens], q[:, :tokens], q[:, :tokens], 0.0, cache)
-    assert used[4:] == [(True, True)] + [(False, True)] * 2
+    for tokens in (q, q[:, :1], q[:, :1]):
+        kernels.causal_attention(tokens, tokens, tokens, 0.0, cache)
+    assert used == [(True, True)] * 2 + [(False, True)] * 2 + [(True, True)] + [(False, True)] * 2
 
 
-READS_ALL = """
-import sys
-import torch
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
-from runs import default_plan
-from isogpt.data.dataset import open_dataset
-from isogpt.data.reader import Reader
-from isogpt.parallel.mesh import Mesh
-from isogpt.speed.usage import memory_gb
-before = memory_gb(torch.device("cpu"))
-data = open_dataset(sys.argv[2], 1024)
-shape = {"block_size": 1024, "vocab_size": data.vocab_size}
-plan = default_plan(batch_size=64, gradient_accumulation_steps=1, micro_batch=64, model_args=shape)
-reader = Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
-for split in ("train", "val"):
-    list(map(len, reader.evaluation(split, 6400)))
-print(memory_gb(torch.device("cpu")) - before)
-"""
-
-
-def test_the_data_set_is_not_counted_as_memory(zygote, tmp_path):
-    """Its pages belong to the system's cache: a run that reads all of a large file does not take its size."""
-    for split, tokens in (("train", 2**27), ("val", 2**26)):  # files of zeros take no room on the disk
-        (tmp_path / f"{split}.bin").touch()
-        os.truncate(tmp_path / f"{split}.bin", 2 * tokens)
-    (tmp_path / "reads.py").write_text(READS_ALL)
-    run = zygote.start([REPO, tmp_path], tmp_path, script="reads.py", repo=tmp_path).wait()
-    assert float(run.text()) < 0.1, "of 0.4 GB"
-
-
-def test_an_evaluation_on_a_gpu_asks_now_and_then_for_a_stop(monkeypatch):
+def test_an_evaluation_on_a_gpu_asks_for_a_stop(monkeypatch):
     """Each time, it waits for the queued work."""
-    asked, stop, gpu = [], Stop(), torch.device("cuda")
+    asked, stop = [], Stop()
     monkeypatch.setattr(
         signals, "gather_number", lambda code, _: asked.append(code) or torch.tensor([code, 0])
     )
-    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(16)) and asked == [0, 0]
+    assert not any(stop.in_evaluation(i, GPU, 0.0) for i in range(16)) and asked == [0, 0]
     stop.signal = 15
-    assert not stop.in_evaluation(17, gpu, 0.0) and stop.in_evaluation(24, gpu, 0.0) and stop.agreed == 15
+    assert not stop.in_evaluation(17, GPU, 0.0) and stop.in_evaluation(24, GPU, 0.0) and stop.agreed == 15

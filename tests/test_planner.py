@@ -17,7 +17,7 @@ from runs import REPO, column, default_plan, settings_of_train, train_defaults
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
-from isogpt.parallel.plan import LAYOUT, plan_of
+from isogpt.parallel.plan import plan_of
 from isogpt.parallel.shares import about_unused_ranks, share_of
 from isogpt.speed import memory, planner, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware
@@ -133,14 +133,9 @@ def test_predictions_follow_an_edit_of_the_model():
     assert compute_s("value embeddings") == pytest.approx(usual, rel=0.02)
 
 
-def ranked(model, devices, rows, accumulation, kept=(), **settings):
+def ranked(*args, **settings):
     """The predictions of all layouts of H100s, fastest first."""
-    wanted = plan_with(model, devices, rows, accumulation, **settings)
-    return sorted(chain(*planner.ranked(replace(wanted, kept=kept), H100)))
-
-
-def settings_of(steps):
-    return [step.plan.layout_settings() for step in steps]
+    return sorted(chain(*planner.ranked(plan_with(*args, **settings), H100)))
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():
@@ -161,7 +156,7 @@ def test_plans_are_valid_and_have_the_same_global_batch():
 
 
 @pytest.mark.parametrize("batch_size, accumulation, devices", [(12, 40, 32), (16, 32, 24), (1, 24, 8)])
-def test_train_does_not_advise_against_the_plan_of_its_micro_batches(batch_size, accumulation, devices):
+def test_train_does_not_advise_against_a_plan(batch_size, accumulation, devices):
     """A plan's batch_size divides the global batch, so a rank may compute a little less: 15 rows of 16."""
     plan = ranked(GPT2, devices, batch_size, accumulation)[0].plan
     share = share_of(plan.sequences, 0, make_mesh(0, plan).data_size, plan.batch_size, plan.pp)
@@ -174,8 +169,6 @@ def test_slower_networks_change_the_choice():
     wanted, network = plan_with(GPT2, 16, 8, 16), changed_hardware(H100, 1, 0, 0)
     fast, slow = (min(chain(*planner.ranked(wanted, hw))) for hw in (H100, network))
     assert fast.plan.zero >= 2 and fast.plan.pp == 1 and slow.plan.pp > 1
-    sharded = prediction.predict(replace(wanted, zero=3), network)
-    assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -260,20 +253,6 @@ def test_published_memory():
 # layouts
 
 
-@pytest.mark.parametrize("is_typed", [False, True])
-@pytest.mark.parametrize(
-    "settings",
-    [{"tp": 2, "pp": 4}, {"zero": 3, "dp_replicate": 2}, {"activation_checkpointing": "every:2", "cp": 2}]
-    + [{"pp": 2, "pp_schedule": "zbv", "zero": 1}, {"tp": 1, "zero": 0, "activation_checkpointing": "none"}],
-)
-def test_settings_are_kept_at_their_defaults_only_if_they_were_typed(settings, is_typed):
-    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, kept=[*settings] if is_typed else [], **settings))
-    is_default = settings.items() <= default_plan().layout_settings().items()
-    are_kept = all(plan.items() >= settings.items() for plan in plans)
-    assert len(plans) > 8 and len({plan["pp"] for plan in plans}) > ("pp" not in settings)
-    assert are_kept == (is_typed or not is_default)
-
-
 @pytest.mark.parametrize("memory_gb", [20, 40, 80])
 def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
     """Against all schedules, micro-batches and recomputations: what fits does not exclude what is faster."""
@@ -290,17 +269,14 @@ def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
         assert min(planner.predictions_of(wanted, layout, hw)).total_s == fastest, degrees
 
 
-@pytest.mark.parametrize(
-    "settings, message", [({"tp": 3}, "divide n_head, 32: set --tp=1"), ({"shares": "2,1,1"}, "exclude all")]
-)
-def test_settings_that_no_layout_can_have(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ranked(LLAMA_7B, 16, 4, 16, **settings)
-
-
-def test_shares_choose_the_number_of_data_parallel_ranks():
-    plans = settings_of(ranked(LLAMA_7B, 16, 4, 16, shares="2,1"))
-    assert {p["tp"] * p["pp"] * p["cp"] for p in plans} == {8}
+def test_settings_exclude_layouts():
+    """Shares choose the number of data-parallel ranks."""
+    plans = [step.plan for step in ranked(LLAMA_7B, 16, 4, 16, shares="2,1")]
+    assert {p.tp * p.pp * p.cp for p in plans} == {8}
+    with pytest.raises(ValueError, match="exclude all"):
+        ranked(LLAMA_7B, 16, 4, 16, shares="2,1,1")
+    with pytest.raises(ValueError, match="divide n_head, 32: set --tp=1"):
+        ranked(LLAMA_7B, 16, 4, 16, tp=3)
 
 
 @pytest.mark.slow
@@ -314,15 +290,13 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     assert text.count(" by prediction: ") == text.count("layout:  --") == 1
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
-    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= set(LAYOUT)
+    assert found["job"]["world_size"] == 2
     # not what it would choose
     found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}
     path.write_text(json.dumps(found))
     text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
     kept = "layout:  --zero=3 --batch_size=1 --gradient_accumulation_steps=8, recorded in out/layout.json\n"
     assert text.count(kept) == 1 and "by prediction" not in text
-    text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
-    assert "by prediction" in text and json.loads(path.read_text())["layout"]["tp"] == 2
     text = zygote.train([*auto, "--max_iters=19"], work).text()
     assert "by prediction" in text and json.loads(path.read_text())["job"]["world_size"] == 1
     exact = column(work / "one", "loss")
@@ -335,7 +309,7 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     assert text.count("error: no layout fits on 2 devices: ") == 1 and "Traceback" not in text
 
 
-def test_a_recorded_layout_that_is_damaged_or_names_other_settings(zygote, work):
+def test_a_record_of_a_layout_that_is_damaged(zygote, work):
     """An optimizer from a file would run code."""
     zygote.train(["--layout=auto", "--max_iters=0"], work)
     path = work / "out" / "layout.json"
