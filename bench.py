@@ -113,8 +113,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     if hw:
         parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     print_result(f"estimated GB on each of {world_size} ranks, in micro-batches of {planned.micro_batch}:")
-    columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
-    print_result("\n".join(aligned(columns | {"settings": [typed(planned)]})))
+    row = {name: f"{gb:.3f}" for name, gb in parts.items()}
+    print_result("\n".join(aligned([row | {"settings": typed(planned)}])))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ try:
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(workload, config, counts, cards)
+            result["plan"] = plan_report.report_plan(workload, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(workload, config, launches, cards[0])
+            result["tune"] = plan_report.tune(workload, launches, cards[0])
         else:
             result["report"] = report_step(launches, workload, steps)
 except (ValueError, DistError) as e:

@@ -86,7 +86,7 @@ class Logger:
             check_tensorboard()
         if is_main() and config["wandb_log"]:
             service = Wandb(config, self.progress.wandb_id)
-            self.progress.wandb_id = service.run_id
+            self.progress.wandb_id = service.run.id
             self.sinks.insert(-1, service)
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:

@@ -88,9 +88,9 @@ class RunReport:
                 grad_square=grad_square[0],
                 grad_square_fine=grad_square[1],
                 step_ms=step_s * 1e3,
-                data_ms=self.clock.cpu_ms("data"),
+                data_ms=self.clock.milliseconds("data", self.clock.spans),
                 memory_gb=memory_gb(device),
-                forward_ms=self.clock.last("forward"),
+                forward_ms=self.clock.steps[-1].get("forward", 0.0),
                 stop=self.stop.code(step_s, self.saver.seconds_at_end),  # 0, a signal, or the time limit
                 loss_scale=self.scaler.scale(torch.ones((), device=device)),  # get_scale would wait for it
                 waiting=self.clock.waiting_share(),

@@ -146,14 +146,10 @@ class Plot:
             is_last, began = self.requests.get(), time.monotonic()
             if is_last or began >= not_before:
                 try:
-                    self.draw()
+                    folder = self.path.parent
+                    group = Group(folder.resolve().name, [read_run(folder)])
+                    pictures.write(pictures.losses_figure([group], "steps"), self.path)
                     self.result = f"the loss curve: {self.path}"
                 except Exception as e:  # matplotlib raises many types
                     self.result = f"no plot of the loss curve: {reason_of(e)}"
                 not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
-
-    def draw(self) -> None:
-        """Plot the loss curve (in the thread)."""
-        folder = self.path.parent
-        group = Group(folder.resolve().name, [read_run(folder)])
-        pictures.write(pictures.losses_figure([group], "steps"), self.path)

@@ -2,9 +2,7 @@
 
 import sys
 import threading
-from contextlib import suppress
 from queue import Full, Queue
-from typing import Any
 
 from isogpt.common.packages import needed_by
 from isogpt.common.patience import within
@@ -18,17 +16,31 @@ class Wandb:
     """
     Sends the numbers of steps and evaluations to a new wandb run, or to the existing run `run_id`.
 
-    A thread sends them, since wandb can block for as long as its server does not answer. If wandb's process
-    is gone, the next record starts a new one, which continues the same run.
+    A thread sends them, since wandb can block for as long as its server does not answer.
 
     Raises:
         ValueError: wandb is not installed or cannot start.
     """
 
     def __init__(self, config: dict, run_id: str | None) -> None:
-        self.config = config
-        self.run = start_run(config, run_id)  # None: its process is gone
-        self.run_id = self.run.id
+        # wandb sends the command line, in which these settings may contain a token
+        secret = ("--alert_command=", "--mirror=", "--init_from=")
+        sys.argv = [word for word in sys.argv if not word.startswith(secret)]
+        with needed_by("wandb_log", "wandb"):
+            import wandb
+        try:
+            self.run = wandb.init(
+                project=config["wandb_project"],
+                name=config["wandb_run_name"],
+                id=run_id,
+                resume="allow",
+                config=config,
+                settings=wandb.Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
+            )
+        except Exception as e:  # Exception is the only common base class of wandb's errors
+            reason = " ".join(str(e).split())
+            advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
+            raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
         self.records: Queue[dict] = Queue(WAITING)
         self.failure: Exception | None = None  # the last one that `write` has not raised
         self.thread = threading.Thread(target=self.send, daemon=True, name="wandb")
@@ -53,34 +65,9 @@ class Wandb:
         while record.get("event") not in CLOSING:
             record = self.records.get()
             try:
-                self.run = self.run or start_run(self.config, self.run_id)
                 if values := chart_values(record):
                     self.run.log(values, step=record["iter"])
                 if record.get("event") in CLOSING:
                     self.run.finish()
-            except Exception as e:  # Exception is the only common base class of wandb's errors
-                self.run, self.failure = None, e
-
-
-def start_run(config: dict, run_id: str | None) -> Any:
-    """Start a run of wandb, or continue `run_id`, with a new process; for errors see `Wandb`."""
-    # wandb sends the command line, in which these settings may contain a token
-    secret = ("--alert_command=", "--mirror=", "--init_from=")
-    sys.argv = [word for word in sys.argv if not word.startswith(secret)]
-    with needed_by("wandb_log", "wandb"):
-        import wandb
-    with suppress(Exception):  # the process of an earlier start, if it is gone
-        wandb.teardown()
-    try:
-        return wandb.init(
-            project=config["wandb_project"],
-            name=config["wandb_run_name"],
-            id=run_id,
-            resume="allow",
-            config=config,
-            settings=wandb.Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
-        )
-    except Exception as e:
-        reason = " ".join(str(e).split())
-        advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
-        raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
+            except Exception as e:
+                self.failure = e

@@ -128,7 +128,7 @@ class LayerStatistics:
     without dropout over `sequences` of the training data, the same in every step.
 
     Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
-    compiled. The host waits for the GPU once.
+    compiled. The host waits for the GPU.
 
     Args:
         model: the model as evaluations call it.
@@ -142,7 +142,6 @@ class LayerStatistics:
     sequences: int
     autocast: AbstractContextManager
     logger: Logger
-    names: dict[Any, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by operation
 
     def __post_init__(self) -> None:
         if not self.interval:
@@ -213,9 +212,7 @@ class LayerStatistics:
 
     def reduced(self, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp) -> dict[str, Any]:
         """Reduce the numbers by name; a rank that has none has the neutral one (all ranks)."""
-        if how not in self.names:  # a stage of a pipeline has only some
-            self.names[how] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
-        names = self.names[how]
+        names = dict.fromkeys(chain(*gather_objects(list(numbers))))  # a stage of a pipeline has only some
         if not names:
             return {}
         table = torch.stack([numbers.get(name, neutral).to(neutral) for name in names])
