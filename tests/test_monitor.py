@@ -28,7 +28,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_alerts, sink_wandb, watchdog
+from isogpt.monitor import log, sink_alerts, sink_wandb, watchdog
 from isogpt.monitor.log import Logger
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
@@ -373,14 +373,14 @@ def test_a_wandb_that_fails_is_tried_again_and_one_that_blocks_does_not_block_th
     assert logger.failed_sinks == {"Wandb"} and logger.progress.wandb_id == "new"
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 1, 2] and run.finish.called
 
-    monkeypatch.setattr(sink_wandb, "WAITING", 3)
-    monkeypatch.setattr(sink_wandb, "FINISH_S", 0.1)
+    monkeypatch.setattr(log, "WAITING", 3)
+    monkeypatch.setattr(log, "END_S", 0.1)
     run.log.side_effect = lambda *args, **options: may_log.wait()
-    logger = Logger(Progress(1), [sink_wandb.Wandb(config, None)])
+    logger = Logger(Progress(1), [log.InThread(sink_wandb.Wandb(config, None))])
     for step in range(5):
         logger.write({"iter": step, "loss": 1.0})
     logger.event("end")
-    assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
+    assert "Wandb failed (it has not taken 3 records); training continues" in capsys.readouterr().err
     may_log.set()  # the thread ends
 
 

@@ -1,19 +1,63 @@
 """The logger, which passes what a run reports to its sinks."""
 
+import threading
 from dataclasses import dataclass, field
+from queue import Full, Queue
 from typing import Any
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.common.files import reason_of
+from isogpt.common.patience import within
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
+from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
+
+WAITING = 10_000  # records that may wait for a sink in a thread
+END_S = 120  # seconds that the end of a run waits for it, which is longer than wandb itself waits
+
+
+class InThread:
+    """
+    A sink that may be slow or blocked, as wandb is if its server does not answer: a thread passes the records
+    to it, so that training goes on. One thread for all, since the C library would not reuse the memory of one
+    thread for the next.
+    """
+
+    def __init__(self, sink: Any) -> None:
+        self.sink, self.name = sink, type(sink).__name__
+        self.records: Queue[tuple[dict, str]] = Queue(WAITING)
+        self.failure = ""  # why the sink has lost a record
+        self.thread = threading.Thread(target=self.pass_on, daemon=True, name=self.name)
+        self.thread.start()
+
+    def write(self, record: dict, text: str) -> None:
+        """Pass a record to the thread; at the end of the run, wait for it. Raises why it has lost one."""
+        is_last = record.get("event") in CLOSING
+        try:
+            self.records.put((record, text), timeout=END_S if is_last else 0)
+        except Full:
+            raise TimeoutError(f"it has not taken {WAITING:,} records") from None
+        if is_last:
+            within(END_S, self.thread.join)
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def pass_on(self) -> None:
+        """Pass records to the sink (in the thread)."""
+        record = {}
+        while record.get("event") not in CLOSING:
+            record, text = self.records.get()
+            try:
+                self.sink.write(record, text)
+            except Exception as e:
+                self.failure = reason_of(e)
 
 
 @dataclass
@@ -50,7 +94,7 @@ class Logger:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                name, reason = type(sink).__name__, reason_of(e)
+                name, reason = getattr(sink, "name", type(sink).__name__), reason_of(e)
                 if name not in self.failed_sinks:
                     self.failed_sinks.add(name)
                     problem = f"warning: {name} failed ({reason})"
@@ -87,7 +131,7 @@ class Logger:
         if is_main() and config["wandb_log"]:
             service = Wandb(config, self.progress.wandb_id)
             self.progress.wandb_id = service.run.id
-            self.sinks.insert(-1, service)
+            self.sinks.insert(-1, InThread(service))
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
@@ -104,7 +148,7 @@ class Logger:
                 return
             result = Result(out_dir, self.progress, data, owner)
             # the result is before the plot, for which a stopped run may lack the time
-            sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)] if owner else [result]
+            sinks = [MetricsFile(out_dir, owner), result, InThread(Plot(out_dir))] if owner else [result]
             if owner and config["tensorboard_log"]:
                 sinks.append(TensorBoard(out_dir, self.progress))
             if config["print_result"]:

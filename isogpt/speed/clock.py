@@ -125,7 +125,8 @@ class Clock:
     @contextmanager
     def shown(self, name: str) -> Iterator[None]:
         """Show a block in the profiler's trace, and as an NVTX range."""
-        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self.nvtx else nullcontext():
+        nvtx = torch.cuda.nvtx.range(name) if self.nvtx else nullcontext()
+        with torch.profiler.record_function(name), nvtx:
             yield
 
     def note_gradient(self, gradient: Tensor) -> None:
