@@ -100,7 +100,7 @@ def mistakes(lists: dict) -> Iterator[str]:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+    for row in check_model(launches, workload, max(2, nproc)):
         print_result("{:24} {:8} {}".format(*row).rstrip())
         rows.append(dict(zip(("name", "state", "text"), row, strict=True)))
     return rows

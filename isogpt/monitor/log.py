@@ -12,7 +12,7 @@ from isogpt.common.patience import within
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
-from isogpt.monitor.records import CLOSING
+from isogpt.monitor.records import FINAL
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
@@ -26,8 +26,8 @@ END_S = 120  # seconds that the end of a run waits for it, which is longer than 
 class InThread:
     """
     A sink that may be slow or blocked, as wandb is if its server does not answer: a thread passes the records
-    to it, so that training goes on. One thread for all, since the C library would not reuse the memory of one
-    thread for the next.
+    to it, so that training goes on. One thread for all records, since the C library would not reuse the
+    memory of one thread for the next.
     """
 
     def __init__(self, sink: Any) -> None:
@@ -39,7 +39,7 @@ class InThread:
 
     def write(self, record: dict, text: str) -> None:
         """Pass a record to the thread; at the end of the run, wait for it. Raises why it has lost one."""
-        is_last = record.get("event") in CLOSING
+        is_last = record.get("event") in FINAL
         try:
             self.records.put((record, text), timeout=END_S if is_last else 0)
         except Full:
@@ -52,7 +52,7 @@ class InThread:
     def pass_on(self) -> None:
         """Pass records to the sink (in the thread)."""
         record = {}
-        while record.get("event") not in CLOSING:
+        while record.get("event") not in FINAL:
             record, text = self.records.get()
             try:
                 self.sink.write(record, text)
@@ -158,4 +158,4 @@ class Logger:
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:
     """Return the sinks that work before the run's folder is claimed; no sinks on ranks other than 0."""
-    return [Console(), Alerts(config)] if ranks.is_main else []
+    return [Console(), InThread(Alerts(config))] if ranks.is_main else []

@@ -172,7 +172,8 @@ class Watchdog:
         with suppress(Exception):  # there is no store, or it does not respond
             is_first = within(STORE_TIMEOUT_S, self.tell, states) == states
         try:
-            self.logger.failed(reason)
+            with suppress(Exception):  # wandb may not answer
+                within(15, self.logger.failed, reason)
             if isinstance(error, LayoutError):  # all ranks raise it
                 text = str(error)
             elif self.reader and is_out_of_memory(cause):

@@ -99,9 +99,8 @@ class Clock:
     def begin_lap(self, now: Mark) -> None:
         """Begin a lap, whose name is that of the same lap in the step before."""
         self.previous = now
-        number = len(self.laps)
-        if number < len(self.laps_of_a_step):
-            self.doing = self.laps_of_a_step[number]
+        if len(self.laps) < len(self.laps_of_a_step):
+            self.doing = self.laps_of_a_step[len(self.laps)]
             self.range.enter_context(self.shown(self.doing))
 
     @property
