@@ -31,10 +31,10 @@ class InThread:
     """
 
     def __init__(self, sink: Any) -> None:
-        self.sink, self.name = sink, type(sink).__name__
+        self.sink = sink
         self.records: Queue[tuple[dict, str]] = Queue(WAITING)
         self.failure = ""  # why the sink has lost a record
-        self.thread = threading.Thread(target=self.pass_on, daemon=True, name=self.name)
+        self.thread = threading.Thread(target=self.pass_on, daemon=True)
         self.thread.start()
 
     def write(self, record: dict, text: str) -> None:
@@ -94,7 +94,8 @@ class Logger:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                name, reason = getattr(sink, "name", type(sink).__name__), reason_of(e)
+                name = type(sink.sink if isinstance(sink, InThread) else sink).__name__
+                reason = reason_of(e)
                 if name not in self.failed_sinks:
                     self.failed_sinks.add(name)
                     problem = f"warning: {name} failed ({reason})"

@@ -148,9 +148,7 @@ class LayerStatistics:
             return
         mesh, device = self.reader.mesh, self.reader.device
         with exit_together():
-            self.batches = [
-                (x, y, (y != IGNORE).any(1)) for x, y in self.reader.evaluation("train", self.sequences)
-            ]
+            self.batches = [*self.reader.evaluation("train", self.sequences)]
         self.group, length = mesh.group("cp"), self.reader.block_size
         self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
         self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
@@ -192,8 +190,8 @@ class LayerStatistics:
         observed = Observed(self.queries, self.keys, self.group)
         self.model.eval()
         with observing(self.raw_model, observed), self.autocast:
-            for x, y, is_read in self.batches:
-                observed.is_read = is_read
+            for x, y in self.batches:
+                observed.is_read = (y != IGNORE).any(1)
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)

@@ -29,10 +29,12 @@ def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractCo
     return replace(reader, speeds=progress.shares)
 
 
-def seconds_per_pass(model: nn.Module, reader: Reader, autocast: AbstractContextManager) -> float:
+def seconds_per_pass(
+    model: nn.Module, reader: Reader, autocast: AbstractContextManager, budget: float = 3.0
+) -> float:
     """
-    Measure the median seconds of a forward and backward pass (all ranks), of as many as fit into 3 seconds.
-    The ranks begin together: ranks of one machine share the memory bandwidth, as in a step.
+    Measure the median seconds of a forward and backward pass (all ranks), of as many as fit into `budget`
+    seconds. The ranks begin together: ranks of one machine share the memory bandwidth, as in a step.
     """
     batch = reader.padding_batch()
 
@@ -44,4 +46,4 @@ def seconds_per_pass(model: nn.Module, reader: Reader, autocast: AbstractContext
     timer = Timer("run_pass()", globals=locals(), num_threads=torch.get_num_threads())
     timer.timeit(1)  # warms up
     gather_number(0.0, reader.device)
-    return timer.blocked_autorange(min_run_time=3.0).median
+    return timer.blocked_autorange(min_run_time=budget).median
