@@ -19,8 +19,8 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import is_out_of_memory, line_of
 from isogpt.monitor.sink_files import MetricsFile
+from isogpt.monitor.watchdog import is_out_of_memory, line_of
 from isogpt.training.settings import read_prompt
 from model import GPT, GPTConfig
 
