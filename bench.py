@@ -147,9 +147,8 @@ try:
         print_estimate(workload, estimate_world_size or workload.processes, cards[0])
     if estimate_world_size:
         sys.exit()
-    machine = f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"
-    print_result(machine)
-    result = {"machine": machine}
+    result = {"machine": f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"}
+    print_result(result["machine"])
 
     # the reports, most of which launch train.py
     with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:

@@ -42,12 +42,10 @@ def tune(workload: Workload, launches: Launches, card: str) -> dict:
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
     launched = [workload.settings | layout for layout in layouts]
-    report = {"tried": measure(launches, launched, varied, steps=5)}
-    speeds = [run.get("tokens_per_s", 0.0) for run in report["tried"]]
-    if speed := max(speeds):
-        fastest = tried[speeds.index(speed)]
-        report["command"] = print_command(workload, fastest, f"{speed:,.0f} tokens/s")
-    return report
+    runs = measure(launches, launched, varied, steps=5)
+    speeds = [run.get("tokens_per_s", 0.0) for run in runs]
+    fastest = tried[speeds.index(max(speeds))]
+    return {"tried": runs, "command": print_command(workload, fastest, f"{max(speeds):,.0f} tokens/s")}
 
 
 def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
