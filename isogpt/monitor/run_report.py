@@ -108,8 +108,6 @@ class RunReport:
     def step(self, numbers: StepNumbers, lr: float) -> None:
         """Report a step that was taken, if it is logged, and what is wrong with it (all ranks)."""
         self.steps_taken += 1
-        if self.is_logged:
-            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
         if self.steps_taken == 1:
             self.logger.print(compile_report())
         if self.steps_taken == SLOW_STEPS:
@@ -119,6 +117,7 @@ class RunReport:
         if self.steps_taken > SLOW_STEPS:
             self.throughout.update(sums)
         if self.is_logged:
+            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
             times = {"forward ms": numbers.forward_ms.numpy(), "data wait ms": numbers.data_ms.numpy()}
             columns = times | {"memory GB": numbers.memory_gb.numpy()}
             for slow in slow_ranks.slow_ranks(columns, self.slow_steps):

@@ -65,9 +65,7 @@ class Sampler:
     def report(self, state: TrainState, autocast: AbstractContextManager, logger: Logger) -> None:
         """Report to the logger a sample of the weights that are evaluated, see `write` (all ranks)."""
         with state.evaluated_weights():
-            if not self.tokenizer:
-                return
-            text = self.write(state.model, autocast)
+            text = self.write(state.model, autocast) if self.tokenizer else ""
         logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
 
 

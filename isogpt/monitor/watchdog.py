@@ -64,17 +64,13 @@ class Watchdog:
 
     def start(self) -> None:
         """Explain exceptions, and with other ranks, begin to watch."""
+        self.name = rank_names(self.ranks.hosts)[self.ranks.rank]  # in messages
         sys.excepthook = self.hook  # also explains a store that does not respond
         if self.ranks.store and self.ranks.world_size > 1:
             # a separate connection, since a request blocks all others on the same connection
             self.store = network.connect_store(self.timeout_s)
             self.thread = threading.Thread(target=self.watch, daemon=True)
             self.thread.start()
-
-    @property
-    def name(self) -> str:
-        """This rank's name in messages."""
-        return rank_names(self.ranks.hosts)[self.ranks.rank]
 
     @property
     def position(self) -> str:

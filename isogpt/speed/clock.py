@@ -73,8 +73,7 @@ class Clock:
 
     def pause(self) -> None:
         """Count nothing that follows as part of a step, until `start`."""
-        if self.paused_at is None:
-            self.paused_at = time.perf_counter()
+        self.paused_at = self.paused_at or time.perf_counter()
 
     def start(self) -> None:
         """Begin a step, and its first lap."""
