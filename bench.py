@@ -100,7 +100,7 @@ def mistakes(lists: dict) -> Iterator[str]:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, GPT, workload.settings, workload.model_args(), max(2, nproc)):
+    for row in check_model(launches, workload, max(2, nproc)):
         print_result("{:24} {:8} {}".format(*row).rstrip())
         rows.append(dict(zip(("name", "state", "text"), row, strict=True)))
     return rows
@@ -113,8 +113,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     if hw:
         parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     print_result(f"estimated GB on each of {world_size} ranks, in micro-batches of {planned.micro_batch}:")
-    columns = {name: [f"{gb:.3f}"] for name, gb in parts.items()}
-    print_result("\n".join(aligned(columns | {"settings": [typed(planned)]})))
+    row = {name: f"{gb:.3f}" for name, gb in parts.items()}
+    print_result("\n".join(aligned([row | {"settings": typed(planned)}])))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -147,9 +147,8 @@ try:
         print_estimate(workload, estimate_world_size or workload.processes, cards[0])
     if estimate_world_size:
         sys.exit()
-    machine = f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"
-    print_result(machine)
-    result = {"machine": machine}
+    result = {"machine": f"{device_name(local_device)}, {len(own_cores())} cores, torch {torch.__version__}"}
+    print_result(result["machine"])
 
     # the reports, most of which launch train.py
     with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
@@ -165,9 +164,9 @@ try:
         elif lists:
             result["sweep"] = run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(workload, config, counts, cards)
+            result["plan"] = plan_report.report_plan(workload, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(workload, config, launches, cards[0])
+            result["tune"] = plan_report.tune(workload, launches, cards[0])
         else:
             result["report"] = report_step(launches, workload, steps)
 except (ValueError, DistError) as e:

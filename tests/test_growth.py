@@ -57,7 +57,7 @@ from isogpt.data.token_files import opened
 from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
-from isogpt.monitor import sink_files
+from isogpt.monitor import log
 from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.nn import huggingface
 from isogpt.parallel import parallelize
@@ -461,23 +461,25 @@ EVALUATION, END = {"iter": 6, "val_loss": 1.0}, {"event": "end"}
 
 
 def test_a_slow_plot_delays_no_step_and_the_next_one_waits_until_the_end(tmp_path, capsys):
-    plot = Slow(str(tmp_path))
+    slow = Slow(str(tmp_path))
+    plot = log.InThread(slow)
     for record in 3 * ({"iter": 5, "loss": 1.0}, EVALUATION):
         plot.write(record, "")
-    assert not plot.drawn
-    plot.release.release(2)
+    assert not slow.drawn
+    slow.release.release(2)
     plot.write(END, "")
-    assert plot.drawn == 2, (
+    assert slow.drawn == 2, (
         "after the first evaluation and at the end, since plots take a small part of the time"
     )
     assert capsys.readouterr().out == f"the loss curve: {tmp_path}/loss.png\n"
 
 
 def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, monkeypatch):
-    for kind, seconds in ((Plot, 60), (Slow, 0.01)):
-        monkeypatch.setattr(sink_files, "END_S", seconds)
-        kind(str(tmp_path)).write(END, "")
-        assert "no plot of the loss curve: " in capsys.readouterr().out
+    Plot(str(tmp_path)).write(END, "")
+    assert "no plot of the loss curve: " in capsys.readouterr().out
+    monkeypatch.setattr(log, "END_S", 0.01)
+    with pytest.raises(TimeoutError, match="no answer within 0.01 s"):
+        log.InThread(Slow(str(tmp_path))).write(END, "")
 
 
 # -- shuffle

@@ -19,8 +19,8 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import is_out_of_memory, line_of
 from isogpt.monitor.sink_files import MetricsFile
+from isogpt.monitor.watchdog import is_out_of_memory, line_of
 from isogpt.training.settings import read_prompt
 from model import GPT, GPTConfig
 
@@ -133,7 +133,7 @@ from isogpt.speed import devices
 def unmeasured(*args):
     raise RuntimeError("no matmul")
 devices.measured_matmul = unmeasured
-slow_ranks.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
+slow_ranks.slow_ranks = lambda columns, counts: ["rank 0: forward ms 40.0, others 10.0"]
 """
 
 

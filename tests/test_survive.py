@@ -36,8 +36,8 @@ from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.start_checks import check_alike, start_facts
 from isogpt.launch.together import Gathered, gather_numbers
+from isogpt.monitor import slow_ranks
 from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
-from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -349,11 +349,13 @@ def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tm
     assert start_facts({})["the code's digest"] in digests
 
 
-def test_slow_ranks_are_detected():
-    slow = SlowRanks(patience=3)
+def test_slow_ranks_are_detected(monkeypatch):
+    monkeypatch.setattr(slow_ranks, "PATIENCE", 3)
+    counts = {}
 
     def seen(**columns):
-        return [*slow.seen({name.replace("_", " "): np.array(values) for name, values in columns.items()})]
+        columns = {name.replace("_", " "): np.array(values) for name, values in columns.items()}
+        return [*slow_ranks.slow_ranks(columns, counts)]
 
     assert not seen(forward_ms=[10.0, 40.0]) and not seen(forward_ms=[10.0, 40.0])
     assert seen(forward_ms=[10.0, 40.0]) == ["rank 1: forward ms 40.0, others 10.0"]

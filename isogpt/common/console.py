@@ -79,16 +79,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def aligned(columns: dict[str, Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[dict[str, str]]) -> list[str]:
     """
     The lines of a table, whose first one is the headings.
 
     Args:
-        columns: {heading: cells}. A column in which a cell begins with a number is aligned to the right.
+        rows: {heading: cell} each. A column in which a cell begins with a number is aligned to the right.
     """
     shown = []
-    for heading, cells in columns.items():
-        cells = [visible(cell) for cell in (heading, *cells)]
+    for heading in rows[0]:
+        cells = [visible(cell) for cell in (heading, *(row[heading] for row in rows))]
         width = max(map(len, cells))
         is_number = any(NUMBER.match(cell) for cell in cells[1:])
         shown.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])

@@ -52,12 +52,13 @@ class Group:
     @property
     def counted(self) -> list[Run]:
         """
-        The runs that count. Of those with evaluations that have not diverged, these are the complete ones; if
-        there are none, those that have not failed, or else all.
+        The runs that count, the last one of each seed. Of those with evaluations that have not diverged,
+        these are the complete ones; if there are none, those that have not failed, or else all.
         """
         finite = [run for run in self.runs if run.evaluations and run.state != "diverged"]
         complete = [run for run in finite if not run.state]
-        return complete or [run for run in finite if run.state != "failed"] or finite
+        counted = complete or [run for run in finite if run.state != "failed"] or finite
+        return [*{run.seed: run for run in counted}.values()]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import numpy as np
 
 from isogpt.common.packages import needed_by
 
-CONFIDENCE = 0.95  # of the intervals
-LEVEL = 0.05  # at which `seeds_needed` detects a difference, with this power
+LEVEL = 0.05  # of the intervals, and at which `seeds_needed` detects a difference with this power
 POWER = 0.8
 FAR = 30  # a shift for which even two seeds have a power of 0.98; scipy returns nan for many larger ones
 MOST_SEEDS = 1000
@@ -63,7 +62,7 @@ def difference(a: dict[int, float], b: dict[int, float]) -> Difference:
         test, method = stats.ttest_rel(b, a), f"paired t-test over {len(a)} seeds"
     else:
         test, method = stats.ttest_ind(b, a, equal_var=False), f"Welch's t-test of {len(a)} and {len(b)} runs"
-    low, high = test.confidence_interval(CONFIDENCE)
+    low, high = test.confidence_interval(1 - LEVEL)
     needed = seeds_needed(mean, variances)
     return Difference(mean, method, float(low), float(high), float(test.pvalue), needed)
 

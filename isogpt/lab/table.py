@@ -37,11 +37,10 @@ def table(rows: list[dict]) -> list[str]:
     """A line for each row, with the columns in which they differ, and a line of what all have in common."""
     cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
     names = dict.fromkeys(name for one in cells for name in one if one[name])
-    columns = {name: [one.get(name, "") for one in cells] for name in names}
-    same = [name for name, texts in columns.items() if len(rows) > 1 and len(set(texts)) == 1]
-    of_all = ", ".join(f"{name} {columns[name][0]}" for name in same)
-    differing = {name: texts for name, texts in columns.items() if name not in same}
-    return [f"all: {of_all}", *aligned(differing)] if same else aligned(differing)
+    same = [name for name in names if len(rows) > 1 and len({one.get(name, "") for one in cells}) == 1]
+    of_all = ", ".join(f"{name} {cells[0][name]}" for name in same)
+    lines = aligned([{name: one.get(name, "") for name in names if name not in same} for one in cells])
+    return [f"all: {of_all}", *lines] if same else lines
 
 
 def text_of(value: object) -> str:

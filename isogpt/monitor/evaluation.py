@@ -46,7 +46,10 @@ class Evaluator:
             sums = self.sum_losses()
         if self.stop.agreed:
             return
-        losses = {split: self.mean(split, total) for split, total in sums.items()}
+        losses = {}
+        for split, total in sums.items():  # of the sequences of all ranks
+            count = self.reader.eval_targets(split, self.sequences) * self.reader.mesh.same_tokens.size
+            losses[split] = gather_number(total, self.reader.device).sum().item() / count
         self.state.progress.evaluated(self.reader.data.val_loss(losses))
         values = evaluation_values(losses, self.reader.data)
         if self.reader.plan.exact:
@@ -83,12 +86,6 @@ class Evaluator:
         if problems:
             raise DataError("; ".join(problems))
         return sums
-
-    def mean(self, split: str, total: Tensor | float) -> float:
-        """Return the mean loss over the sequences of all ranks, from the sum of each (all ranks)."""
-        copies = self.reader.mesh.same_tokens.size
-        count = self.reader.eval_targets(split, self.sequences) * copies
-        return gather_number(total, self.reader.device).sum().item() / count
 
 
 def evaluation_values(losses: dict[str, float], data: Dataset) -> dict[str, float]:

@@ -1,19 +1,63 @@
 """The logger, which passes what a run reports to its sinks."""
 
+import threading
 from dataclasses import dataclass, field
+from queue import Full, Queue
 from typing import Any
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.common.files import reason_of
+from isogpt.common.patience import within
 from isogpt.data.dataset import Dataset
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together, is_main
+from isogpt.monitor.records import FINAL
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
+
+WAITING = 10_000  # records that may wait for a sink in a thread
+END_S = 120  # seconds that the end of a run waits for it, which is longer than wandb itself waits
+
+
+class InThread:
+    """
+    A sink that may be slow or blocked, as wandb is if its server does not answer: a thread passes the records
+    to it, so that training goes on. One thread for all records, since the C library would not reuse the
+    memory of one thread for the next.
+    """
+
+    def __init__(self, sink: Any) -> None:
+        self.sink = sink
+        self.records: Queue[tuple[dict, str]] = Queue(WAITING)
+        self.failure = ""  # why the sink has lost a record
+        self.thread = threading.Thread(target=self.pass_on, daemon=True)
+        self.thread.start()
+
+    def write(self, record: dict, text: str) -> None:
+        """Pass a record to the thread; at the end of the run, wait for it. Raises why it has lost one."""
+        is_last = record.get("event") in FINAL
+        try:
+            self.records.put((record, text), timeout=END_S if is_last else 0)
+        except Full:
+            raise TimeoutError(f"it has not taken {WAITING:,} records") from None
+        if is_last:
+            within(END_S, self.thread.join)
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def pass_on(self) -> None:
+        """Pass records to the sink (in the thread)."""
+        record = {}
+        while record.get("event") not in FINAL:
+            record, text = self.records.get()
+            try:
+                self.sink.write(record, text)
+            except Exception as e:
+                self.failure = reason_of(e)
 
 
 @dataclass
@@ -50,7 +94,8 @@ class Logger:
             try:
                 sink.write(record, text)
             except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
-                name, reason = type(sink).__name__, reason_of(e)
+                name = type(sink.sink if isinstance(sink, InThread) else sink).__name__
+                reason = reason_of(e)
                 if name not in self.failed_sinks:
                     self.failed_sinks.add(name)
                     problem = f"warning: {name} failed ({reason})"
@@ -86,8 +131,8 @@ class Logger:
             check_tensorboard()
         if is_main() and config["wandb_log"]:
             service = Wandb(config, self.progress.wandb_id)
-            self.progress.wandb_id = service.run_id
-            self.sinks.insert(-1, service)
+            self.progress.wandb_id = service.run.id
+            self.sinks.insert(-1, InThread(service))
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
@@ -104,7 +149,7 @@ class Logger:
                 return
             result = Result(out_dir, self.progress, data, owner)
             # the result is before the plot, for which a stopped run may lack the time
-            sinks = [MetricsFile(out_dir, owner), result, Plot(out_dir)] if owner else [result]
+            sinks = [MetricsFile(out_dir, owner), result, InThread(Plot(out_dir))] if owner else [result]
             if owner and config["tensorboard_log"]:
                 sinks.append(TensorBoard(out_dir, self.progress))
             if config["print_result"]:
@@ -114,4 +159,4 @@ class Logger:
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:
     """Return the sinks that work before the run's folder is claimed; no sinks on ranks other than 0."""
-    return [Console(), Alerts(config)] if ranks.is_main else []
+    return [Console(), InThread(Alerts(config))] if ranks.is_main else []

@@ -14,10 +14,9 @@ from isogpt.checkpoint.save import Saver
 from isogpt.common.console import count_text, duration
 from isogpt.data.reader import Reader
 from isogpt.launch.together import Gathered, gather_numbers, gather_objects
-from isogpt.monitor import banner, records
+from isogpt.monitor import banner, records, slow_ranks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.signals import Stop
-from isogpt.monitor.slow_ranks import SlowRanks
 from isogpt.parallel.compilation import compile_report
 from isogpt.parallel.parallelize import take_routing
 from isogpt.speed.clock import Clock, over_ranks
@@ -57,7 +56,7 @@ class RunReport:
     steps_taken: int = 0  # by this process
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
-    slow_ranks: SlowRanks = field(default_factory=SlowRanks)
+    slow_steps: dict = field(default_factory=dict)  # for how many logged steps a rank is slow
     since_log: Counter = field(default_factory=Counter)  # sums over the steps since the last logged step
     throughout: Counter = field(default_factory=Counter)  # sums over the steps at full speed
 
@@ -88,9 +87,9 @@ class RunReport:
                 grad_square=grad_square[0],
                 grad_square_fine=grad_square[1],
                 step_ms=step_s * 1e3,
-                data_ms=self.clock.cpu_ms("data"),
+                data_ms=self.clock.milliseconds("data", self.clock.spans),
                 memory_gb=memory_gb(device),
-                forward_ms=self.clock.last("forward"),
+                forward_ms=self.clock.steps[-1].get("forward", 0.0),
                 stop=self.stop.code(step_s, self.saver.seconds_at_end),  # 0, a signal, or the time limit
                 loss_scale=self.scaler.scale(torch.ones((), device=device)),  # get_scale would wait for it
                 waiting=self.clock.waiting_share(),
@@ -109,8 +108,6 @@ class RunReport:
     def step(self, numbers: StepNumbers, lr: float) -> None:
         """Report a step that was taken, if it is logged, and what is wrong with it (all ranks)."""
         self.steps_taken += 1
-        if self.is_logged:
-            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
         if self.steps_taken == 1:
             self.logger.print(compile_report())
         if self.steps_taken == SLOW_STEPS:
@@ -120,9 +117,10 @@ class RunReport:
         if self.steps_taken > SLOW_STEPS:
             self.throughout.update(sums)
         if self.is_logged:
-            times = {"forward ms": numbers.forward_ms, "data wait ms": numbers.data_ms}
-            columns = times | {"memory GB": numbers.memory_gb}
-            for slow in self.slow_ranks.seen({what: values.numpy() for what, values in columns.items()}):
+            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
+            times = {"forward ms": numbers.forward_ms.numpy(), "data wait ms": numbers.data_ms.numpy()}
+            columns = times | {"memory GB": numbers.memory_gb.numpy()}
+            for slow in slow_ranks.slow_ranks(columns, self.slow_steps):
                 self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
             record = self.record(numbers, lr)
             self.logger.write(record, records.step_line(record))

@@ -54,7 +54,10 @@ class Sampler:
         twin.load_state_dict(model.state_dict(), assign=True)
         twin.tie_weights()
         twin.eval()
-        idx = torch.tensor([prompt_of(self.tokenizer)], device=device)  # (1, T)
+        prompt = []
+        with suppress(ValueError):  # the vocabulary contains no line break
+            prompt = self.tokenizer.encode("\n")
+        idx = torch.tensor([prompt or [self.tokenizer.end_of_text or 0]], device=device)  # (1, T)
         with autocast:
             ids = twin.generate(idx, TOKENS, 0.8, 200, vocab_size=self.tokenizer.n_ids, seed=self.seed)
         return self.tokenizer.decode(ids[0].tolist())
@@ -62,9 +65,7 @@ class Sampler:
     def report(self, state: TrainState, autocast: AbstractContextManager, logger: Logger) -> None:
         """Report to the logger a sample of the weights that are evaluated, see `write` (all ranks)."""
         with state.evaluated_weights():
-            if not self.tokenizer:
-                return
-            text = self.write(state.model, autocast)
+            text = self.write(state.model, autocast) if self.tokenizer else ""
         logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
 
 
@@ -85,14 +86,6 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
         except ValueError as e:
             raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
     return Sampler(tokenizer, config["seed"])
-
-
-def prompt_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a line break, or a single id if the vocabulary does not contain it."""
-    ids = []
-    with suppress(ValueError):
-        ids = tokenizer.encode("\n")
-    return ids or [tokenizer.end_of_text or 0]
 
 
 def first_lines(text: str) -> list[str]:

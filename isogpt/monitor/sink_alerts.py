@@ -3,12 +3,10 @@
 import json
 import os
 import signal
-import threading
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
-from isogpt.monitor.records import FINAL
 
 QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
 LIMIT_S = 10  # seconds that a command may take
@@ -24,26 +22,17 @@ class Alerts:
         self.command, self.out_dir = config["alert_command"], config["out_dir"]
 
     def write(self, record: dict, text: str) -> None:
-        """Pass an event to the command, in a thread; at the end of the run, wait for all commands."""
+        """Run the command for an event, for up to LIMIT_S; then it is killed, with what it has started."""
         if not self.command or record.get("event", "save") in QUIET:
             return
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
-        threading.Thread(target=run_command, args=(self.command, line), name="alert").start()
-        if record["event"] in FINAL:
-            for thread in threading.enumerate():
-                if thread.name == "alert":
-                    thread.join()
-
-
-def run_command(command: str, line: str) -> None:
-    """Run a command for up to LIMIT_S; then it is killed, with what it has started."""
-    env = environment_without_launcher()
-    # no output, since an endless one would fill the disk of the run's log. The session is a process group,
-    # which can be killed
-    with Popen(
-        command, shell=True, stdin=PIPE, stdout=DEVNULL, text=True, env=env, start_new_session=True
-    ) as process:
-        try:
-            process.communicate(line, timeout=LIMIT_S)
-        except TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        env = environment_without_launcher()
+        # no output, since an endless one would fill the disk of the run's log. The session is a process
+        # group, which can be killed
+        with Popen(
+            self.command, shell=True, stdin=PIPE, stdout=DEVNULL, text=True, env=env, start_new_session=True
+        ) as process:
+            try:
+                process.communicate(line, timeout=LIMIT_S)
+            except TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)

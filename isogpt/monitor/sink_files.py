@@ -4,11 +4,9 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import SimpleQueue
 
 from isogpt.checkpoint.folder import RESULT
 from isogpt.checkpoint.measures import NONE
@@ -22,7 +20,6 @@ from isogpt.lab.runs import Group, read_run
 from isogpt.monitor.records import CLOSING, FINAL, known
 
 PAUSE = 20  # times as long as a plot takes, until the next one
-END_S = 60  # seconds that the end of a run waits for a plot
 
 
 class MetricsFile:
@@ -118,42 +115,30 @@ class ResultLine:
 
 class Plot:
     """
-    Plots the losses in metrics.jsonl after evaluations and at the end, in a thread, so that training goes on
-    meanwhile.
+    Plots the losses in metrics.jsonl after evaluations, but not all the time, and at the end, when it tells
+    the user where the plot is.
     """
 
     def __init__(self, out_dir: str) -> None:
         self.path = Path(out_dir, "loss.png")
-        self.result = f"no plot of the loss curve: drawing it takes more than {END_S} s"
-        self.requests: SimpleQueue[bool] = SimpleQueue()  # for each plot, whether it is the last one
-        # one thread for all plots, since the C library would not reuse one thread's memory for the next
-        self.thread = threading.Thread(target=self.draw_all, daemon=True, name="plot")
-        self.thread.start()
+        self.not_before = 0.0
 
     def write(self, record: dict, text: str) -> None:
-        """Ask for a plot after an evaluation, and at the end tell the user where the plot is."""
-        is_end = record.get("event") in CLOSING
-        if is_end or (record.get("iter") and "val_loss" in record):
-            self.requests.put(is_end)
+        """Plot after an evaluation and at the end."""
+        is_end, began = record.get("event") in CLOSING, time.monotonic()
+        is_due = began >= self.not_before and record.get("iter") and "val_loss" in record
+        if is_end or is_due:
+            try:
+                self.draw()
+                result = f"the loss curve: {self.path}"
+            except Exception as e:  # matplotlib raises many types
+                result = f"no plot of the loss curve: {reason_of(e)}"
+            self.not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
         if is_end:
-            self.thread.join(END_S)
-            console.print_line(self.result, patience_s=console.PATIENCE_S)
-
-    def draw_all(self) -> None:
-        """Plot what `write` asks for, but not all the time (in the thread)."""
-        is_last, not_before = False, 0.0
-        while not is_last:
-            is_last, began = self.requests.get(), time.monotonic()
-            if is_last or began >= not_before:
-                try:
-                    self.draw()
-                    self.result = f"the loss curve: {self.path}"
-                except Exception as e:  # matplotlib raises many types
-                    self.result = f"no plot of the loss curve: {reason_of(e)}"
-                not_before = time.monotonic() + PAUSE * (time.monotonic() - began)
+            console.print_line(result, patience_s=console.PATIENCE_S)
 
     def draw(self) -> None:
-        """Plot the loss curve (in the thread)."""
+        """Plot the loss curve."""
         folder = self.path.parent
         group = Group(folder.resolve().name, [read_run(folder)])
         pictures.write(pictures.losses_figure([group], "steps"), self.path)

@@ -128,7 +128,7 @@ class LayerStatistics:
     without dropout over `sequences` of the training data, the same in every step.
 
     Such a step takes memory for a copy of this rank's weights, and the time of the forward pass, which is not
-    compiled. The host waits for the GPU once.
+    compiled. The host waits for the GPU.
 
     Args:
         model: the model as evaluations call it.
@@ -142,16 +142,13 @@ class LayerStatistics:
     sequences: int
     autocast: AbstractContextManager
     logger: Logger
-    names: dict[Any, list[str]] = field(default_factory=dict)  # of the numbers of all ranks, by operation
 
     def __post_init__(self) -> None:
         if not self.interval:
             return
         mesh, device = self.reader.mesh, self.reader.device
         with exit_together():
-            self.batches = [
-                (x, y, (y != IGNORE).any(1)) for x, y in self.reader.evaluation("train", self.sequences)
-            ]
+            self.batches = [*self.reader.evaluation("train", self.sequences)]
         self.group, length = mesh.group("cp"), self.reader.block_size
         self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
         self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
@@ -193,8 +190,8 @@ class LayerStatistics:
         observed = Observed(self.queries, self.keys, self.group)
         self.model.eval()
         with observing(self.raw_model, observed), self.autocast:
-            for x, y, is_read in self.batches:
-                observed.is_read = is_read
+            for x, y in self.batches:
+                observed.is_read = (y != IGNORE).any(1)
                 self.model(x, y, 1.0)
         self.model.train()
         reshard(self.model)
@@ -213,9 +210,7 @@ class LayerStatistics:
 
     def reduced(self, numbers: dict[str, Tensor], neutral: Tensor, how: dist.ReduceOp) -> dict[str, Any]:
         """Reduce the numbers by name; a rank that has none has the neutral one (all ranks)."""
-        if how not in self.names:  # a stage of a pipeline has only some
-            self.names[how] = list(dict.fromkeys(chain(*gather_objects(list(numbers)))))
-        names = self.names[how]
+        names = dict.fromkeys(chain(*gather_objects(list(numbers))))  # a stage of a pipeline has only some
         if not names:
             return {}
         table = torch.stack([numbers.get(name, neutral).to(neutral) for name in names])

@@ -1,4 +1,7 @@
-"""The watchdog, which names a rank that failed or hung, and explains the exceptions that end a process."""
+"""
+The watchdog, which names a rank that failed or hung, and explains the exceptions that end a process. After
+running out of memory, the next start continues with smaller micro-batches.
+"""
 
 import json
 import os
@@ -8,7 +11,8 @@ import time
 import traceback
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -20,10 +24,11 @@ from isogpt.launch import network
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import is_out_of_memory, line_of, use_less_memory
 from isogpt.parallel.pipeline import cause_of
 from isogpt.parallel.plan import LayoutError
 from isogpt.speed.clock import Clock
+from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
+from isogpt.speed.planner import MICRO_BATCH, record
 
 STORE_TIMEOUT_S = 5
 BEAT_S = 1.0  # seconds between two beats of a rank
@@ -59,17 +64,13 @@ class Watchdog:
 
     def start(self) -> None:
         """Explain exceptions, and with other ranks, begin to watch."""
+        self.name = rank_names(self.ranks.hosts)[self.ranks.rank]  # in messages
         sys.excepthook = self.hook  # also explains a store that does not respond
         if self.ranks.store and self.ranks.world_size > 1:
             # a separate connection, since a request blocks all others on the same connection
             self.store = network.connect_store(self.timeout_s)
             self.thread = threading.Thread(target=self.watch, daemon=True)
             self.thread.start()
-
-    @property
-    def name(self) -> str:
-        """This rank's name in messages."""
-        return rank_names(self.ranks.hosts)[self.ranks.rank]
 
     @property
     def position(self) -> str:
@@ -172,7 +173,8 @@ class Watchdog:
         with suppress(Exception):  # there is no store, or it does not respond
             is_first = within(STORE_TIMEOUT_S, self.tell, states) == states
         try:
-            self.logger.failed(reason)
+            with suppress(Exception):  # wandb may not answer
+                within(15, self.logger.failed, reason)
             if isinstance(error, LayoutError):  # all ranks raise it
                 text = str(error)
             elif self.reader and is_out_of_memory(cause):
@@ -186,3 +188,43 @@ class Watchdog:
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {reason} (and while explaining it: {e})")
         self.exit(130 if kind is KeyboardInterrupt else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# why a process ends
+
+
+def line_of(error: BaseException) -> str:
+    """
+    Return an error's type and the first line of its message, or the line that says that memory ran out:
+    libraries such as cuBLAS and NCCL raise a plain RuntimeError.
+    """
+    lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+    return next(filter(OUT_OF_MEMORY.search, lines), lines[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the device or the CPU ran out of memory."""
+    return isinstance(error, MemoryError) or OUT_OF_MEMORY.search(line_of(error)) is not None
+
+
+def use_less_memory(error: BaseException, out_dir: str, reader: Reader, clock: Clock | None) -> str:
+    """
+    Return what uses the memory and what would reduce it. In the first steps, also record half of the rows as
+    the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
+    continues.
+
+    Often all ranks run out of memory, but it can also be one, since the last stage of a pipeline computes the
+    loss, and other programs may use a GPU.
+
+    Args:
+        clock: None: the model was being allocated.
+    """
+    plan, rows, most = reader.plan, reader.share.rows, max(reader.share.rows_of)
+    when = f"with micro-batches of {rows}" if clock else "while the model was allocated"
+    text = f"out of memory {when}: {line_of(error)}\n{memory_report(replace(plan, micro_batch=rows))}"
+    # there are medians after three steps
+    if clock and not clock.medians() and most > 1 and not plan.exact:
+        record(Path(out_dir) / MICRO_BATCH, plan.job(), most // 2)
+        text += f"\nthe next start in {out_dir} uses micro-batches of {most // 2}, with the same curve"
+    return text

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -73,8 +73,7 @@ class Clock:
 
     def pause(self) -> None:
         """Count nothing that follows as part of a step, until `start`."""
-        if self.paused_at is None:
-            self.paused_at = time.perf_counter()
+        self.paused_at = self.paused_at or time.perf_counter()
 
     def start(self) -> None:
         """Begin a step, and its first lap."""
@@ -99,10 +98,9 @@ class Clock:
     def begin_lap(self, now: Mark) -> None:
         """Begin a lap, whose name is that of the same lap in the step before."""
         self.previous = now
-        number = len(self.laps)
-        if number < len(self.laps_of_a_step):
-            self.doing = self.laps_of_a_step[number]
-            self.show(self.doing, self.range)
+        if len(self.laps) < len(self.laps_of_a_step):
+            self.doing = self.laps_of_a_step[len(self.laps)]
+            self.range.enter_context(self.shown(self.doing))
 
     @property
     def expects_progress(self) -> bool:
@@ -115,19 +113,19 @@ class Clock:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time a block that is not a lap: a piece of a lap, or something between two steps."""
-        with ExitStack() as shown:
-            self.show(name, shown)
+        with self.shown(name):
             start = self.mark()
             self.doing = name
             yield
             self.doing = f"after {name}"
             self.spans[name].append((start, self.mark()))
 
-    def show(self, name: str, shown: ExitStack) -> None:
-        """Show what follows in the profiler's trace, and as an NVTX range, until `shown` is closed."""
-        shown.enter_context(torch.profiler.record_function(name))
-        if self.nvtx:
-            shown.enter_context(torch.cuda.nvtx.range(name))
+    @contextmanager
+    def shown(self, name: str) -> Iterator[None]:
+        """Show a block in the profiler's trace, and as an NVTX range."""
+        nvtx = torch.cuda.nvtx.range(name) if self.nvtx else nullcontext()
+        with torch.profiler.record_function(name), nvtx:
+            yield
 
     def note_gradient(self, gradient: Tensor) -> None:
         """Note that the backward pass has computed all gradients: what follows is communication."""
@@ -156,10 +154,6 @@ class Clock:
         if self.on_gpu:
             event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return Mark(time.perf_counter(), event)
-
-    def cpu_ms(self, name: str) -> float:
-        """Return the milliseconds of this step's laps with this name, which is data, up to now."""
-        return self.milliseconds(name, self.spans)
 
     def milliseconds(self, name: str, spans: dict[str, list[tuple[Mark, Mark]]]) -> float:
         """Return a part's milliseconds in a step, of the GPU's queue or of the CPU's clock."""
@@ -190,10 +184,6 @@ class Clock:
         self.previous = None
         self.range.close()
         self.laps, self.spans = [], defaultdict(list)
-
-    def last(self, name: str) -> float:
-        """Return a part's milliseconds in the latest step whose times are known; 0 if there is none."""
-        return self.steps[-1].get(name, 0.0)
 
     def medians(self) -> dict[str, float]:
         """Return the median of each part in milliseconds, over the last thousand steps."""

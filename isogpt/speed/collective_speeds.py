@@ -30,11 +30,13 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     if n == 1:
         raise ValueError("comm needs two processes: set --nproc=2, and --device=cpu if there is one GPU")
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
-    rows = []
+    rows, table = [], []
     for size in MESSAGE_SIZES:
         whole, other = (torch.zeros(size // 4 // n * n, device=ranks.device) for _ in range(2))
         part = torch.zeros(len(whole) // n, device=ranks.device)
         others = (n - 1) / n
+        line = {"message": f"{size / 1024:,.0f} KB"}
+        table.append(line)
         # factor: bytes that each link carries per byte of the message
         for name, factor, function, *arguments in (
             ("all-reduce", 2 * others, dist.all_reduce, whole),
@@ -46,15 +48,12 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
             seconds = mean_seconds(ranks.device, function, *arguments)
             figures = {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
             rows.append({"operation": name, "bytes": whole.nbytes, "ranks": n} | figures)
+            line[name] = f"{figures['gb_per_s']:.3f}"
     if ranks.is_main:
         print(f"{n} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
-        columns = {"message": [f"{size / 1024:,.0f} KB" for size in MESSAGE_SIZES]}
-        for row in rows:
-            columns.setdefault(row["operation"], []).append(f"{row['gb_per_s']:.3f}")
-        columns["message"].append("1 KB, in µs")
-        for row in rows[:5]:
-            columns[row["operation"]].append(f"{row['us']:.1f}")
-        print("\n".join(console.aligned(columns)))
+        latencies = {row["operation"]: f"{row['us']:.1f}" for row in rows[:5]}
+        table.append({"message": "1 KB, in µs"} | latencies)
+        print("\n".join(console.aligned(table)))
     leave_process_group()
     return rows
 

@@ -171,21 +171,24 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield ""
     predicted = rank_estimate(replace(plan, micro_batch=max(share.rows_of)), mesh.index("pp"), 0.0)
     counted = run.count()
-    columns = {"counted": counted, "predicted": predicted}
-    columns = {name: [f"{gb:.4g}" for gb in parts.values()] for name, parts in columns.items()}
-    yield from console.aligned({"GB at the peak": list(predicted), **columns})
+    parts = [
+        {"GB at the peak": name, "counted": f"{counted[name]:.4g}", "predicted": f"{gb:.4g}"}
+        for name, gb in predicted.items()
+    ]
+    yield from console.aligned(parts)
     yield ""
     groups = {}
     for collective in run.collectives:
         if collective.size and len(collective.ranks) > 1:  # else nothing is sent
             groups.setdefault((collective.operation, collective.ranks), []).append(collective)
     rows = []
+    headings = "collectives of a step", "ranks", "count", "bytes", "sent", "along"
     for (operation, ranks), members in groups.items():
         size, sent = sum(c.size for c in members), round(sum(c.sent for c in members))
         numbers = [f"{number:,}" for number in (len(ranks), len(members), size, sent)]
-        rows.append([operation, *numbers, axes_of(ranks, mesh)])
-    headings = "collectives of a step", "ranks", "count", "bytes", "sent", "along"
-    yield from console.aligned(dict(zip(headings, zip(*rows, strict=True), strict=True)))
+        cells = operation, *numbers, axes_of(ranks, mesh)
+        rows.append(dict(zip(headings, cells, strict=True)))
+    yield from console.aligned(rows)
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
     alone = replace(UNDIVIDED, model_args=plan.model_args, counts=plan.counts, optimizer=plan.optimizer)

@@ -37,15 +37,13 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     rows += [("MFU", shown(run["mfu"], ".1%"), "")]
     rows += [("matmul, TFLOP/s", shown(peak and peak / 1e12, ".3g"), "")]
     rows += [("of which reached", shown(run["matmul_ratio"], ".1%"), "")]
-    names, mean, slowest = zip(*rows, strict=True)
-    columns = {"": names, "mean of the ranks": mean, "slowest rank": slowest}
-    print_result("\n".join(aligned(columns)))
+    headings = "", "mean of the ranks", "slowest rank"
+    print_result("\n".join(aligned([dict(zip(headings, row, strict=True)) for row in rows])))
     if workload.config["profile"]:
         out = Path(run["settings"]["out_dir"])
         shutil.copy(out / "trace.json", "bench_trace.json")
         run["operators"] = (out / "operators.txt").read_text()
-        print_result("wrote bench_trace.json (see https://ui.perfetto.dev)")
-        print_result(run["operators"])
+        print_result(f"wrote bench_trace.json (see https://ui.perfetto.dev)\n{run['operators']}")
     return run
 
 
@@ -90,9 +88,7 @@ def measure(launches: Launches, launched: list[dict], varied: list[str], steps: 
     measured = [run for run in runs if "problem" not in run]
     if not measured:
         raise ValueError("no launch succeeded")
-    rows = [row_of(run, measured[0]) for run in measured]
-    columns = {heading: [row[heading] for row in rows] for heading in rows[0]}
-    print_result("\n".join(["", *aligned(columns)]))
+    print_result("\n".join(["", *aligned([row_of(run, measured[0]) for run in measured])]))
     return runs
 
 

@@ -35,6 +35,7 @@ from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.pipeline import SCHEDULES
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
+from isogpt.speed.workload import Workload
 from isogpt.training import layout_check, settings
 from isogpt.training.degrees import check_degrees
 from isogpt.training.layout_check import Trial, difference_of, small_plan
@@ -215,27 +216,24 @@ ALONE = {
 # all comparisons
 
 
-def check_model(
-    launches: Launches, model_class: type[nn.Module], config: dict, model_args: dict, processes: int
-) -> Iterator[tuple[str, str, str]]:
+def check_model(launches: Launches, workload: Workload, processes: int) -> Iterator[tuple[str, str, str]]:
     """
-    Make all comparisons, and yield the name, state and text of each when it is made.
+    Make all comparisons of a small form of the model, and yield the name, state and text of each when it is
+    made.
 
     Args:
-        model_class: GPT of model.py.
-        config: train.py's settings.
-        model_args: the fields of GPTConfig of the model, which is compared in a smaller form.
         processes: how many the layouts are compared on.
     """
-    trial = Trial(model_class, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
+    config, model_args = workload.settings, workload.model_args()
+    trial = Trial(workload.gpt, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
     for name, compare in ALONE.items():
         yield name, *in_processes(1, partial(compare, trial))
     for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
         if model_args["n_expert"] or "ep" not in changes:
             plan = plan_with(changes, config, model_args, processes)
-            compare = partial(compare_layout, model_class, plan, config | changes)
+            compare = partial(compare_layout, workload.gpt, plan, config | changes)
             yield name, *in_processes(processes, compare)
-    yield "resume", *compare_resume(launches, config, model_args)
+    yield "resume", *compare_resume(launches, trial)
 
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
@@ -271,9 +269,9 @@ def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int
         return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
 
 
-def compare_resume(launches: Launches, config: dict, model_args: dict) -> Answer:
+def compare_resume(launches: Launches, trial: Trial) -> Answer:
     """Compare steps of a run of train.py with the same steps of a resumed run, bit for bit."""
-    args = small_plan(plan_with({}, config, model_args)).model_args
+    config, args = trial.config, trial.plan.model_args
     data, out = launches.folder / "random", launches.folder / "resumed"
     data.mkdir(exist_ok=True)
     write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
@@ -281,13 +279,13 @@ def compare_resume(launches: Launches, config: dict, model_args: dict) -> Answer
     run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out, "nproc": 0, "max_iters": 5}
     run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
     run |= {"save_checkpoint": True, "always_save_checkpoint": True}
-    found = []
+    steps = []
     for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": 3}):
         code, errors = launches.start(run | start)
         if code:
             return REFUSED, reason_for(code, errors)
-        found.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})
-    before, after = found
+        steps.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})
+    before, after = steps
     for step, numbers in after.items():
         if numbers != before[step]:
             return DIFFERS, f"step {step} has loss and gradient norm {numbers} instead of {before[step]}"

@@ -16,28 +16,24 @@ from isogpt.training.budget import limits_of
 from isogpt.training.settings import check_training
 
 ROWS = 18  # of the table of layouts
-HEADINGS = ("devices", "sequences", "ms/step", "tokens/s", "TFLOP/s", "GB", "settings (why they are slower)")
 
 
-def report_plan(workload: Workload, config: dict, counts: list[int], cards: list[str]) -> dict:
+def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict:
     """
     Print the layouts on a number of devices of a kind, or with several numbers or kinds the fastest on each,
     and the command of the fastest.
-
-    Args:
-        config: bench.py's settings.
     """
-    rankings = {f"{n} x {card}": rank(workload, config, n, card) for n, card in product(counts, cards)}
+    rankings = {f"{n} x {card}": rank(workload, n, card) for n, card in product(counts, cards)}
     fastest = print_rankings(rankings)
     length = length_text(workload.settings | fastest.plan.layout_settings(), fastest.total_s)
-    command = print_command(workload, config, fastest, f"predicted{length}")
+    command = print_command(workload, fastest, f"predicted{length}")
     plans = [as_record(name, step) for name, ranking in rankings.items() for step in sorted(chain(*ranking))]
     return {"plans": plans, "command": command}
 
 
-def tune(workload: Workload, config: dict, launches: Launches, card: str) -> dict:
+def tune(workload: Workload, launches: Launches, card: str) -> dict:
     """Measure the best few layouts for the launched processes; print the fastest layout's command."""
-    ranking = rank(workload, config, workload.processes, card)
+    ranking = rank(workload, workload.processes, card)
     print_rankings({f"{workload.processes} x {card}": ranking})
     # of the best layout, two other schedules, recomputations or micro-batches too
     tried = [*map(min, ranking[:4]), *ranking[0][1:3]]
@@ -46,21 +42,20 @@ def tune(workload: Workload, config: dict, launches: Launches, card: str) -> dic
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print("\nmeasured:")
     launched = [workload.settings | layout for layout in layouts]
-    report = {"tried": measure(launches, launched, varied, steps=5)}
-    speeds = [run.get("tokens_per_s", 0.0) for run in report["tried"]]
-    if speed := max(speeds):
-        fastest = tried[speeds.index(speed)]
-        report["command"] = print_command(workload, config, fastest, f"{speed:,.0f} tokens/s")
-    return report
+    runs = measure(launches, launched, varied, steps=5)
+    speeds = [run.get("tokens_per_s", 0.0) for run in runs]
+    fastest = tried[speeds.index(max(speeds))]
+    return {"tried": runs, "command": print_command(workload, fastest, f"{max(speeds):,.0f} tokens/s")}
 
 
-def rank(workload: Workload, config: dict, n: int, card: str) -> list[list[Prediction]]:
+def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
     """
     Rank the layouts on n devices of a kind: a key of devices.HARDWARE, or 'this'.
 
     Raises:
         ValueError: the settings do not fit each other, the data or the devices.
     """
+    config = workload.config
     on_machine = min(n, config["per_node"])
     check_training(workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = workload.plan(n, card, machines=n // on_machine)
@@ -85,23 +80,26 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     # those that do not fit are last, smallest first
     shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
     rows = [row_of(name, step, rankings[name][0][0]) for name, step in shown]
-    columns = zip(*rows, strict=True)
-    print("\n  ".join(["predicted:", *aligned(dict(zip(HEADINGS, columns, strict=True)))]))
+    print("\n  ".join(["predicted:", *aligned(rows)]))
     fastest = shown[0][1]
     check_fits(fastest)
     return fastest
 
 
-def row_of(devices: str, step: Prediction, best: Prediction) -> list[str]:
+def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
     plan, why = step.plan, reason(step, best)
     flops = step.tokens_per_s * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
-    tflops = f"{flops / plan.world_size / 1e12:.1f}"
-    speeds = [f"{step.total_s * 1e3:,.1f}", f"{step.tokens_per_s:,.0f}", tflops]
+    speeds = {
+        "ms/step": f"{step.total_s * 1e3:,.1f}",
+        "tokens/s": f"{step.tokens_per_s:,.0f}",
+        "TFLOP/s": f"{flops / plan.world_size / 1e12:.1f}",
+    }
     if step.problem:
-        speeds = ["", "", ""]
+        speeds = dict.fromkeys(speeds, "")
     settings = typed(plan) + (f"  ({why})" if why else "")
-    return [devices, f"{plan.sequences:,}", *speeds, f"{step.gb:.1f}", settings]
+    row = {"devices": devices, "sequences": f"{plan.sequences:,}"} | speeds
+    return row | {"GB": f"{step.gb:.1f}", "settings (why they are slower)": settings}
 
 
 def length_text(settings: dict, step_s: float) -> str:
@@ -113,10 +111,9 @@ def length_text(settings: dict, step_s: float) -> str:
     return f", {count_text(steps, 'step')} in {duration(steps * step_s)} without evaluations and checkpoints"
 
 
-def print_command(workload: Workload, config: dict, fastest: Prediction, speed: str) -> str:
+def print_command(workload: Workload, fastest: Prediction, speed: str) -> str:
     """Print and return the command that trains with the fastest layout."""
-    plan = fastest.plan
-    command = workload.command(plan.layout_settings(), plan.world_size, config["per_node"], sys.argv[1:])
+    command = workload.command(fastest.plan, sys.argv[1:])
     print(f"\nthe fastest, {speed}:\n{command}")
     return command
 

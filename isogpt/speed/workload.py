@@ -122,6 +122,7 @@ class Workload:
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
         precision.check_residual_dtype(settings["residual_dtype"], dtype)
+        args = self.model_args()
         plan = plan_of(
             settings,
             settings["islands"] or machines,
@@ -129,24 +130,23 @@ class Workload:
             device_type=device_type,
             dtype=dtype,
             kept=[name for name in LAYOUT if name in self.config],
-            model_args=self.model_args(),
+            model_args=args,
+            counts=count_on_meta(self.gpt, args),
         )
-        plan = replace(plan, counts=count_on_meta(self.gpt, plan.model_args))
         check_layout(plan)
         check_degrees(plan)
         mesh = make_mesh(0, plan)
         share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
         return replace(plan, micro_batch=max(share.rows_of))
 
-    def command(self, layout: dict, n: int, per_node: int, arguments: Iterable[str]) -> str:
+    def command(self, plan: Plan, arguments: Iterable[str]) -> str:
         """
-        Return the command that trains with a layout on n devices.
+        Return the command that trains with a plan.
 
         Args:
-            layout: settings that a plan chooses.
             arguments: bench.py's, of which the command repeats those for train.py.
         """
-        wanted = self.chosen | layout
+        n, per_node, wanted = plan.world_size, self.config["per_node"], self.chosen | plan.layout_settings()
         changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
         repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout"}
         words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
