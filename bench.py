@@ -74,7 +74,23 @@ TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 
 def mistakes(lists: dict) -> Iterator[str]:
-    """A sentence for each mistake in the settings of bench.py."""
+    """A sentence for each mistake in the settings that choose a report."""
+    reports = [comm, plan, tune, check, bool(lists)]
+    if reports.count(True) > 1:
+        yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
+    if is_launched and any(reports[1:]):
+        yield "this report starts processes: start bench.py without a launcher"
+    if check and nproc not in (0, 2, 4, 8):
+        yield f"nproc is {nproc}: to check layouts, set --nproc=2, 4 or 8"
+    if weak and lists and "nproc" not in lists:
+        yield "weak scaling needs a list of nproc, such as --nproc=1,2,4"
+    path = Path(json_path)
+    if json_path and (path.is_dir() or not path.parent.is_dir()):  # it is written after the measurement
+        yield f"json_path is {json_path!r}: name a file in a folder that exists"
+
+
+def mistakes_in_devices(lists: dict) -> Iterator[str]:
+    """A sentence for each mistake in the settings that describe devices, which need not be here."""
     for name, text in {"devices": devices, "nproc": ",".join(lists.get("nproc", []))}.items():
         if not re.fullmatch(r"([1-9]\d{0,5}(,|$))*", text):
             yield f"{name} is {text!r}: type numbers, such as --{name}=1,2,8"
@@ -83,18 +99,15 @@ def mistakes(lists: dict) -> Iterator[str]:
             yield f"devices is {n}: type a multiple of per_node, {per_node}"
     for card in {*hardware.split(",")} - {*HARDWARE, "this"}:
         yield f"hardware is {card!r}, which is not known: {KNOWN_CARDS}"
-    reports = [comm, plan, tune, check, bool(lists)]
-    if reports.count(True) > 1:
-        yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
-    if is_launched and any(reports[1:]):
-        yield "this report starts processes: start bench.py without a launcher"
-    is_changed = device_memory_gb or device_tflops or "," in hardware
     is_described = devices or hardware != "this"
-    if not plan and (is_changed or is_described and not (tune or estimate or estimate_world_size)):
+    if not plan and ("," in hardware or is_described and not (tune or estimate or estimate_world_size)):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
-    path = Path(json_path)
-    if json_path and (path.is_dir() or not path.parent.is_dir()):  # it is written after the measurement
-        yield f"json_path is {json_path!r}: name a file in a folder that exists"
+    is_listed = plan and hardware in HARDWARE.keys() - {"cpu"}
+    if (device_memory_gb or device_tflops) and not is_listed:
+        yield (
+            "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
+            "--plan, and --hardware= to this card, such as --hardware=4090"
+        )
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
@@ -132,7 +145,7 @@ try:
     # processes that are forked after CUDA's start could not compile
     local_device = torch.device("cpu") if check else pick_device(device, 0, 1)
     config["nproc"] = max(nproc, world_size)
-    report([*mistakes(lists)])
+    report([*mistakes_in_devices(lists), *mistakes(lists)])
     counts = [int(n) for n in devices.split(",") if n] or [config["nproc"]]
     cards = hardware.split(",")
     if is_launched:

@@ -33,6 +33,7 @@ from isogpt.monitor.samples import TOKENS, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
+from isogpt.monitor.step_policy import StepPolicy
 from isogpt.speed.clock import Clock
 from isogpt.speed.devices import Peak
 from isogpt.training.step_numbers import StepNumbers
@@ -387,6 +388,13 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
     assert os.read(reader, 1) == b"", "nobody holds its other end any more"
     assert sorted(json.loads(line)["event"] for line in open(told)) == ["end", "start"]
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_overflow_in_float16_is_the_gradient_s_and_not_the_loss_s():
+    state = SimpleNamespace(step=7, progress=Progress(64))
+    policy = StepPolicy("skip", "report", state, None, None, None)
+    for loss, loss_scale, is_overflow in ((3.0, 256.0, True), (math.nan, 256.0, False), (3.0, 1.0, False)):
+        assert policy.takes(numbers_of(loss, math.inf, loss_scale)) is is_overflow
 
 
 # Every step leaves 50 objects that refer to themselves

@@ -96,6 +96,7 @@ def read_run(folder: Path, place: str = "") -> Run:
         elif event == "peak":  # measured again
             run.facts["peak_flops"] = record["peak_flops"]
         elif "val_loss" in record:
+            record["val_loss"] = float(record["val_loss"])
             evaluations[step] = record
         elif "step_ms" in record:
             last = {step: record}

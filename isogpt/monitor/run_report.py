@@ -180,7 +180,9 @@ class RunReport:
         return self.stop.agreed != 0 and self.progress.is_unfinished(self.config["max_iters"])
 
     def done(self, advice: str) -> None:
-        """Report the end of training, and advice for the user."""
+        """Report the end of training, and advice for the user, if there was a step."""
+        if not self.steps_taken:
+            return
         p, verb = self.progress, "stopped" if self.is_stopped() else "done"
         text = f"{verb}: {count_text(self.steps_taken, 'step')} in {duration(time.perf_counter() - p.began)}"
         if math.isfinite(p.best_val_loss):

@@ -148,7 +148,7 @@ class Workload:
         """
         n, per_node, wanted = plan.world_size, self.config["per_node"], self.chosen | plan.layout_settings()
         changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
-        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout"}
+        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout", "dry_run_ranks"}
         words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
         words += [f"--{name}={value}" for name, value in changed.items()]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"

@@ -41,7 +41,7 @@ class StepNumbers(NamedTuple):
     def is_update(self, skips_spikes: bool) -> Tensor:
         """
         Whether the optimizers may take the step: it is finite, and no spike if spikes are skipped. From
-        gathered numbers: a bool tensor. SpikePolicy.takes decides the same from the same numbers on the host,
+        gathered numbers: a bool tensor. StepPolicy.takes decides the same from the same numbers on the host,
         where the mean over many ranks can differ from a GPU's in its last bit.
         """
         if not skips_spikes:
