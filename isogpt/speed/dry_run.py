@@ -40,7 +40,6 @@ from isogpt.training.optimizer_class import inner_optimizer
 
 # settings of train.py with which a dry run takes two steps and writes nothing
 SETTINGS = FIXED | {
-    "dry_run_rank": 0,  # and in FIXED, no dry_run_ranks
     "local_steps": 1,  # the second step averages over islands
     "nproc": 0,
     "device": "cpu",
@@ -120,7 +119,7 @@ def start(config: dict, script: str) -> None:
     Raises:
         ValueError: the size of the vocabulary is not known.
     """
-    if not config["dry_run_ranks"]:  # or this is one of them, see SETTINGS
+    if not config["dry_run_ranks"]:  # or this is one of them, see FIXED
         return
     settings = SETTINGS | {"vocab_size": vocab_size_of(config)}
     # PowerSGD begins later
