@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
+FORKED = "tests/forked_torchrun.py"  # torchrun, whose ranks are forked
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 # Tiny Shakespeare: a copy outside the repository, or what data/shakespeare_char/prepare.py has downloaded
 TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")

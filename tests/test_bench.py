@@ -8,8 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
-from test_launchers import FORKED
+from runs import FORKED, REPO, free_port, listening, script, script_that_fails, tiny_data
 
 from isogpt.common.console import duration
 from isogpt.speed.launches import reason_for, split_step

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import HAS_NAMESPACES, Hosts
-from runs import REPO, TINY, assert_same_curve, children, column, records, same, steps_in, wait_for
-from test_launchers import FORKED
+from runs import FORKED, REPO, TINY, assert_same_curve, children, column, records, same, steps_in, wait_for
 
 from isogpt.checkpoint.search import find_checkpoint
 

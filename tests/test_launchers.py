@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import yaml
-from runs import REPO, TINY, assert_same_curve, children, free_port, listening
+from runs import FORKED, REPO, TINY, assert_same_curve, children, free_port, listening
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -22,7 +22,6 @@ from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
-FORKED = "tests/forked_torchrun.py"
 # what stands before train.py
 LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc_per_node=2",

@@ -10,8 +10,7 @@ import pytest
 import torch
 from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
-from runs import REPO, TINY, assert_same_curve, train_defaults
-from test_launchers import FORKED
+from runs import FORKED, REPO, TINY, assert_same_curve, train_defaults
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from edits import COUNTED, COUNTED_SHAPE, apply, edited_gpt
-from runs import CHANGED, REPO, TINY, column, records, start_changed, train_defaults
-from test_launchers import FORKED
+from runs import CHANGED, FORKED, REPO, TINY, column, records, start_changed, train_defaults
 
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.nn.counts import count_on_meta
