@@ -50,10 +50,10 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
             rows.append({"operation": name, "bytes": whole.nbytes, "ranks": n} | figures)
             line[name] = f"{figures['gb_per_s']:.3f}"
     if ranks.is_main:
-        print(f"{n} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
+        console.print_result(f"{n} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
         latencies = {row["operation"]: f"{row['us']:.1f}" for row in rows[:5]}
         table.append({"message": "1 KB, in µs"} | latencies)
-        print("\n".join(console.aligned(table)))
+        console.print_result("\n".join(console.aligned(table)))
     leave_process_group()
     return rows
 

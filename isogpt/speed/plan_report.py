@@ -3,7 +3,7 @@
 import sys
 from itertools import chain, product
 
-from isogpt.common.console import aligned, count_text, duration
+from isogpt.common.console import aligned, count_text, duration, print_result
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.speed.devices import changed_hardware, hardware_of
@@ -40,7 +40,7 @@ def tune(workload: Workload, launches: Launches, card: str) -> dict:
     tried = [step for step in tried if not step.problem]
     layouts = [step.plan.layout_settings() for step in tried]
     varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
-    print("\nmeasured:")
+    print_result("\nmeasured:")
     launched = [workload.settings | layout for layout in layouts]
     runs = measure(launches, launched, varied, steps=5)
     speeds = [run.get("tokens_per_s", 0.0) for run in runs]
@@ -80,7 +80,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     # those that do not fit are last, smallest first
     shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
     rows = [row_of(name, step, rankings[name][0][0]) for name, step in shown]
-    print("\n  ".join(["predicted:", *aligned(rows)]))
+    print_result("\n  ".join(["predicted:", *aligned(rows)]))
     fastest = shown[0][1]
     check_fits(fastest)
     return fastest
@@ -114,7 +114,7 @@ def length_text(settings: dict, step_s: float) -> str:
 def print_command(workload: Workload, fastest: Prediction, speed: str) -> str:
     """Print and return the command that trains with the fastest layout."""
     command = workload.command(fastest.plan, sys.argv[1:])
-    print(f"\nthe fastest, {speed}:\n{command}")
+    print_result(f"\nthe fastest, {speed}:\n{command}")
     return command
 
 
