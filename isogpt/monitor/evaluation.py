@@ -1,5 +1,6 @@
 """Evaluation: the loss over fixed sequences, divided over the ranks."""
 
+from collections import namedtuple
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import DataError
-from isogpt.launch.together import exit_together, gather_number, number_dtype
+from isogpt.launch.together import exit_together, gather_numbers, number_dtype
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compare_weights import weights_digest
@@ -47,9 +48,12 @@ class Evaluator:
         if self.stop.agreed:
             return
         losses = {}
-        for split, total in sums.items():  # of the sequences of all ranks
+        # one collective for all splits, whose names may contain anything
+        numbers = namedtuple("SplitSums", sums, rename=True)(*sums.values())
+        gathered = gather_numbers(numbers, self.reader.device).read()
+        for split, of_ranks in zip(sums, gathered, strict=True):
             count = self.reader.eval_targets(split, self.sequences) * self.reader.mesh.same_tokens.size
-            losses[split] = gather_number(total, self.reader.device).sum().item() / count
+            losses[split] = of_ranks.sum().item() / count
         self.state.progress.evaluated(self.reader.data.val_loss(losses))
         values = evaluation_values(losses, self.reader.data)
         if self.reader.plan.exact:

@@ -220,8 +220,8 @@ def check_fits(fastest: Prediction) -> None:
     """Raise ValueError if the first of the ranked predictions does not fit, with what to try."""
     if fastest.problem:
         raise ValueError(
-            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: these settings "
-            "with bench.py --plan --devices=1,2,4,8,16,32 say on how many; on GPUs, try --zero=3 "
+            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: to see how many it takes, "
+            "run bench.py with these settings and --plan --devices=1,2,4,8,16,32; on GPUs, try --zero=3 "
             "--cpu_offload=True"
         )
 
