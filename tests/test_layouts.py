@@ -3,6 +3,7 @@ One curve: a model that is trained in any way has the losses of one process. A r
 same way, and the same curve in any other. A step in many more ways: test_layout_check.py.
 """
 
+import shlex
 import shutil
 
 import pytest
@@ -15,7 +16,7 @@ ONE += ["--eval_interval=5", "--eval_iters=3", "--keep_last=0", "--check_ranks_i
 ONE += ["--muon_lr=0.005"]  # as small as the learning rate at which the other curves are compared
 NANOCHAT = "--arch=nanochat --n_kv_head=2 --optimizer=muon"
 LLAMA = "--arch=llama --n_kv_head=2 --optimizer=muon"
-OWN = f"--warmup_iters=3 --muon_lr=0.002 --optimizer={REPO}/tests/own_optimizers.py"
+OWN = f"--warmup_iters=3 --muon_lr=0.002 {shlex.quote(f'--optimizer={REPO}/tests/own_optimizers.py')}"
 MODELS = {
     "gpt2": "",
     "gpt2-bias": "--bias=True",
@@ -117,7 +118,7 @@ WAYS = {name: (processes, flags.split()) for name, (processes, flags) in WAYS.it
 
 def args_of(model, way="one"):
     """The settings of a run."""
-    return [*ONE, *MODELS[model].split(), *WAYS[way][1]]
+    return [*ONE, *shlex.split(MODELS[model]), *WAYS[way][1]]
 
 
 def rows(fast, slow):

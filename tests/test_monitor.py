@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import shlex
 import signal
 import sys
 import termios
@@ -19,7 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import TINY, column, default_plan, records, start_changed, steps_in, wait_for
+from runs import REPO, TINY, column, default_plan, records, start_changed, steps_in, wait_for
 
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
@@ -114,7 +115,8 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
         assert re.match(line, drawn[-1])
         assert rows.count("error: a problem") >= 3
         assert sum(row.startswith("saved out/step_") for row in rows) == 3
-        assert rows[-2].endswith("sample.py --out_dir=out") and rows[-1] == "the loss curve: out/loss.png"
+        sample = shlex.quote(os.path.relpath(REPO / "sample.py", work))
+        assert rows[-2:] == [f"try: python {sample} --out_dir=out", "the loss curve: out/loss.png"]
     assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations"
     assert not any(row.startswith("iter ") for row in rows), "the status line is removed"
 
