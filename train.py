@@ -20,32 +20,17 @@ import sys
 import torch
 
 from configurator import configure, fail
-from isogpt.checkpoint.folder import claim_folder
-from isogpt.checkpoint.mirror import open_mirror
-from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.start import find_start
-from isogpt.checkpoint.state import Progress, TrainState
-from isogpt.data.dataset import open_dataset
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.reader import Reader
-from isogpt.launch import launchers, process_group, start_checks, together
-from isogpt.monitor import banner, code_version, evaluation, log, run_report, samples, signals, step_policy
-from isogpt.monitor.statistics import LayerStatistics
-from isogpt.monitor.watchdog import Watchdog
-from isogpt.parallel import (
-    compare_weights,
-    compilation,
-    data_parallel,
-    float_sums,
-    integer_sums,
-    parallelize,
-    recompute,
-)
-from isogpt.parallel.mesh import connect_mesh
+from isogpt.launch import launchers, process_group, together
+from isogpt.monitor import evaluation, run_report, samples, statistics, step_policy, watchdog
+from isogpt.parallel import data_parallel, integer_sums, parallelize
 from isogpt.parallel.slow_network import make_slow_network
-from isogpt.speed import devices, dry_run, planner, profiling, rank_speeds
+from isogpt.run.folder import open_folder
+from isogpt.run.resolve import resolve_run
+from isogpt.speed import dry_run, rank_speeds
 from isogpt.speed.clock import make_clock
-from isogpt.training import budget, layout_check, optim, precision, settings
-from isogpt.training.schedule import make_schedule
+from isogpt.training import optim, precision, settings
 from model import GPT, GPTConfig
 
 # -- run -----------------------------------------------------------------------------------------------------
@@ -172,179 +157,105 @@ try:
     # sets this process's device, meets the other ranks at a store, and numbers those of a machine one after
     # the other; no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
-    progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
-    logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    watchdog = Watchdog(out_dir, ranks, dist_timeout_s, logger)
-    # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
-    watchdog.start()
-    if exact:  # the bits of some CPU kernels depend on the number of threads
-        precision.fix_threads(ranks.device)
+    # prints and alerts; from here on, a rank that fails or does not respond is named
+    watch = watchdog.start_watch(config, ranks)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        sys.excepthook = watchdog.hook  # again, since init_process_group replaces it
+        sys.excepthook = watch.hook  # again, since init_process_group replaces it
 except ValueError as e:
     fail(str(e))
 
-# 2. data, what the run starts from, and the resolved settings: the plan
+# 2. what the run computes
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
-# do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
-data = together.do_together(open_dataset, dataset, block_size, vocab_size, eval_datasets, data_order)
-limits = budget.limits_of(config, len(data.train))  # max_iters and lr_decay_iters, as set or from a budget
-config.update(limits.settings())
-schedule = make_schedule(config)
-# exits if ranks differ in settings, data or code
-code = start_checks.check_start(ranks, config | data.facts())  # digest of the code that trains
-stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
-start = find_start(config, ranks, GPT.from_pretrained)  # opens a checkpoint
-plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
-mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
-# compares a step of a small model on all ranks with the step of one process; exits if they differ
-checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
-precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
-logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
-# what checkpoints and logs record: the settings, and what the plan decided
-recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
-recorded = settings.without_secrets(recorded)  # no tokens, since checkpoints and logs are passed on
-# with exact, the bits depend on the kind of device
-kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
-# continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
-# sentences for the user, as the next functions do
-not_continued = progress.begin(config, data, start.resumed)
-vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
-logger.notes += precision.differences_of_devices(kinds) + not_continued + differences
-logger.notes += limits.notes + schedule.notes(config)
-reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
-# for the message after an out-of-memory error, and a smaller micro-batch at the next start
-watchdog.reader = reader
+# opens the data and the checkpoint or weights to start from; decides schedule, layout, shape, dtype and
+# micro-batch; compares a step of a small model on all ranks with the step of one process
+run = resolve_run(config, ranks, watch.logger.progress, GPT)
+plan, mesh = run.plan, run.mesh
+reader = Reader(run.data, data_order, seed, plan, mesh, ranks.device)
+watch.reader = reader  # to explain an out-of-memory error
 
 # 3. the model: it is made on the meta device, divided, then allocated
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
     raw_model = GPT(GPTConfig(**plan.model_args))
-start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
-parameter_count = raw_model.get_num_params()  # over all ranks
-flops_per_token = raw_model.flops_per_token()
-# pp, ep, tp, cp; splits: how parameters were cut
-splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)
-recompute.recompute(raw_model, plan.activation_checkpointing)
-# torch.compile of the model or its blocks, which takes place at the first call
-compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
-if plan.zero >= 2:
-    data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
-dry_run.begin(raw_model, plan, mesh, progress)  # in a dry run: from here on, only counts memory
+run.start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
+# pp, ep, tp, cp; activation checkpointing; torch.compile, at the first call; FSDP2: fully_shard on each block
+splits = parallelize.divide_model(raw_model, plan, mesh, ranks.device)
+dry_run.begin(raw_model, plan, mesh, watch.logger.progress)  # in a dry run: from here on, only counts memory
 parallelize.materialize(raw_model, torch.device("cpu") if plan.cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
 
-# 4. optimizers, and the state that a checkpoint holds
+# 4. the state that a checkpoint holds, and the sums of gradients
 with together.exit_together():
-    optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
+    optimizers = optim.make_optimizers(raw_model, run.config, plan.zero, plan.torch_dtype, mesh)
 # a GradScaler, which does nothing without float16; its scale is on the gradients' device
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
-state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
-start.load(state, seed)  # from a checkpoint, pretrained or initial weights
-if shares == "auto":
-    reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
-    watchdog.reader = reader
+state = TrainState(raw_model, optimizers, scaler, watch.logger.progress, slow_network)
+run.start.load(state, seed)  # from a checkpoint, pretrained or initial weights
+reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
-if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
+if data_parallel.uses_ddp(plan, mesh):
     model = torch.nn.parallel.DistributedDataParallel(
         raw_model,
         process_group=mesh.replicas.group,
         bucket_cap_mb=plan.ddp_bucket_mb,
         gradient_as_bucket_view=True,
     )
-share = reader.share  # this rank's part of a step: micro-batches and their rows
-if exact:  # gradients are summed as int64, so that the result does not depend on the order of reduction
-    gradients = integer_sums.ExactSums(model, raw_model, mesh, plan, share, scaler)
-else:
-    gradients = float_sums.FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+# in floating point; with exact as int64, so that the result does not depend on the order of reduction
+gradients = integer_sums.make_sums(
+    model, raw_model, mesh, plan, reader.share, scaler, slow_network.compression
+)
 
-# 5. the run's folder, saving and logging (rank 0 writes)
-# before the folder is changed: what may lack a package, a network or a login
-sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
-logger.start_services(recorded)  # wandb
-remote = open_mirror(config, start.resumed)  # copies checkpoints to a URL; None without one
-run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
-logger.open_files(recorded, run_folder.owner, data)
-# step: the state that the run starts from is not saved
-saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step, mirror=remote)
-profiler = profiling.start_profiler(out_dir, limits.max_iters - state.step + 1, ranks) if profile else None
-clock = make_clock(ranks, plan, raw_model, profile, profiler)
-watchdog.clock, watchdog.saver = clock, saver
-if pipeline:
-    pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
-peak = devices.find_peak(ranks.device, plan.dtype)
-flops_per_step = flops_per_token * progress.tokens_per_step
-logger.print(*banner.about_model(data, plan, parameter_count, start.description))
-logger.print(*banner.about_ranks(ranks, plan, mesh, compile_note), *checked)
-logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
-logger.print(*banner.about_step(config, reader), *banner.about_machine(ranks, plan, peak))
-logger.print(*(f"note:    {note}" for note in logger.notes))
-logger.event(
-    "resume" if start.is_resume else "start",
-    config=recorded,
-    world_size=ranks.world_size,
-    dtype=plan.dtype,
-    micro_batch=plan.micro_batch,
-    parameters=parameter_count,
-    peak_flops=peak.flops,
-    flops_per_step=flops_per_step,
-    tokens_per_step=progress.tokens_per_step,
-    measures=progress.measures,
-    **data.validation(),
-    code=code,
-    **code_version.code_version(ranks),
-)
-statistics = LayerStatistics(
-    stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, logger
-)
-report = run_report.RunReport(
-    logger, config, raw_model, scaler, clock, stop, saver, reader, flops_per_step, peak
+# 5. what the run writes: its folder, checkpoints and lines (rank 0 writes)
+sampler = samples.open_sampler(config, run.vocabulary, plan, ranks)  # does nothing without sample_interval
+clock = make_clock(run.config, ranks, plan, raw_model, state.step)
+saver = open_folder(run, ranks, state, watch.logger, clock)  # a new run moves an earlier one aside
+watch.reader, watch.clock, watch.saver = reader, clock, saver  # to explain failures
+report = run_report.open_report(run, ranks, state, reader, saver, clock, watch.logger)  # the first lines
+layers = statistics.LayerStatistics(
+    stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, watch.logger
 )
 evaluator = evaluation.Evaluator(
-    pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
+    pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, report
 )
-policy = step_policy.StepPolicy(on_nan, on_spike, state, reader, saver, logger)
-del start  # frees the memory of the loaded tensors
+policy = step_policy.StepPolicy(on_nan, on_spike, state, reader, report)
+del run.start  # frees the memory of the loaded tensors
 
-# 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
-is_complete = not (eval_only or progress.is_unfinished(limits.max_iters))
-if is_complete:  # a complete run was resumed: nothing is left to do
-    advice = f"to continue, set {schedule.to_continue(state.step)} or so"
-    logger.print(f"{out_dir} is at step {state.step}, which is beyond max_iters: {advice}")
-else:
+# 6. the loop (all ranks; what only rank 0 does is inside the logger and the sampler)
+if pipeline:
+    pipeline.prepare(reader.share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
+is_complete = report.is_complete()  # a complete run was resumed: says what to set
+if not is_complete:
     # with DDP, a discarded forward and backward pass, after which the order of its buckets is final: without
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
-batches = reader.train(state.step, progress.position, progress.excluded)
+# times how long the rank waits for each micro-batch
+batches = clock.laps("data", reader.train(state.step, state.progress.position, state.progress.excluded))
+# of each micro-batch, the number of its first sequence in the step
+first_sequences = [reader.share.first(micro_step) for micro_step in range(reader.share.micro_steps)]
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
     step = state.step
-    lr = schedule.lr(step)
+    lr = run.schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
     precision.seed_step(seed, step, ranks.rank)  # for dropout in a pipeline; else see seed_micro_batch
 
-    # evaluate, save and sample the state before the step; after the last step, the final state
-    clock.pause()  # until clock.start(): not a part of a step
-    is_complete = eval_only or step > limits.max_iters
+    # between steps: evaluate, save and sample the state before the step; after the last step, the final state
+    is_complete = eval_only or step > run.max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
-        gc.collect()  # also what has become garbage after a collection in the loop
-        if stop.agreed:  # a stop was requested during the evaluation
+        gc.collect()  # also what has become garbage after a collection in report.read
+        if run.stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
-        with clock.part("save"):
-            saver.save(state)  # asynchronous
-    if check_ranks_interval and step % check_ranks_interval == 0:
-        compare_weights.check_equal_weights(raw_model, mesh, step, logger.failed)
-    if sampler and (is_complete or step % sample_interval == 0):  # rank 0 writes; the other ranks wait
-        sampler.report(state, autocast, logger)
+        saver.save(state)  # asynchronous
+    policy.check_ranks(check_ranks_interval)  # exits if weights differ that should be equal
+    sampler.report(state, is_complete, autocast, watch.logger)  # rank 0 writes; the other ranks wait
     if is_complete:
         break
-    if step in progress.excluded:  # `batches` already omits what the step would have read
-        progress.skip()
+    if step in state.progress.excluded:  # `batches` already omits what the step would have read
+        state.skip()
         continue
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
@@ -353,78 +264,50 @@ while not is_complete:
     clock.start()
     gradients.start_step()  # zero_grad
     if pipeline:
-        micro_batches = [next(batches) for _ in range(share.micro_steps)]
-        clock.lap("data")
-        loss_sum = pipeline.step(micro_batches)  # 0 on ranks without the last stage
+        loss_sum = pipeline.step([next(batches) for _ in first_sequences])  # 0 without the last stage
         clock.lap("pipeline")
     else:
         loss_sum = 0.0
-        for micro_step in range(share.micro_steps):
+        for first in first_sequences:
             x, y = next(batches)  # (rows, block_size / cp) each
-            clock.lap("data")
-            precision.seed_micro_batch(seed, step, share.first(micro_step), mesh)
+            precision.seed_micro_batch(seed, step, first, mesh)
             # no_sync, except in the last micro-batch; FSDP reduces in each unless grad_sync says otherwise
-            with gradients.micro_batch(micro_step):
+            with gradients.micro_batch(is_last=first == first_sequences[-1]):
                 with autocast:
                     _, loss = model(x, y, gradients.loss_divisor)
                 clock.lap("forward")
                 scaler.scale(loss).backward()
                 clock.lap("backward")
             loss_sum += gradients.loss_term(loss)
-            clock.lap("sum")
     gradients.finish()  # reduces what DDP and FSDP do not: with tp, ep, pp, exact and compression
     clock.lap("reduce")
-    for one_optimizer in optimizers:
-        scaler.unscale_(one_optimizer)
+    optim.unscale(optimizers, scaler)
     square_share = gradients.norm_share()  # of the gradient's squared norm
-    clock.lap("norm")
     # all-gathers loss, norm, times and requests to stop. The mean over ranks of the weighted loss is that of
     # the batch
     gathered = report.gather(loss_sum * gradients.loss_weight, square_share)
-    clock.lap("agree")
-    with statistics.of_update(step):  # every stats_interval steps
+    with layers.of_update(step):  # statistics, every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
-    clock.lap("optimizer")
-    gc.collect(1)  # what was allocated since the step before; the GPU is still busy
-    numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so
-    clock.lap("agree")
+    numbers = report.read(gathered)  # synchronizes: waits for the GPU, unless clip_and_step has done so
     # -- after the step
 
     if not policy.takes(numbers):  # all ranks decide the same; a float16 overflow counts as taken
-        clock.discard()  # the watchdog expects no progress: the end of the run waits for the disk
-        policy.skip(numbers)  # reports the step, or exits
         continue
-    slow_network.after_step(step)  # averages the weights of islands, if that is due
+    report.step(
+        numbers, lr
+    )  # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
+    state.advance()  # averages the weights of islands, if that is due
     clock.step()
-    # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
-    report.step(numbers, lr)
-    saver.poll()  # reports a checkpoint that was written in the background, or could not be
-    progress.advance()
-    if stop.decide(numbers.stop):
+    if run.stop.decide(numbers.stop):
         break
 
-# 7. the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
-is_preempted = report.is_stopped()  # before its end
-if stop.agreed:
-    with clock.part("save"):
-        saver.save(state)
-saver.wait()
-report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary
-# writes PREEMPTED if the run was stopped, before report.end draws the plot: mpirun leaves a second. Exits if
-# the last save failed
-saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
-weights = compare_weights.weights_digest(raw_model, mesh) if exact else None
-if exact:
-    logger.print(f"weights: SHA-256 {weights} before step {state.step}")
-report.end(weights)  # closes the sinks: the plot, result.json
-saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
-watchdog.leave()
+# 7. the end (all ranks)
+status = report.end()  # the last checkpoint, if the run was stopped; the summary, result.json, the plot
+watch.leave()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del report, statistics, evaluator, saver, watchdog, policy
+del report, layers, evaluator, saver, sampler, watch, policy
 process_group.leave_process_group()
-# 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
-# limit, stop.agreed is negative, and the exit status is 0
-if is_preempted and stop.agreed > 0 and not ranks.has_launcher:
-    raise SystemExit(128 + stop.agreed)
+if status:
+    raise SystemExit(status)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from runs import REPO, default_plan
 
+from isogpt.launch import signals
 from isogpt.launch.device import collectives_timeout
+from isogpt.launch.signals import Stop
 from isogpt.launch.together import is_connection_lost
-from isogpt.monitor import signals
-from isogpt.monitor.signals import Stop
 from isogpt.nn import kernels
 from isogpt.parallel import context, mesh
 from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of

@@ -26,7 +26,7 @@ from isogpt.checkpoint.manifest import (
     steps_in,
 )
 from isogpt.checkpoint.mirror import Mirror
-from isogpt.monitor.signals import Stop
+from isogpt.launch.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
 LEFT = {*FILES, "manifest.json", "mirror_owner"}

@@ -34,10 +34,10 @@ from test_launchers import FORKED
 
 from isogpt.launch import start_checks
 from isogpt.launch.process_group import rank_names
+from isogpt.launch.signals import TIME_IS_UP, Stop, running_s
 from isogpt.launch.start_checks import check_alike, start_facts
 from isogpt.launch.together import Gathered, gather_numbers
 from isogpt.monitor import slow_ranks
-from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
 from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -128,7 +128,7 @@ def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote,
 # train.py on whose clock each step takes ten seconds more
 SLOW_CLOCK = """
 import itertools
-from isogpt.monitor import signals
+from isogpt.launch import signals
 running_s, steps = signals.running_s, itertools.count()
 signals.running_s = lambda: running_s() + 10 * next(steps)
 """

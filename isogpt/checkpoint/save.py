@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,7 @@ class Saver:
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
     mirror: Mirror | None = None  # copies to a URL what was written; None: nothing does
+    timer: Callable[[str], AbstractContextManager] = nullcontext  # times a block, see Clock.part
     pending: Future | None = None  # the checkpoint that is being written
     # about the last checkpoint that was written:
     stall: float = 0.0  # seconds by which it delayed a step
@@ -92,16 +94,17 @@ class Saver:
         """
         if not self.config["save_checkpoint"] or state.step == self.step:
             return
-        self.wait()
-        began, run = time.perf_counter(), self.describe(state)
-        if self.group:
-            copied = {name: part.copy() for name, part in state.parts().items()}
-        else:
-            copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
-        do_together(self.prepare, state, on_error=self.log.failed)
-        if self.group or is_main():
-            background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
+        with self.timer("save"):
+            self.wait()
+            began, run = time.perf_counter(), self.describe(state)
+            if self.group:
+                copied = {name: part.copy() for name, part in state.parts().items()}
+            else:
+                copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
+            do_together(self.prepare, state, on_error=self.log.failed)
+            if self.group or is_main():
+                background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+                self.pending = background.submit(self.write, run, copied, state.progress.val_loss, began)
         self.stall = time.perf_counter() - began
 
     def prepare(self, state: TrainState) -> None:

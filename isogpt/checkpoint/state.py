@@ -33,6 +33,15 @@ class TrainState:
         """The next step."""
         return self.progress.step
 
+    def skip(self) -> None:
+        """Leave out the next step: `batches` does not contain what it would have read."""
+        self.progress.skip()
+
+    def advance(self) -> None:
+        """Count a step that was taken, and average the weights of islands if that is due (all ranks)."""
+        self.slow_network.after_step(self.step)
+        self.progress.advance()
+
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
         Continue with a checkpoint's tensors, on any layout, after `Progress.begin`. Each rank reads what it

@@ -9,15 +9,23 @@ from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
+from isogpt.nn.counts import Counts, ModelCounts
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
 from isogpt.speed.devices import Peak
 
 
-def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> Iterator[str]:
+def parameter_count(counts: ModelCounts) -> int:
+    """The parameters of a model without position embeddings, as nanoGPT counts them."""
+    positions = counts.outside.get("wpe", Counts())
+    return counts.parameters - positions.parameters
+
+
+def about_model(data: Dataset, plan: Plan, origin: str) -> Iterator[str]:
     """The data and the model; `origin` says where the weights come from."""
     args, active, folders = plan.model_args, "", str(data.folder)
+    parameters = parameter_count(plan.counts)
     if data.parts:
         parts = [f"{one.folder} {quota}" for one, quota in zip(data.parts, data.quotas, strict=True)]
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
@@ -27,8 +35,8 @@ def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) ->
             yield f"windows: {one.name}: {one.windows.about()}"
     if experts := plan.counts.experts:
         unused = experts - experts * args["n_expert_active"] // args["n_expert"]
-        active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
-    yield f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}"
+        active = f", {(parameters - unused) / 1e6:.2f}M for each token"
+    yield f"model:   {parameters / 1e6:.2f}M parameters{active}, from {origin}"
 
 
 def topology(ranks: Ranks) -> str:

@@ -8,18 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import DataError
 from isogpt.launch.together import exit_together, gather_numbers, number_dtype
 from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.signals import Stop
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.data_parallel import reshard
 from isogpt.parallel.integer_sums import TOKENS_UNIT, rounded
-from isogpt.speed.clock import Clock
 
 
 @dataclass
@@ -31,10 +28,10 @@ class Evaluator:
     reader: Reader
     sequences: int  # of each split; 0: whole validation sets, see Reader.evaluation
     autocast: AbstractContextManager
-    clock: Clock
-    stop: Stop
-    saver: Saver
     report: RunReport
+
+    def __post_init__(self) -> None:
+        self.stop, self.saver = self.report.run.stop, self.report.saver
 
     def run(self) -> None:
         """
@@ -76,7 +73,7 @@ class Evaluator:
         for split in sums:
             try:
                 for i, (x, y) in enumerate(self.reader.evaluation(split, self.sequences)):
-                    with self.clock.part("evaluation"), self.autocast:
+                    with self.report.clock.part("evaluation"), self.autocast:
                         loss = self.model(x, y, 1.0)[1]  # the sum over the targets
                         sums[split] += rounded(loss, TOKENS_UNIT) if is_exact else loss.to(dtype)
                     if self.stop.in_evaluation(i, device, self.saver.seconds_at_end):

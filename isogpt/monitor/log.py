@@ -85,7 +85,6 @@ class Logger:
 
     progress: Progress
     sinks: list[Any]
-    notes: list[str] = field(default_factory=list)  # what a user should know, printed before the first step
     failed_sinks: set[str] = field(default_factory=set)  # which have raised an exception
 
     def write(self, record: dict, text: str = "") -> None:

@@ -1,27 +1,36 @@
 """The report on a run in progress: steps, evaluations, anomalies and the end."""
 
+import gc
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.save import Saver
+from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import count_text, duration
 from isogpt.data.reader import Reader
+from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import Gathered, gather_numbers, gather_objects
 from isogpt.monitor import banner, records, slow_ranks
+from isogpt.monitor.code_version import code_version
 from isogpt.monitor.log import Logger
-from isogpt.monitor.signals import Stop
-from isogpt.parallel.compilation import compile_report
+from isogpt.monitor.samples import how_to_sample
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import flops_per_token
+from isogpt.parallel.compare_weights import weights_digest
+from isogpt.parallel.compilation import compile_note, compile_report
 from isogpt.parallel.parallelize import take_routing
+from isogpt.run.resolve import Run
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import Peak, find_peak, fraction_of_peak
 from isogpt.speed.usage import memory_gb, utilization
+from isogpt.training.optim import describe_updates
 from isogpt.training.step_numbers import StepNumbers
 
 SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
@@ -42,15 +51,13 @@ class RunReport:
     Constructed just before the first step.
     """
 
-    logger: Logger
-    config: dict
-    model: nn.Module
-    scaler: torch.amp.GradScaler
-    clock: Clock
-    stop: Stop
-    saver: Saver
+    run: Run
+    ranks: Ranks
+    state: TrainState
     reader: Reader
-    flops_per_step: float
+    saver: Saver
+    clock: Clock
+    logger: Logger
     peak: Peak  # if it is unknown, the mfu is None
     measurements: int = 1  # of the peak
     steps_taken: int = 0  # by this process
@@ -61,8 +68,11 @@ class RunReport:
     throughout: Counter = field(default_factory=Counter)  # sums over the steps at full speed
 
     def __post_init__(self) -> None:
-        self.progress = self.logger.progress
+        self.config, self.progress = self.run.config, self.state.progress
         self.progress.began = time.perf_counter()
+        plan = self.run.plan
+        flops = flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+        self.flops_per_step = flops * self.progress.tokens_per_step
 
     @property
     def is_logged(self) -> bool:
@@ -77,10 +87,11 @@ class RunReport:
         Args:
             loss, grad_square: see StepNumbers.
         """
+        self.clock.lap("norm")
         step_s, device = self.clock.step_s(), self.reader.device
-        self.routing = take_routing(self.model, self.is_logged, device)
+        self.routing = take_routing(self.state.model, self.is_logged, device)
         loss_limit, grad_norm_limit = self.progress.recent_steps.limits()
-        return gather_numbers(
+        gathered = gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see StepPolicy.skip
                 loss=math.nan if self.reader.problems else loss,
@@ -90,14 +101,26 @@ class RunReport:
                 data_ms=self.clock.milliseconds("data", self.clock.spans),
                 memory_gb=memory_gb(device),
                 forward_ms=self.clock.steps[-1].get("forward", 0.0),
-                stop=self.stop.code(step_s, self.saver.seconds_at_end),  # 0, a signal, or the time limit
-                loss_scale=self.scaler.scale(torch.ones((), device=device)),  # get_scale would wait for it
+                # 0, a signal, or the time limit
+                stop=self.run.stop.code(step_s, self.saver.seconds_at_end),
+                # get_scale would wait for the device
+                loss_scale=self.state.scaler.scale(torch.ones((), device=device)),
                 waiting=self.clock.waiting_share(),
                 loss_limit=loss_limit,
                 grad_norm_limit=grad_norm_limit,
             ),
             device,
         )
+        self.clock.lap("agree")
+        return gathered
+
+    def read(self, gathered: Gathered) -> StepNumbers:
+        """Return what `gather` has gathered: waits for a GPU, unless clip_and_step has done so."""
+        self.clock.lap("optimizer")
+        gc.collect(1)  # what was allocated since the step before; the GPU is still busy
+        numbers = gathered.read()
+        self.clock.lap("agree")
+        return numbers
 
     def evaluation(self, values: dict[str, float | str]) -> None:
         """Report an evaluation: its losses, and with exact the digest of the weights."""
@@ -106,7 +129,10 @@ class RunReport:
         self.logger.write(record, records.evaluation_line(record))
 
     def step(self, numbers: StepNumbers, lr: float) -> None:
-        """Report a step that was taken, if it is logged, and what is wrong with it (all ranks)."""
+        """
+        Report a step that was taken, if it is logged, and what is wrong with it; and a checkpoint that was
+        written in the background, or could not be (all ranks).
+        """
         self.steps_taken += 1
         if self.steps_taken == 1:
             self.logger.print(compile_report())
@@ -124,6 +150,7 @@ class RunReport:
                 self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
             record = self.record(numbers, lr)
             self.logger.write(record, records.step_line(record))
+        self.saver.poll()
 
     def record(self, numbers: StepNumbers, lr: float) -> dict:
         """
@@ -159,8 +186,9 @@ class RunReport:
         is_too_low = "measured" in self.peak.source and flops_per_s > self.peak.flops
         if is_too_low and self.measurements < MOST_MEASUREMENTS:
             self.measurements += 1
-            self.clock.pause()  # not a part of a step
+            began = time.perf_counter()
             again = find_peak(self.reader.device, self.reader.plan.dtype)
+            self.clock.began += time.perf_counter() - began  # not a part of a step
             self.peak = max(self.peak, again) if again.flops else self.peak
             text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
             self.logger.event("peak", text, peak_flops=self.peak.flops)
@@ -177,12 +205,52 @@ class RunReport:
 
     def is_stopped(self) -> bool:
         """Whether all ranks have agreed to stop before the end, see Progress.is_unfinished."""
-        return self.stop.agreed != 0 and self.progress.is_unfinished(self.config["max_iters"])
+        return self.run.stop.agreed != 0 and self.progress.is_unfinished(self.run.max_iters)
 
-    def done(self, advice: str) -> None:
-        """Report the end of training, and advice for the user, if there was a step."""
-        if not self.steps_taken:
-            return
+    def is_complete(self) -> bool:
+        """Whether a complete run was resumed, so that nothing is left to do. If so, say what continues it."""
+        if self.config["eval_only"] or self.progress.is_unfinished(self.run.max_iters):
+            return False
+        where = f"{self.config['out_dir']} is at step {self.progress.step}, which is beyond max_iters"
+        advice = f"to continue, set {self.run.schedule.to_continue(self.progress.step)} or so"
+        self.logger.print(f"{where}: {advice}")
+        return True
+
+    def end(self) -> int:
+        """
+        End the run: save its state if it was stopped, report how it ended, and close the sinks (all ranks).
+        Exits with a message if the last checkpoint could not be written.
+
+        Returns:
+            The exit status: 128 + the signal that stopped the run before its end. 0 under a launcher, which
+            would restart the run after an error, and after the time limit.
+        """
+        stop = self.run.stop
+        stopped_by = stop.reason() if self.is_stopped() else ""
+        if stop.agreed:
+            self.saver.save(self.state)
+        self.saver.wait()
+        if self.steps_taken:
+            self.summary()
+        # writes PREEMPTED before the plot is drawn, for which mpirun may leave no time
+        self.saver.end(self.state, stopped_by, self.steps_taken)
+        facts = {"spans_ms": over_ranks(gather_objects(self.clock.medians())), "weights": None}
+        if self.run.plan.exact:
+            facts["weights"] = weights_digest(self.state.model, self.run.mesh)
+            self.logger.print(f"weights: SHA-256 {facts['weights']} before step {self.progress.step}")
+        if stopped_by:
+            is_saved = is_run(self.config["out_dir"])
+            hint = "resume with --init_from=auto" if is_saved else "there is no checkpoint to resume"
+            text = f"stopped on request before step {self.progress.step}: {hint}"
+            self.logger.event("preempted", text, signal=stop.agreed, reason=stopped_by, **facts)
+        else:
+            self.logger.event("end", **facts)
+        # last, since whoever stopped the run may not wait for it
+        self.saver.wait_for_mirror(stop.seconds_left())
+        return 128 + stop.agreed if stopped_by and stop.agreed > 0 and not self.ranks.has_launcher else 0
+
+    def summary(self) -> None:
+        """Report how long the run has trained, its best loss, and how to sample from it."""
         p, verb = self.progress, "stopped" if self.is_stopped() else "done"
         text = f"{verb}: {count_text(self.steps_taken, 'step')} in {duration(time.perf_counter() - p.began)}"
         if math.isfinite(p.best_val_loss):
@@ -190,20 +258,38 @@ class RunReport:
             text += f" at step {p.best_step}" if p.best_step != NONE else ""
             if bits := self.reader.data.bits_per_byte(p.best_val_loss):
                 text += f", {bits:.4f} bits per byte"
+        advice = how_to_sample(self.config["out_dir"], self.run.vocabulary)
         self.logger.print(records.waiting_text(means_of(self.throughout)), text, advice)
 
-    def end(self, weights: str | None) -> None:
-        """
-        Report the end of the run, or that it stopped early, and close the sinks (all ranks).
 
-        Args:
-            weights: the digest of the final weights; None: not known.
-        """
-        facts = {"spans_ms": over_ranks(gather_objects(self.clock.medians())), "weights": weights}
-        if not self.is_stopped():
-            self.logger.event("end", **facts)
-            return
-        is_saved = is_run(self.config["out_dir"])
-        hint = "resume with --init_from=auto" if is_saved else "there is no checkpoint to resume"
-        text = f"stopped on request before step {self.progress.step}: {hint}"
-        self.logger.event("preempted", text, signal=self.stop.agreed, reason=self.stop.reason(), **facts)
+def open_report(
+    run: Run, ranks: Ranks, state: TrainState, reader: Reader, saver: Saver, clock: Clock, logger: Logger
+) -> RunReport:
+    """Report what the run is about to do (all ranks), and return what reports its steps."""
+    peak = find_peak(ranks.device, run.plan.dtype)
+    report = RunReport(run, ranks, state, reader, saver, clock, logger, peak)
+    logger.print(
+        *banner.about_model(run.data, run.plan, run.start.description),
+        *banner.about_ranks(ranks, run.plan, run.mesh, compile_note(state.model, ranks.device, run.plan)),
+        *run.checked,
+        f"optim:   {describe_updates(state.model, state.optimizers, run.mesh)}",
+        *banner.about_step(run.config, reader),
+        *banner.about_machine(ranks, run.plan, peak),
+        *(f"note:    {note}" for note in run.notes),
+    )
+    logger.event(
+        "resume" if run.start.is_resume else "start",
+        config=run.recorded,
+        world_size=ranks.world_size,
+        dtype=run.plan.dtype,
+        micro_batch=run.plan.micro_batch,
+        parameters=banner.parameter_count(run.plan.counts),
+        peak_flops=peak.flops,
+        flops_per_step=report.flops_per_step,
+        tokens_per_step=state.progress.tokens_per_step,
+        measures=state.progress.measures,
+        **run.data.validation(),
+        code=run.code,
+        **code_version(ranks),
+    )
+    return report

@@ -36,6 +36,7 @@ class Sampler:
     bits with and without samples, and samples of different steps can be compared.
     """
 
+    interval: int  # steps between samples; 0: no samples
     tokenizer: Tokenizer | None  # None on other ranks
     seed: int
 
@@ -62,30 +63,38 @@ class Sampler:
             ids = twin.generate(idx, TOKENS, 0.8, 200, vocab_size=self.tokenizer.n_ids, seed=self.seed)
         return self.tokenizer.decode(ids[0].tolist())
 
-    def report(self, state: TrainState, autocast: AbstractContextManager, logger: Logger) -> None:
-        """Report to the logger a sample of the weights that are evaluated, see `write` (all ranks)."""
+    def report(
+        self, state: TrainState, is_last: bool, autocast: AbstractContextManager, logger: Logger
+    ) -> None:
+        """
+        If a sample is due, which the last one always is, report to the logger a sample of the weights that
+        are evaluated, see `write` (all ranks).
+        """
+        if not self.interval or (state.step % self.interval and not is_last):
+            return
         with state.evaluated_weights():
             text = self.write(state.model, autocast) if self.tokenizer else ""
         logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
 
 
-def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:
+def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler:
     """
-    Return what writes samples every sample_interval steps; None without sample_interval (all ranks). If the
-    model is divided, also returns None, and says so. Exits with a message if the ids cannot be decoded.
+    Return what writes samples every sample_interval steps (all ranks). If the model is divided, it writes
+    none, and a note says so. Exits with a message if the ids cannot be decoded.
     """
-    if not config["sample_interval"]:
-        return None
+    interval, seed = config["sample_interval"], config["seed"]
+    if not interval:
+        return Sampler(0, None, seed)
     if problem := problem_of_samples(plan):  # the setting may come from a config that fits other layouts
         if ranks.is_main:
             console.print_line(f"note:    {problem}")
-        return None
+        return Sampler(0, None, seed)
     with exit_together():
         try:
             tokenizer = load_tokenizer(vocabulary) if ranks.is_main else None
         except ValueError as e:
             raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
-    return Sampler(tokenizer, config["seed"])
+    return Sampler(interval, tokenizer, seed)
 
 
 def first_lines(text: str) -> list[str]:

@@ -8,12 +8,12 @@ import numpy as np
 
 from isogpt.checkpoint.folder import exclude_steps
 from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import RANKS_SHOWN, ranks_text
 from isogpt.data.reader import Reader
 from isogpt.launch.together import exit_together, is_main
-from isogpt.monitor.log import Logger
+from isogpt.monitor.run_report import RunReport
+from isogpt.parallel.compare_weights import check_equal_weights
 from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.recent_steps import ENOUGH, PATIENCE
 from isogpt.training.step_numbers import StepNumbers
@@ -34,14 +34,34 @@ class StepPolicy:
     on_spike: str
     state: TrainState
     reader: Reader
-    saver: Saver
-    logger: Logger
+    report: RunReport
     not_finite: list[int] = field(default_factory=list)  # the steps since the last one that was
+
+    def __post_init__(self) -> None:
+        self.saver, self.logger = self.report.saver, self.report.logger
+
+    def check_ranks(self, interval: int) -> None:
+        """
+        Every `interval` steps (0: never), compare the weights of ranks that hold the same parameters (all
+        ranks). Exits with a message if they differ.
+        """
+        if interval and self.state.step % interval == 0:
+            check_equal_weights(self.state.model, self.reader.mesh, self.state.step, self.logger.failed)
 
     def takes(self, numbers: StepNumbers) -> bool:
         """
-        Return whether a step is taken, as clip_and_step has decided; `skip` does what must be done if it is
-        not. A finite step that is taken is remembered, and a spike is reported.
+        Return whether a step is taken, as clip_and_step has decided. If not, the step is left out, and the
+        run exits with a message if it must end (all ranks).
+        """
+        is_taken = self.decide(numbers)
+        if not is_taken:
+            self.report.clock.discard()
+            self.skip(numbers)
+        return is_taken
+
+    def decide(self, numbers: StepNumbers) -> bool:
+        """
+        Return whether a step is taken. A finite step that is taken is remembered, and a spike is reported.
 
         A float16 step whose gradient overflowed because of the loss scale counts as taken: the optimizer has
         left the step out, and the scale is halved. A scale of 1 cannot be the cause.

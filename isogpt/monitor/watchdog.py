@@ -4,6 +4,7 @@ running out of memory, the next start continues with smaller micro-batches.
 """
 
 import json
+import math
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.common import console
 from isogpt.common.patience import within
@@ -23,7 +25,7 @@ from isogpt.data.reader import Reader
 from isogpt.launch import network
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import is_connection_lost
-from isogpt.monitor.log import Logger
+from isogpt.monitor.log import Logger, start_sinks
 from isogpt.parallel.pipeline import cause_of
 from isogpt.parallel.plan import LayoutError
 from isogpt.speed.clock import Clock
@@ -188,6 +190,21 @@ class Watchdog:
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {reason} (and while explaining it: {e})")
         self.exit(130 if kind is KeyboardInterrupt else 1)
+
+
+def start_watch(config: dict, ranks: Ranks) -> Watchdog:
+    """
+    Begin to print, to alert and to watch: from here on, a rank that fails or does not respond is named.
+
+    Args:
+        config: train.py's settings.
+    """
+    sizes = ("gradient_accumulation_steps", "batch_size", "block_size")
+    progress = Progress(tokens_per_step=math.prod(config[name] for name in sizes))
+    logger = Logger(progress, start_sinks(ranks, config))
+    watchdog = Watchdog(config["out_dir"], ranks, config["dist_timeout_s"], logger)
+    watchdog.start()
+    return watchdog
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """torch.compile: which part of the model is compiled, and whether it works on this machine at all."""
 
+from functools import cache
+
 import torch
 import torch.nn as nn
 
@@ -12,7 +14,7 @@ from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import Plan
 
 
-def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> str:
+def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> None:
     """
     Compile the model in place (all ranks), if the plan says so; parameters keep their names. The model stays
     uncompiled on a CPU, where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial
@@ -22,16 +24,9 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     with exact, because they must compile the same parts. With cuda_graphs, the kernels of a forward or
     backward pass are recorded in a CUDA graph and launched together; gradients must be allocated beforehand,
     see data_parallel.allocate_gradients.
-
-    Returns:
-        A sentence for the user about what was done.
     """
-    if not plan.compile:
-        return "compile: off"
-    if device.type == "cpu":
-        return "compile: off, since it gains nothing on a CPU"
-    if problem := trial_compilation(device):
-        return f"compile: does not work on this machine, training without it (slower): {problem}"
+    if not plan.compile or device.type == "cpu" or trial_compilation(device):
+        return
     # functions that fail to compile later run uncompiled, with a warning
     torch._dynamo.config.suppress_errors = True
     if plan.exact:  # other layouts have no buckets at which DDP's graphs would be divided
@@ -41,9 +36,21 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
         torch._functorch.config.donated_buffer = False
     by_block = plan.zero >= 2 or mesh.splits_model or plan.exact
     compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
+
+
+def compile_note(model: nn.Module, device: torch.device, plan: Plan) -> str:
+    """A sentence for the user about what `compile_model` has done."""
+    if not plan.compile:
+        return "compile: off"
+    if device.type == "cpu":
+        return "compile: off, since it gains nothing on a CPU"
+    if not is_compiled(model):
+        problem = trial_compilation(device)
+        return f"compile: does not work on this machine, training without it (slower): {problem}"
     return "compile: the first step takes about a minute longer"
 
 
+@cache
 def trial_compilation(device: torch.device) -> str:
     """Compile a small function (all ranks). Returns the first problem of any rank, or ''."""
     problem = ""

@@ -83,12 +83,11 @@ class FloatSums:
         return loss.detach()
 
     @contextmanager
-    def micro_batch(self, micro_step: int) -> Iterator[None]:
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
         """
         The context of a micro-batch's forward and backward pass. Gradients are reduced over the ranks in the
         last micro-batch or, with FSDP, in each, as grad_sync says.
         """
-        is_last = micro_step == self.share.micro_steps - 1
         if self.reduces_always or (is_last and self.plan.grad_sync != "never"):
             yield
         elif isinstance(self.model, DistributedDataParallel):

@@ -248,6 +248,7 @@ class ExactSums:
         clear_gradients([*chain(*chain(*self.groups.values()))], self.keeps_memory)
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
+        self.count = 0
         self.fits.clear()
         self.flat.clear()
         if self.reduces_shards:  # a unit may leave out the first micro-batch
@@ -256,12 +257,13 @@ class ExactSums:
             self.routing = self.model.routing.double()
 
     @contextmanager
-    def micro_batch(self, micro_step: int) -> Iterator[None]:
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
         """
         The context of a micro-batch's forward and backward pass, whose gradients are added. With DDP, only
         the last micro-batch reduces the buckets.
         """
-        self.start_micro_batch(micro_step)
+        self.start_micro_batch(self.count)
+        self.count += 1
         # not FSDP's no_sync, also for a single shard: it would add micro-batches before they are rounded
         with self.wrapped.no_sync() if self.buckets and not self.is_last else nullcontext():
             yield
@@ -415,3 +417,20 @@ class IntegerReduceScatter:
         if sums.group:
             dist.all_reduce(total, group=sums.group)
         sums.write(self, output_tensor)
+
+
+def make_sums(
+    model: nn.Module,
+    raw_model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    share: Share,
+    scaler: torch.amp.GradScaler,
+    compression: object = None,
+) -> ExactSums:
+    """The sums of a step's gradients: as integers with exact, else in floating point."""
+    from isogpt.parallel.float_sums import FloatSums
+
+    if plan.exact:
+        return ExactSums(model, raw_model, mesh, plan, share, scaler)
+    return FloatSums(model, raw_model, mesh, plan, share, compression)

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isogpt.launch.process_group import Ranks
 from isogpt.parallel.plan import Plan
+from isogpt.speed.profiling import start_profiler
 
 WAITING = "waiting"  # for other ranks, while nothing is computed: a part of the lap backward or pipeline
 COMMUNICATION = (WAITING, "reduce", "agree")  # which no computation hides
@@ -29,9 +30,9 @@ class Clock:
     """
     Times the laps of a step, as a stopwatch does: each ends the span that began with the lap before.
 
+        batches = clock.laps("data", batches)
         clock.start()
         x, y = next(batches)
-        clock.lap("data")
         logits, loss = model(x, y)
         clock.lap("forward")
         ...
@@ -40,8 +41,8 @@ class Clock:
     Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
     CPU does not wait; elsewhere it is the CPU's time. `part` times a block that is not a lap.
 
-    A step lasts from the end of the one before to its `step_s`, without what happens between `pause` and
-    `start`: evaluations, checkpoints and samples.
+    A step lasts from one `step_s` to the next, without what happens between `step` and `start`: evaluations,
+    checkpoints and samples.
 
     All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
     lap that has begun: the watchdog reports it, and the profiler's trace shows it.
@@ -61,25 +62,19 @@ class Clock:
         self.count, self.doing = 0, "the first step"
         self.waits_in_pipeline = False
         self.began = time.perf_counter()  # when the step began
-        self.paused_at: float | None = None
+        self.paused_at = self.began  # when the step before ended
         self.previous: Mark | None = None  # where the present lap began; None: between two steps
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
-        self.laps: list[str] = []  # of this step
-        self.laps_of_a_step: list[str] = []  # of the step before
+        self.names: list[str] = []  # of this step's laps
+        self.names_before: list[str] = []  # of those of the step before
         self.spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # of this step
         self.recent = deque(maxlen=3)  # the spans of steps: the GPU has passed all events of the first
         self.steps = deque([{}], maxlen=1000)  # {part: ms} of each step that is known
 
-    def pause(self) -> None:
-        """Count nothing that follows as part of a step, until `start`."""
-        self.paused_at = self.paused_at or time.perf_counter()
-
     def start(self) -> None:
         """Begin a step, and its first lap."""
-        if self.paused_at is not None:
-            self.began += time.perf_counter() - self.paused_at
-            self.paused_at = None
+        self.began += time.perf_counter() - self.paused_at
         self.last_gradient = None
         self.begin_lap(self.mark())
 
@@ -87,7 +82,7 @@ class Clock:
         """End a lap: what happened since the lap before, or since `start`. The next lap begins."""
         now = self.mark()
         self.range.close()
-        self.laps.append(name)
+        self.names.append(name)
         self.doing = f"after {name}"
         self.spans[name].append((self.previous, now))
         if self.last_gradient:
@@ -95,11 +90,17 @@ class Clock:
             self.last_gradient = None
         self.begin_lap(now)
 
+    def laps(self, name: str, items: Iterable) -> Iterator:
+        """Yield the items; what follows the lap before, until an item is there, is a lap of this name."""
+        for item in items:
+            self.lap(name)
+            yield item
+
     def begin_lap(self, now: Mark) -> None:
         """Begin a lap, whose name is that of the same lap in the step before."""
         self.previous = now
-        if len(self.laps) < len(self.laps_of_a_step):
-            self.doing = self.laps_of_a_step[len(self.laps)]
+        if len(self.names) < len(self.names_before):
+            self.doing = self.names_before[len(self.names)]
             self.range.enter_context(self.shown(self.doing))
 
     @property
@@ -108,7 +109,7 @@ class Clock:
         Whether marks should follow each other: in a step, but not in the first one, which may compile for
         minutes. Between steps, the disk or an evaluation may be slow.
         """
-        return self.previous is not None and bool(self.laps_of_a_step)
+        return self.previous is not None and bool(self.names_before)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -139,7 +140,7 @@ class Clock:
         ms = self.steps[-1]
         if WAITING not in ms:
             return math.nan
-        total = sum(ms[name] for name in set(self.laps_of_a_step))
+        total = sum(ms[name] for name in set(self.names_before))
         return sum(ms[name] for name in COMMUNICATION) / total
 
     def step_s(self) -> float:
@@ -162,8 +163,8 @@ class Clock:
         return sum(end.seconds - start.seconds for start, end in spans[name]) * 1e3
 
     def step(self) -> None:
-        """End a step."""
-        self.laps_of_a_step = self.laps
+        """End a step. Nothing that follows is a part of one, until the next step starts."""
+        self.names_before = self.names
         if self.profiler:
             self.profiler.step()
         self.recent.append(self.spans)
@@ -177,32 +178,34 @@ class Clock:
     def discard(self) -> None:
         """Forget a step that is not taken, and count nothing that follows until the next one starts."""
         self.forget_laps()
-        self.began = self.paused_at = time.perf_counter()
+        self.began = self.paused_at
 
     def forget_laps(self) -> None:
         """Forget the laps of this step."""
         self.previous = None
         self.range.close()
-        self.laps, self.spans = [], defaultdict(list)
+        self.names, self.spans = [], defaultdict(list)
+        self.paused_at = time.perf_counter()
 
     def medians(self) -> dict[str, float]:
         """Return the median of each part in milliseconds, over the last thousand steps."""
         return {name: statistics.median(s[name] for s in self.steps if name in s) for name in self.steps[-1]}
 
 
-def make_clock(
-    ranks: Ranks, plan: Plan, model: nn.Module, profile: bool, profiler: torch.profiler.profile | None
-) -> Clock:
+def make_clock(config: dict, ranks: Ranks, plan: Plan, model: nn.Module, step: int) -> Clock:
     """
-    Make the clock of a run. It finds the share of a step in which ranks wait for each other, except on
-    layouts that also communicate inside the forward and backward passes.
+    Make the clock of a run that begins at this step; with the setting profile, also profile steps. It finds
+    the share of a step in which ranks wait for each other, except on layouts that also communicate inside the
+    forward and backward passes.
 
     Args:
+        config: train.py's settings.
         model: not wrapped with DistributedDataParallel.
-        profile: whether the run is profiled, on any rank.
-        profiler: see Clock; only rank 0 has one.
     """
-    clock = Clock(ranks.device, nvtx=profile, profiler=profiler)
+    profiler = None
+    if config["profile"]:
+        profiler = start_profiler(config["out_dir"], config["max_iters"] - step + 1, ranks)
+    clock = Clock(ranks.device, nvtx=config["profile"], profiler=profiler)
     if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
         clock.waits_in_pipeline = plan.pp > 1
         # the gradient of wte is the last that the backward pass computes: then only communication is left

@@ -18,6 +18,8 @@ def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractCo
     shares=auto: as multiples of the slowest rank's speed in steps of 1/8. Each rank computes alone, so the
     model must not communicate. A resumed run keeps the shares that it began with.
     """
+    if reader.plan.shares != "auto":
+        return reader
     progress = state.progress
     if len(progress.shares) != reader.mesh.data_size:
         # only the measurement uses this shape, for which compilation would take a minute

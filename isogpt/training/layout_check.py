@@ -451,7 +451,7 @@ class Trial:
             loss_sum = 0.0
             for micro_step, (x, y) in enumerate(micro_batches):
                 precision.seed_micro_batch(self.draw, 0, kinds[micro_step], mesh)
-                with gradients.micro_batch(micro_step):
+                with gradients.micro_batch(micro_step == share.micro_steps - 1):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()
                 loss_sum += gradients.loss_term(loss)

@@ -433,6 +433,12 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
                 group["momentum"] = momentum
 
 
+def unscale(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+    """Divide the gradients by float16's loss scale."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+
+
 def clip_and_step(
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
