@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from isogpt.data.dataset import open_dataset
 from isogpt.data.mixture import PER
 from isogpt.data.reader import Reader
 from isogpt.monitor.banner import about_model
+from isogpt.nn.counts import ModelCounts
 from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 
@@ -111,9 +111,8 @@ def test_ids_are_those_of_the_sources(three):
     assert (data.vocab_size, len(data.train)) == (60, sum(LENGTHS.values()))
     x, y = next(reader_of(data, "random", 480).train(0, 0))
     assert ((x + 1) % 50 == y).all()
-    (line, _) = about_model(
-        data, SimpleNamespace(model_args={"vocab_size": 60}, counts=SimpleNamespace(experts=0)), 0, ""
-    )
+    plan = default_plan(model_args={"vocab_size": 60}, counts=ModelCounts([], {}, GPT))
+    (line, _) = about_model(data, plan, "")
     parts = "data/a 7, data/b 300, data/c 693"
     assert line == f"data:    of each 1,000 sequences {parts}, 27,251 training tokens, vocabulary size 60"
 

@@ -130,9 +130,10 @@ def test_what_is_told_of_a_step(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = Progress(64)
     logger = Logger(progress, [keep(told)])
-    reader = SimpleNamespace(device=CPU)
-    config, peak = {"log_interval": 4, "max_iters": 16}, Peak(1e11)
-    report = RunReport(logger, config, *[None] * 5, reader=reader, flops_per_step=1e9, peak=peak)
+    run = SimpleNamespace(config={"log_interval": 4, "max_iters": 16})
+    reader, saver = SimpleNamespace(device=CPU), SimpleNamespace(poll=lambda: None)
+    state = SimpleNamespace(progress=progress)
+    report = RunReport(run, None, state, reader, saver, None, logger, 1e9, Peak(1e11))
     of_ranks = {"step_ms": [100, 300], "data_ms": [0, 20], "waiting": [0.4, 0.1]}
     for progress.step in range(17):
         now += 8.0 if progress.step == 11 else 1.0  # an evaluation takes 7 s
@@ -230,7 +231,7 @@ def test_a_sample_is_what_the_model_writes(arch):
 @pytest.mark.parametrize("layout, named", [({"zero": 2, "tp": 2}, "zero 2, tp 2"), ({"pp": 2}, "pp 2")])
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
-    assert open_sampler(SAMPLED, of_characters({"a": 0}), default_plan(**layout), ALONE) is None
+    assert open_sampler(SAMPLED, of_characters({"a": 0}), default_plan(**layout), ALONE).interval == 0
     assert f"but {named} divides it, so no samples are written. Run sample.py" in capsys.readouterr().out
 
 
@@ -394,9 +395,9 @@ def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(m
 
 def test_an_overflow_in_float16_is_the_gradient_s_and_not_the_loss_s():
     state = SimpleNamespace(step=7, progress=Progress(64))
-    policy = StepPolicy("skip", "report", state, None, None, None)
+    policy = StepPolicy("skip", "report", state, None, SimpleNamespace(saver=None, logger=None))
     for loss, loss_scale, is_overflow in ((3.0, 256.0, True), (math.nan, 256.0, False), (3.0, 1.0, False)):
-        assert policy.takes(numbers_of(loss, math.inf, loss_scale)) is is_overflow
+        assert policy.decide(numbers_of(loss, math.inf, loss_scale)) is is_overflow
 
 
 # Every step leaves 50 objects that refer to themselves

@@ -98,10 +98,12 @@ def evaluated(data, model, sequences=0):
         Reader(data, "random", 1, plan, Mesh(), CPU),
         sequences=sequences,
         autocast=nullcontext(),
-        clock=Clock(CPU),
-        stop=SimpleNamespace(agreed=0, in_evaluation=lambda *args: False),
-        saver=SimpleNamespace(seconds_at_end=0.0, save_and_fail=print),
-        report=SimpleNamespace(evaluation=lambda values: reported.append(values)),
+        report=SimpleNamespace(
+            clock=Clock(CPU),
+            run=SimpleNamespace(stop=SimpleNamespace(agreed=0, in_evaluation=lambda *args: False)),
+            saver=SimpleNamespace(seconds_at_end=0.0, save_and_fail=print),
+            evaluation=reported.append,
+        ),
     )
     evaluator.run()
     val_loss, values = reported

@@ -58,6 +58,7 @@ class RunReport:
     saver: Saver
     clock: Clock
     logger: Logger
+    flops_per_step: float
     peak: Peak  # if it is unknown, the mfu is None
     measurements: int = 1  # of the peak
     steps_taken: int = 0  # by this process
@@ -70,9 +71,6 @@ class RunReport:
     def __post_init__(self) -> None:
         self.config, self.progress = self.run.config, self.state.progress
         self.progress.began = time.perf_counter()
-        plan = self.run.plan
-        flops = flops_per_token(plan.counts, GPTConfig(**plan.model_args))
-        self.flops_per_step = flops * self.progress.tokens_per_step
 
     @property
     def is_logged(self) -> bool:
@@ -266,30 +264,31 @@ def open_report(
     run: Run, ranks: Ranks, state: TrainState, reader: Reader, saver: Saver, clock: Clock, logger: Logger
 ) -> RunReport:
     """Report what the run is about to do (all ranks), and return what reports its steps."""
-    peak = find_peak(ranks.device, run.plan.dtype)
-    report = RunReport(run, ranks, state, reader, saver, clock, logger, peak)
+    plan, tokens_per_step = run.plan, state.progress.tokens_per_step
+    peak = find_peak(ranks.device, plan.dtype)
+    flops_per_step = tokens_per_step * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
     logger.print(
-        *banner.about_model(run.data, run.plan, run.start.description),
-        *banner.about_ranks(ranks, run.plan, run.mesh, compile_note(state.model, ranks.device, run.plan)),
+        *banner.about_model(run.data, plan, run.start.description),
+        *banner.about_ranks(ranks, plan, run.mesh, compile_note(state.model, ranks.device, plan)),
         *run.checked,
         f"optim:   {describe_updates(state.model, state.optimizers, run.mesh)}",
         *banner.about_step(run.config, reader),
-        *banner.about_machine(ranks, run.plan, peak),
+        *banner.about_machine(ranks, plan, peak),
         *(f"note:    {note}" for note in run.notes),
     )
     logger.event(
         "resume" if run.start.is_resume else "start",
         config=run.recorded,
         world_size=ranks.world_size,
-        dtype=run.plan.dtype,
-        micro_batch=run.plan.micro_batch,
-        parameters=banner.parameter_count(run.plan.counts),
+        dtype=plan.dtype,
+        micro_batch=plan.micro_batch,
+        parameters=banner.parameter_count(plan.counts),
         peak_flops=peak.flops,
-        flops_per_step=report.flops_per_step,
-        tokens_per_step=state.progress.tokens_per_step,
+        flops_per_step=flops_per_step,
+        tokens_per_step=tokens_per_step,
         measures=state.progress.measures,
         **run.data.validation(),
         code=run.code,
         **code_version(ranks),
     )
-    return report
+    return RunReport(run, ranks, state, reader, saver, clock, logger, flops_per_step, peak)
