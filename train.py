@@ -166,9 +166,9 @@ except ValueError as e:
     fail(str(e))
 
 # 2. what the run computes
-# from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
-# opens the data and the checkpoint or weights to start from; decides schedule, layout, shape, dtype and
-# micro-batch; compares a step of a small model on all ranks with the step of one process
+# from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message.
+# resolve_run opens the data and the checkpoint or weights to start from, decides on the schedule, the layout,
+# the dtype and the micro-batch, and compares a step of a small model on all ranks with that of one process
 run = resolve_run(config, ranks, watch.logger.progress, GPT)
 plan, mesh = run.plan, run.mesh
 reader = Reader(run.data, data_order, seed, plan, mesh, ranks.device)
@@ -202,7 +202,7 @@ if data_parallel.uses_ddp(plan, mesh):
         bucket_cap_mb=plan.ddp_bucket_mb,
         gradient_as_bucket_view=True,
     )
-# in floating point; with exact as int64, so that the result does not depend on the order of reduction
+# sums of gradients in floating point; with exact as int64, which do not depend on the order of reduction
 gradients = integer_sums.make_sums(
     model, raw_model, mesh, plan, reader.share, scaler, slow_network.compression
 )
@@ -230,9 +230,9 @@ if not is_complete:
     # with DDP, a discarded forward and backward pass, after which the order of its buckets is final: without
     # it, a resumed run would add gradients in a different order
     gradients.allocate(*reader.padding_batch(), autocast)
-# times how long the rank waits for each micro-batch
-batches = clock.laps("data", reader.train(state.step, state.progress.position, state.progress.excluded))
-# of each micro-batch, the number of its first sequence in the step
+batches = reader.train(state.step, state.progress.position, state.progress.excluded)
+batches = clock.laps("data", batches)  # times how long the rank waits for each of them
+# of each micro-batch in a step, the number of its first sequence
 first_sequences = [reader.share.first(micro_step) for micro_step in range(reader.share.micro_steps)]
 gc.disable()  # a GPU would wait for it; see gc.collect
 while not is_complete:
@@ -260,7 +260,9 @@ while not is_complete:
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
     # over tokens, divided by loss_divisor: the tokens of the whole step, divided by the number of ranks over
-    # which gradients are averaged. With exact they are added, and loss_divisor is the tokens of the step
+    # which gradients are averaged. For example, a step of 4 micro-batches of 1,000 tokens on 2 ranks: each
+    # rank divides its 2 losses by 4,000 / 2 = 2,000, and the mean of the ranks' gradients is that of the loss
+    # per token. With exact, gradients are added, and loss_divisor is 4,000
     clock.start()
     gradients.start_step()  # zero_grad
     if pipeline:
@@ -294,9 +296,7 @@ while not is_complete:
 
     if not policy.takes(numbers):  # all ranks decide the same; a float16 overflow counts as taken
         continue
-    report.step(
-        numbers, lr
-    )  # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
+    report.step(numbers, lr)  # if the step is logged: the console, metrics.jsonl, wandb, TensorBoard
     state.advance()  # averages the weights of islands, if that is due
     clock.step()
     if run.stop.decide(numbers.stop):
