@@ -29,6 +29,9 @@ OF_UPDATES = (
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )
 
+# settings of the model's shape that weights from elsewhere determine
+SHAPE = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
+
 
 @dataclass(frozen=True)
 class Start:
@@ -147,16 +150,15 @@ def differences(
         source: the checkpoint that contains the model, if there is one.
         data: see Dataset.describe.
     """
-    model, sentences = settings_of_model(model_args, config), []
-    names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
-    chosen = [name for name in names if name == "bias" or config[name] not in (0, "auto")]
+    sentences = []
+    model = settings_of_model(model_args, config)
+    names = [name for name in SHAPE if name == "bias" or config[name] not in (0, "auto")]
     if model.get("n_expert"):
-        chosen.append("n_expert_active")
-    ignored = [name for name in chosen if config[name] != model.get(name, config[name])]
+        names.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
-    if ignored:
-        used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
-        sentences.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
+    for name in names:
+        if model.get(name, config[name]) != config[name]:
+            sentences.append(f"{name} {model[name]} of {origin} is used, not {config[name]}")
     if is_resume:
         now = facts_of_curve(config, data or {})
         was = now | facts_of_curve(config | source.run["config"], source.run["isogpt"])

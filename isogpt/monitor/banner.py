@@ -24,28 +24,34 @@ def parameter_count(counts: ModelCounts) -> int:
 
 def about_model(data: Dataset, plan: Plan, origin: str) -> Iterator[str]:
     """The data and the model; `origin` says where the weights come from."""
-    args, active, folders = plan.model_args, "", str(data.folder)
-    parameters = parameter_count(plan.counts)
+    args = plan.model_args
+    folders = str(data.folder)
     if data.parts:
-        parts = [f"{one.folder} {quota}" for one, quota in zip(data.parts, data.quotas, strict=True)]
+        quotas = zip(data.parts, data.quotas, strict=True)
+        parts = [f"{source.folder} {quota}" for source, quota in quotas]
         folders = f"of each {PER:,} sequences {', '.join(parts)}"
-    yield f"data:    {folders}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}"
-    for one in data.sources:
-        if one.windows.digest:
-            yield f"windows: {one.name}: {one.windows.about()}"
-    if experts := plan.counts.experts:
-        unused = experts - experts * args["n_expert_active"] // args["n_expert"]
-        active = f", {(parameters - unused) / 1e6:.2f}M for each token"
-    yield f"model:   {parameters / 1e6:.2f}M parameters{active}, from {origin}"
+    tokens = f"{len(data.train):,} training tokens"
+    yield f"data:    {folders}, {tokens}, vocabulary size {args['vocab_size']}"
+    for source in data.sources:
+        if source.windows.digest:
+            yield f"windows: {source.name}: {source.windows.about()}"
+    parameters, experts = parameter_count(plan.counts), plan.counts.experts
+    size = f"{parameters / 1e6:.2f}M parameters"
+    if experts:
+        active = parameters - experts + experts * args["n_expert_active"] // args["n_expert"]
+        size += f", {active / 1e6:.2f}M for each token"
+    yield f"model:   {size}, from {origin}"
 
 
 def topology(ranks: Ranks) -> str:
     """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
-    sizes = [*Counter(ranks.machines).values()]
+    sizes = list(Counter(ranks.machines).values())
     nodes = count_text(len(sizes), "node")
     if len(sizes) > 1:
-        nodes += f" ({shortened([*dict.fromkeys(ranks.hosts)], 4)})"
-    return f"{ranks.world_size} = {nodes} x {' or '.join(map(str, dict.fromkeys(sizes)))}"
+        hosts = list(dict.fromkeys(ranks.hosts))
+        nodes += f" ({shortened(hosts, 4)})"
+    processes = " or ".join(map(str, dict.fromkeys(sizes)))
+    return f"{ranks.world_size} = {nodes} x {processes}"
 
 
 def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:
@@ -53,20 +59,23 @@ def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iter
     sharding = f", zero {plan.zero}" if plan.zero else ""
     where = f"{topology(ranks)} on {ranks.device.type}, {ranks.network}"
     yield f"ranks:   {where}, {plan.dtype}{sharding}; {compile_note}"
-    if degrees := [f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1]:
+    degrees = [f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1]
+    if degrees:
         yield f"mesh:    {' x '.join(degrees)}"
 
 
 def about_step(config: dict, reader: Reader) -> Iterator[str]:
     """The sequences of a step, and a warning if ranks have nothing to compute."""
     share = reader.share
-    rows = shortened([*map(str, dict.fromkeys(share.rows_of))], RANKS_SHOWN)
+    sizes = [str(rows) for rows in dict.fromkeys(share.rows_of)]
+    rows = shortened(sizes, RANKS_SHOWN)
     rows += " row" if rows == "1" else " rows"
-    padding = f" ({count_text(share.padding(), 'row')} of padding)" if share.padding() else ""
-    batch = f"{count_text(share.sequences, 'sequence')} x {reader.block_size}"
-    tokens = f"{share.sequences * reader.block_size:,} tokens"
+    if share.padding():
+        rows += f" ({count_text(share.padding(), 'row')} of padding)"
+    batch = count_text(share.sequences, "sequence")
+    tokens = share.sequences * reader.block_size
     steps = count_text(share.micro_steps, "micro-step")
-    yield f"step:    {batch} = {tokens}, on each rank {steps} x {rows}{padding}"
+    yield f"step:    {batch} x {reader.block_size} = {tokens:,} tokens, on each rank {steps} x {rows}"
     if config["shares"] == "auto":
         yield f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}"
     if unused := about_unused_ranks(share, reader.plan.batch_size, reader.plan.pp):
@@ -82,9 +91,14 @@ def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> Iterator[str]:
     """The peak of the devices, the micro-batches and the cores."""
     yield f"peak:    {peak_text(peak)}"
     if plan.micro_batch < plan.batch_size:
-        sizes = f"{plan.micro_batch} instead of {plan.batch_size}"
-        yield f"memory:  micro-batches of {sizes}, since a previous attempt ran out of memory"
+        yield (
+            f"memory:  micro-batches of {plan.micro_batch} instead of {plan.batch_size}, since a previous "
+            "attempt ran out of memory"
+        )
     cores = len(own_cores())
-    if ranks.device.type == "cpu" and ranks.core_sharers > cores:
-        shared = f"{ranks.core_sharers} processes share {cores} CPU cores"
-        yield f"cores:   {shared}: this tests a layout, and is slower than --nproc={cores}"
+    sharers = ranks.core_sharers
+    if ranks.device.type == "cpu" and sharers > cores:
+        yield (
+            f"cores:   {sharers} processes share {cores} CPU cores: this tests a layout, and is slower than "
+            f"--nproc={cores}"
+        )
