@@ -156,9 +156,12 @@ def differences(
     if model.get("n_expert"):
         names.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
-    for name in names:
-        if model.get(name, config[name]) != config[name]:
-            sentences.append(f"{name} {model[name]} of {origin} is used, not {config[name]}")
+    ignored = [name for name in names if model.get(name, config[name]) != config[name]]
+    if ignored:
+        used = ", ".join(f"{name} {model[name]}" for name in ignored)
+        typed = ", ".join(f"{name} {config[name]}" for name in ignored)
+        verb = "is" if len(ignored) == 1 else "are"
+        sentences.append(f"{used} of {origin} {verb} used, not {typed}")
     if is_resume:
         now = facts_of_curve(config, data or {})
         was = now | facts_of_curve(config | source.run["config"], source.run["isogpt"])
