@@ -31,17 +31,11 @@ from isogpt.launch import launchers, process_group, start_checks, together
 from isogpt.monitor import banner, code_version, evaluation, log, run_report, samples, signals, step_policy
 from isogpt.monitor.statistics import LayerStatistics
 from isogpt.monitor.watchdog import Watchdog
-from isogpt.parallel import (
-    compare_weights,
-    compilation,
-    data_parallel,
-    float_sums,
-    integer_sums,
-    parallelize,
-    recompute,
-)
+from isogpt.parallel import compare_weights, compilation, data_parallel, parallelize, recompute
+from isogpt.parallel.compression import make_compression
+from isogpt.parallel.gradients import make_sums
+from isogpt.parallel.local_sgd import Islands
 from isogpt.parallel.mesh import connect_mesh
-from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed import devices, dry_run, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
 from isogpt.training import budget, layout_check, optim, precision, settings
@@ -241,14 +235,15 @@ with together.exit_together():
     optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
 # a GradScaler, which does nothing without float16; its scale is on the gradients' device
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
-state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
+compression = make_compression(raw_model, mesh, plan)  # of gradients; None without
+island_average = Islands(raw_model, mesh, plan) if mesh.islands > 1 else None
+state = TrainState(raw_model, optimizers, scaler, progress, compression, island_average)
 start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 if shares == "auto":
     reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
     watchdog.reader = reader
 model = raw_model
-if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
+if data_parallel.uses_ddp(plan, mesh):
     model = torch.nn.parallel.DistributedDataParallel(
         raw_model,
         process_group=mesh.replicas.group,
@@ -256,10 +251,8 @@ if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
         gradient_as_bucket_view=True,
     )
 share = reader.share  # this rank's part of a step: micro-batches and their rows
-if exact:  # gradients are summed as int64, so that the result does not depend on the order of reduction
-    gradients = integer_sums.ExactSums(model, raw_model, mesh, plan, share, scaler)
-else:
-    gradients = float_sums.FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+# with exact, sums of int64, which do not depend on the order of reduction
+gradients = make_sums(model, raw_model, mesh, plan, share, scaler, compression)
 
 # 5. the run's folder, saving and logging (rank 0 writes)
 # before the folder is changed: what may lack a package, a network or a login
@@ -364,7 +357,7 @@ while not is_complete:
             clock.lap("data")
             precision.seed_micro_batch(seed, step, share.first(micro_step), mesh)
             # no_sync, except in the last micro-batch; FSDP reduces in each unless grad_sync says otherwise
-            with gradients.micro_batch(micro_step):
+            with gradients.micro_batch(is_last=micro_step == share.micro_steps - 1):
                 with autocast:
                     _, loss = model(x, y, gradients.loss_divisor)
                 clock.lap("forward")
@@ -378,9 +371,8 @@ while not is_complete:
         scaler.unscale_(one_optimizer)
     square_share = gradients.norm_share()  # of the gradient's squared norm
     clock.lap("norm")
-    # all-gathers loss, norm, times and requests to stop. The mean over ranks of the weighted loss is that of
-    # the batch
-    gathered = report.gather(loss_sum * gradients.loss_weight, square_share)
+    # all-gathers loss, norm, times and requests to stop. The mean over ranks is the loss of the batch
+    gathered = report.gather(gradients.mean_loss(loss_sum), square_share)
     clock.lap("agree")
     with statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
@@ -395,7 +387,8 @@ while not is_complete:
         clock.discard()  # the watchdog expects no progress: the end of the run waits for the disk
         policy.skip(numbers)  # reports the step, or exits
         continue
-    slow_network.after_step(step)  # averages the weights of islands, if that is due
+    if island_average:
+        island_average.after_step(step)  # if it is due
     clock.step()
     # if the step is logged: the console's line, metrics.jsonl, wandb and TensorBoard
     report.step(numbers, lr)
@@ -421,7 +414,7 @@ report.end(weights)  # closes the sinks: the plot, result.json
 saver.wait_for_mirror(stop.seconds_left())  # last: whoever stopped the run may not wait for it
 watchdog.leave()
 # a model that still refers to the process group can keep it from being destroyed
-del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
+del model, raw_model, state, optimizers, compression, island_average, gradients, pipeline, batches
 del report, statistics, evaluator, saver, watchdog, policy
 process_group.leave_process_group()
 # 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time

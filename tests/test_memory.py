@@ -277,11 +277,11 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
 
 GRADIENTS = """
 from contextlib import contextmanager
-from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.gradients import FloatSums
 micro_batch, storages = FloatSums.micro_batch, set()
 @contextmanager
-def watched(gradients, micro_step):
-    with micro_batch(gradients, micro_step):
+def watched(gradients, is_last):
+    with micro_batch(gradients, is_last):
         yield
     storages.update(p.grad.untyped_storage().data_ptr() for p in gradients.model.parameters())
     print(f"gradients in {len(storages)} storages", flush=True)

@@ -21,9 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.parallel.data_parallel import in_buckets, views_of
+from isogpt.parallel.data_parallel import compresses_gradients, in_buckets, tied_over_ranks, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 HALF_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 INT8_BLOCK = 256  # elements that share a scale
@@ -73,10 +74,10 @@ class Compression:
     parameter, the mean of the ranks' `errors` is the sum of the errors of the mean gradients so far.
     """
 
+    model: nn.Module
+    mesh: Mesh
     kind: str  # fp16, bf16, int8, powersgd or topk
     amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
-    mesh: Mesh
-    device: torch.device
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,13 +92,9 @@ class Compression:
         # PowerSGD's low-rank factors by bucket, from which the next step starts
         self.factors = {"p": self.powersgd.p_memory_dict, "q": self.powersgd.q_memory_dict}
 
-    def attach(self, model: nn.Module) -> None:
-        """
-        Let DistributedDataParallel reduce buckets with this compression; do nothing if the model is not
-        wrapped.
-        """
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook((self, model.process_group), average_bucket)
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Let DistributedDataParallel reduce buckets with this compression."""
+        model.register_comm_hook((self, model.process_group), average_bucket)
 
     @torch.no_grad()
     def average(self, bucket: Bucket, group: ProcessGroup) -> None:
@@ -158,35 +155,30 @@ class Compression:
         """
         self.forget()
         self.powersgd.iter = step
-        prefix = f"optim.{self.name_of_factors()}."
+        prefix, device = f"optim.{self.name_of_factors()}.", next(self.model.parameters()).device
         for name, shape in saved.items():
             if name.startswith(prefix):
                 bucket, _, letter = name.removeprefix(prefix).rpartition(".")
-                self.factors[letter][bucket] = torch.empty(shape, device=self.device)
+                self.factors[letter][bucket] = torch.empty(shape, device=device)
 
     def name_of_factors(self) -> str:
         """The name of this rank's factors in a checkpoint; only torch knows their order in a bucket."""
         return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
-    def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
+    def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """
         Return the errors by parameter name, and PowerSGD's factors. Errors of all ranks that hold the same
         part of a parameter are stacked, and this rank's error is a row of the stack.
         """
         if self.kind in HALF_HOOKS:
             return {}
-        parts = {}
-        for name, p in model.named_parameters():
+        parts, tied = {}, tied_over_ranks(self.model)
+        for name, p in self.model.named_parameters():
             holders = self.mesh.holders(p)
             if is_sharded(p):  # the sum over tp comes first
                 holders = holders.without("tp")
-            is_second = (
-                self.mesh.index("pp") > 0
-                and p is getattr(model.lm_head, "weight", None)
-                and model.config.tied
-            )
             # wte and the head have separate errors if they are tied but on different ranks
-            key = "error_of_head" if is_second else "error"
+            key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
             part = local_part_of(self.error_of(p), splits_of(p))
             parts[name] = {key: part.in_row(holders.index, holders.size)}
         parts[self.name_of_factors()] = {
@@ -195,6 +187,22 @@ class Compression:
             for bucket, factor in factors.items()
         }
         return parts
+
+
+def make_compression(model: nn.Module, mesh: Mesh, plan: Plan) -> Compression | None:
+    """
+    Make the Compression of a plan; None if gradients are not compressed. `restart` is called when the model
+    contains the weights to start from.
+    """
+    if not compresses_gradients(plan) or mesh.replicas.size == 1:
+        return None
+    kind, _, amount = plan.grad_compression.partition(":")
+    return Compression(model, mesh, kind, float(amount or 0))
+
+
+def keeps_errors(grad_compression: str) -> bool:
+    """Whether a compression of gradients keeps its errors, which are added to the next gradients."""
+    return grad_compression not in ("none", *HALF_HOOKS)
 
 
 def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> Future[Tensor]:

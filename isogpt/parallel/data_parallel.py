@@ -19,6 +19,16 @@ from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import LayoutError, Plan
 
 
+def uses_ddp(plan: Plan, mesh: Mesh) -> bool:
+    """Whether the model is wrapped with DistributedDataParallel."""
+    return plan.zero < 2 and plan.pp == 1 and not plan.exact and mesh.replicas.size > 1
+
+
+def compresses_gradients(plan: Plan) -> bool:
+    """Whether replicas send compressed gradients. With islands, the changes of weights are compressed."""
+    return plan.grad_compression != "none" and plan.islands == 1
+
+
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
     """
     Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered
@@ -35,9 +45,9 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    reduces_replicas = plan.grad_compression == "none" and not plan.exact
+    reduces_replicas = not (plan.exact or compresses_gradients(plan))
     settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
-    blocks, prefetch = list(dict.fromkeys(model.transformer.h)), plan.fsdp_prefetch
+    blocks = list(dict.fromkeys(model.transformer.h))
     if name := shared_parameter(model, [[block] for block in blocks]):
         raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
     delays_weights = mesh.pp > 1 and splits_backward(plan.pp_schedule)
@@ -53,9 +63,6 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
                 block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
             )
         fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
-    for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
         # the last stage's head can be tied to wte in the first stage on the same rank, which has sharded it
@@ -73,6 +80,17 @@ def shared_parameter(model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> 
             if part_of.setdefault(p, number) != number:
                 return next(name for name, other in model.named_parameters() if other is p)
     return ""
+
+
+def tied_over_ranks(model: nn.Module) -> nn.Parameter | None:
+    """
+    The weight of wte and the tied head, if this rank of a pipeline holds one of the two, and another rank the
+    other.
+    """
+    stages = getattr(model, "stages", [])
+    has_first = any(stage.is_first for stage in stages)
+    has_last = any(stage.is_last for stage in stages)
+    return model.lm_head.weight if model.config.tied and has_first != has_last else None
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -107,7 +125,6 @@ def allocate_gradients(
     y: Tensor,
     target_count: float,
     autocast: AbstractContextManager,
-    passes: int = 1,
 ) -> bool:
     """
     Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
@@ -121,18 +138,11 @@ def allocate_gradients(
     With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
     graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd adds
     the output to it.
-
-    Args:
-        passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
     """
     if isinstance(model, DistributedDataParallel):
-        # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
-        # (torch 2.13). Only torch.compile still reads the attribute, since DDP has made its buckets.
-        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
-        for _ in range(passes):
-            with autocast:
-                _, loss = model(x, y, target_count)
-            loss.backward()
+        with autocast:
+            _, loss = model(x, y, target_count)
+        loss.backward()
         model.zero_grad(set_to_none=False)
         return True
     if cuda_graphs:

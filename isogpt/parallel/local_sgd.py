@@ -37,7 +37,7 @@ class Islands:
 
     def __post_init__(self) -> None:
         self.params = dict(self.model.named_parameters())
-        self.group = self.mesh.group("islands")
+        self.place = self.mesh.index("islands"), self.mesh.islands
 
     def restart(self) -> None:
         """Start from the model's weights, without momentum."""
@@ -61,9 +61,10 @@ class Islands:
         changes = [local(self.weights[name]) - local(p) for name, p in self.params.items()]
         generator = torch.Generator(changes[0].device)
         generator.manual_seed(step * dist.get_world_size() + self.mesh.rank)
+        group = self.mesh.group("islands")
         for bucket in in_buckets(changes):
             flat = torch.cat([change.flatten() for change in bucket])
-            mean = mean_over(flat, self.plan.outer_compression, self.group, generator)
+            mean = mean_over(flat, self.plan.grad_compression, group, generator)
             torch._foreach_copy_(bucket, views_of(mean, bucket))
         return changes
 
@@ -81,12 +82,11 @@ class Islands:
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, and each island's current weights."""
-        island = (self.mesh.index("islands"), self.mesh.islands)
         parts = {}
         for name, p in self.params.items():
             splits = splits_of(p)
             parts[name] = {
                 "outer_momentum": local_part_of(self.momentum[name], splits),
-                "inner": local_part_of(p.detach(), splits).in_row(*island),
+                "inner": local_part_of(p.detach(), splits).in_row(*self.place),
             }
         return parts

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from isogpt.nn.kernels import logits_at_once
+from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
-from isogpt.parallel.slow_network import keeps_errors
 from isogpt.speed.activations import activations_of, is_fused
 from isogpt.training.optim import moments_of
 
