@@ -49,7 +49,7 @@ def test_buckets_of_any_size():
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
         x = torch.zeros(2, 64, dtype=torch.long)
         buckets = []
-        assert allocate_gradients(ddp, False, x, x, 128.0, nullcontext(), passes=0)
+        assert allocate_gradients(ddp, False, x, x, 128.0, nullcontext())
 
         def reduce(state, bucket):
             buckets.append(bucket.index())

@@ -9,7 +9,7 @@ errors by bucket, whereas errors by parameter can be resumed on a different layo
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,18 @@ class Bucket:
 class Compression:
     """
     How data-parallel ranks reduce gradients, and the compression errors of this rank's gradients. For each
-    parameter, the mean of the ranks' `errors` is the sum of the errors of the mean gradients so far.
+    parameter, the mean of the ranks' `errors`, DTensors if the parameters are, is the sum of the errors of
+    the mean gradients so far.
     """
 
     model: nn.Module
     mesh: Mesh
     kind: str  # fp16, bf16, int8, powersgd or topk
     amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
-    errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        params = self.model.parameters() if keeps_errors(self.kind) else ()
+        self.errors = {p: torch.zeros_like(p, requires_grad=False) for p in params}
         self.powersgd = PowerSGDState(
             None,
             int(self.amount) or 1,
@@ -105,7 +107,7 @@ class Compression:
         if self.kind in HALF_HOOKS:
             HALF_HOOKS[self.kind](group, bucket).wait()
             return
-        errors = [local(self.error_of(p)) for p in bucket.params]
+        errors = [local(self.errors[p]) for p in bucket.params]
         flat += torch.cat([error.flatten() for error in errors])
         if self.kind == "powersgd":
             error = flat.clone()
@@ -130,17 +132,10 @@ class Compression:
             self.average(Bucket(bucket, flat, f"{name}{i}", i == len(buckets) - 1), group)
             torch._foreach_copy_(grads, views_of(flat, grads))
 
-    def error_of(self, p: nn.Parameter) -> Tensor:
-        """
-        Return the compression error of this rank's gradient of a parameter: a DTensor if the parameter is.
-        """
-        if p not in self.errors:
-            self.errors[p] = torch.zeros_like(p, requires_grad=False)
-        return self.errors[p]
-
     def forget(self) -> None:
         """Drop the errors, after a step that was not taken."""
-        self.errors.clear()
+        for error in self.errors.values():
+            error.zero_()
         for factors in self.factors.values():
             factors.clear()
         self.powersgd.rng.seed(0)  # so that new factors equal those of a run that has just started or resumed
@@ -170,17 +165,16 @@ class Compression:
         Return the errors by parameter name, and PowerSGD's factors. Errors of all ranks that hold the same
         part of a parameter are stacked, and this rank's error is a row of the stack.
         """
-        if self.kind in HALF_HOOKS:
-            return {}
         parts, tied = {}, tied_over_ranks(self.model)
-        for name, p in self.model.named_parameters():
+        names = {p: name for name, p in self.model.named_parameters()}
+        for p, error in self.errors.items():
             holders = self.mesh.holders(p)
             if is_sharded(p):  # the sum over tp comes first
                 holders = holders.without("tp")
             # wte and the head have separate errors if they are tied but on different ranks
             key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
-            part = local_part_of(self.error_of(p), splits_of(p))
-            parts[name] = {key: part.in_row(holders.index, holders.size)}
+            part = local_part_of(error, splits_of(p))
+            parts[names[p]] = {key: part.in_row(holders.index, holders.size)}
         parts[self.name_of_factors()] = {
             f"{bucket}.{letter}": local_part_of(factor)
             for letter, factors in self.factors.items()

@@ -46,23 +46,19 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduces_replicas = not (plan.exact or compresses_gradients(plan))
-    settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
+    settings = {"mesh": mesh.fsdp_mesh(mesh.shards, reduces_replicas), "offload_policy": offload}
     blocks = list(dict.fromkeys(model.transformer.h))
     if name := shared_parameter(model, [[block] for block in blocks]):
         raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
     delays_weights = mesh.pp > 1 and splits_backward(plan.pp_schedule)
-    reshards = plan.zero == 3 and not delays_weights
+    of_blocks = settings | {"reshard_after_forward": plan.zero == 3 and not delays_weights}
     for block in blocks:
         if isinstance(block.mlp, MoE):
-            # routers compute in float32
-            fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)
+            fully_shard(block.mlp.router, **of_blocks)  # routers compute in float32
         if mesh.ep > 1:
             expert_mesh = mesh.fsdp_mesh(mesh.shards.without("ep"), reduces_replicas)
-            expert_settings = settings | {"mesh": expert_mesh}
-            fully_shard(
-                block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
-            )
-        fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
+            fully_shard(block.mlp.experts, mp_policy=policy, **of_blocks | {"mesh": expert_mesh})
+        fully_shard(block, mp_policy=policy, **of_blocks)
     # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
         # the last stage's head can be tied to wte in the first stage on the same rank, which has sharded it

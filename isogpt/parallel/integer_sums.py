@@ -13,10 +13,12 @@ reduce-scatter of fully_shard is replaced by one of integers.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.compilation import is_compiled
@@ -286,14 +288,7 @@ class IntegerReduceScatter:
         return torch.empty(size, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: Any) -> None:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
