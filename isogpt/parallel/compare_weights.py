@@ -1,8 +1,9 @@
 """Compare the weights of ranks that hold the same parameters."""
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
+from statistics import mode
 
 import torch
 from torch import nn
@@ -15,39 +16,33 @@ from isogpt.parallel.mesh import Mesh
 DIGITS = 12  # of a digest that people compare
 
 
+@torch.no_grad()
 def check_equal_weights(model: nn.Module, mesh: Mesh, step: int, on_error: Callable) -> None:
     """
-    Compare the weights of ranks that hold the same parameters, and exit with a message if they differ (all
-    ranks).
+    Compare checksums of the weights between ranks of an island that hold the same parameters, and exit with a
+    message if some differ (all ranks).
     """
-    differences = weight_differences(model, mesh)
-    with exit_together(on_error):
-        if differences:
-            raise ValueError(f"step {step}: weights differ across ranks: {differences}")
-
-
-@torch.no_grad()
-def weight_differences(model: nn.Module, mesh: Mesh) -> str:
-    """
-    Compare checksums of the weights between ranks of an island that hold the same parameters (all ranks).
-    Returns which parameter differs on which rank; '' if none.
-    """
-    keys, sums = [], []
+    checksums, island = {}, mesh.index("islands")
     for name, part in local_parts_by_name(model).items():
         for offsets, piece in part.pieces:
-            keys.append((name, offsets, mesh.index("islands")))
-            sums.append(piece.contiguous().view(torch.int32).sum(dtype=torch.int64))
-    values = torch.stack(sums).tolist() if sums else []  # a single copy from the device
+            bits = piece.contiguous().view(torch.int32)
+            checksums[name, offsets, island] = bits.sum(dtype=torch.int64)
+    values = torch.stack(list(checksums.values())).tolist()  # a single copy from the device
     by_rank = defaultdict(dict)  # {key: {rank: checksum}}
-    for rank, checksums in enumerate(gather_objects(dict(zip(keys, values, strict=True)))):
-        for key, checksum in checksums.items():
+    for rank, theirs in enumerate(gather_objects(dict(zip(checksums, values, strict=True)))):
+        for key, checksum in theirs.items():
             by_rank[key][rank] = checksum
-    wrong = defaultdict(set)
-    for (name, *_), checksums in by_rank.items():
-        ((usual, _),) = Counter(checksums.values()).most_common(1)
-        wrong[name] |= {rank for rank, checksum in checksums.items() if checksum != usual}
-    texts = [f"{name} differs on {ranks_text(sorted(ranks))}" for name, ranks in wrong.items() if ranks]
-    return shortened(texts, between="; ")
+    wrong = defaultdict(set)  # {name: ranks}
+    for (name, *_), of_ranks in by_rank.items():
+        usual = mode(of_ranks.values())
+        for rank, checksum in of_ranks.items():
+            if checksum != usual:
+                wrong[name].add(rank)
+    texts = [f"{name} differs on {ranks_text(sorted(wrong[name]))}" for name in wrong]
+    with exit_together(on_error):
+        if texts:
+            differences = shortened(texts, between="; ")
+            raise ValueError(f"step {step}: weights differ across ranks: {differences}")
 
 
 @torch.no_grad()
@@ -57,13 +52,13 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
     digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
     """
     number, copies = mesh.loss.index, mesh.loss.size
-    shards = mesh.shards.group
+    shards, device = mesh.shards.group, next(model.parameters()).device
     mine = {}
     for i, (name, part) in enumerate(local_parts_by_name(model).items()):
-        if not shards and i % copies != number:
-            continue
-        whole = whole_tensors([part], shards, next(model.parameters()).device)  # (1, *shape)
-        if i % copies == number:
+        is_mine = i % copies == number
+        if shards or is_mine:
+            whole = whole_tensors([part], shards, device)  # (1, *shape)
+        if is_mine:
             whole = whole.add_(0.0)  # -0 becomes 0, as in the sum over shards
             mine[name] = hashlib.sha256(whole.cpu().numpy()).hexdigest()
     digests = {name: digest for theirs in gather_objects(mine) for name, digest in theirs.items()}

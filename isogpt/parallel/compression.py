@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.parallel.data_parallel import compresses_gradients, in_buckets, tied_over_ranks, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part_of, splits_of
@@ -91,12 +90,10 @@ class Compression:
             use_error_feedback=False,
             orthogonalization_epsilon=1e-8,
         )
-        # PowerSGD's low-rank factors by bucket, from which the next step starts
+        # PowerSGD's low-rank factors by bucket, from which the next step starts. In a checkpoint, each rank's
+        # have a name of their own: only torch knows their order in a bucket
         self.factors = {"p": self.powersgd.p_memory_dict, "q": self.powersgd.q_memory_dict}
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Let DistributedDataParallel reduce buckets with this compression."""
-        model.register_comm_hook((self, model.process_group), average_bucket)
+        self.name_of_factors = f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     @torch.no_grad()
     def average(self, bucket: Bucket, group: ProcessGroup) -> None:
@@ -115,10 +112,10 @@ class Compression:
             # wait, since gloo's threads would start the collectives of several buckets in any order
             powerSGD_hook(self.powersgd, bucket).wait()
             error -= flat
+        elif self.kind == "topk":
+            error = average_topk(flat, self.amount, group)
         else:
-            is_sparse = self.kind == "topk"
-            mean, error = topk_mean(flat, self.amount, group) if is_sparse else int8_mean(flat, group)
-            flat.copy_(mean)
+            error = average_int8(flat, group)
         torch._foreach_copy_(errors, views_of(error, errors))
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
@@ -150,15 +147,11 @@ class Compression:
         """
         self.forget()
         self.powersgd.iter = step
-        prefix, device = f"optim.{self.name_of_factors()}.", next(self.model.parameters()).device
+        prefix, device = f"optim.{self.name_of_factors}.", next(self.model.parameters()).device
         for name, shape in saved.items():
             if name.startswith(prefix):
                 bucket, _, letter = name.removeprefix(prefix).rpartition(".")
                 self.factors[letter][bucket] = torch.empty(shape, device=device)
-
-    def name_of_factors(self) -> str:
-        """The name of this rank's factors in a checkpoint; only torch knows their order in a bucket."""
-        return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """
@@ -175,7 +168,7 @@ class Compression:
             key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
             part = local_part_of(error, splits_of(p))
             parts[names[p]] = {key: part.in_row(holders.index, holders.size)}
-        parts[self.name_of_factors()] = {
+        parts[self.name_of_factors] = {
             f"{bucket}.{letter}": local_part_of(factor)
             for letter, factors in self.factors.items()
             for bucket, factor in factors.items()
@@ -210,32 +203,31 @@ def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBuc
     return done
 
 
-def mean_over(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> Tensor:
+def average_flat(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> None:
     """
-    Return the mean of tensors (N,) over a group (all its ranks), sent unchanged (none), in fp16 or in int8.
+    Replace a tensor (N,) by its mean over a group (all its ranks), sent unchanged (none), in fp16, bf16 or
+    int8.
     """
     if kind == "int8":
-        return int8_mean(flat, group, generator)[0]
-    if kind in HALF_HOOKS:
+        average_int8(flat, group, generator)
+    elif kind in HALF_HOOKS:
         HALF_HOOKS[kind](group, Bucket([], flat, "", True)).wait()
-        return flat
-    dist.all_reduce(flat, group=group)
-    return flat.div_(group.size())
+    else:
+        dist.all_reduce(flat, group=group)
+        flat.div_(group.size())
 
 
-def int8_mean(
-    corrected: Tensor, group: ProcessGroup, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def average_int8(flat: Tensor, group: ProcessGroup, generator: torch.Generator | None = None) -> Tensor:
     """
-    Return the mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
+    Replace a tensor (N,) by its mean over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
     Each rank receives one share of every rank's tensor, averages these, and sends the mean to all ranks.
 
     Returns:
-        (the mean, the compression error of this rank's tensor; for this rank's share, the compression error
-        of the mean, times the number of ranks)
+        The compression error of this rank's tensor, (N,); for this rank's share, the compression error of the
+        mean, times the number of ranks.
     """
-    n, rank = group.size(), group.rank()
-    shares = F.pad(corrected, (0, -len(corrected) % (n * INT8_BLOCK))).view(n, -1)
+    n, rank, length = group.size(), group.rank(), len(flat)
+    shares = F.pad(flat, (0, -length % (n * INT8_BLOCK))).view(n, -1)
     codes = encode(shares, generator)  # (n, bytes)
     errors = shares - decode(codes)
     received = torch.empty_like(codes)
@@ -246,7 +238,8 @@ def int8_mean(
     code = encode(mean, generator)
     errors[rank] = n * (mean - decode(code))[0]
     dist.all_gather(list(codes.split(1)), code, group=group)
-    return decode(codes).flatten()[: len(corrected)], errors.flatten()[: len(corrected)]
+    flat.copy_(decode(codes).flatten()[:length])
+    return errors.flatten()[:length]
 
 
 def encode(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -279,17 +272,19 @@ def decode(codes: Tensor) -> Tensor:
     return values.view(rows, blocks, INT8_BLOCK).mul_(scales).view(rows, -1)
 
 
-def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def average_topk(flat: Tensor, fraction: float, group: ProcessGroup) -> Tensor:
     """
-    Return the mean over a group of the largest elements of each rank's tensor (N,), and the compression error
-    of this rank's tensor. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
+    Replace a tensor (N,) by the mean over a group of the largest elements of each rank's tensor. Elements
+    that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021). Returns the compression error
+    of this rank's tensor, (N,).
     """
-    n, count = group.size(), max(1, round(fraction * len(corrected)))
-    chosen = corrected.abs().topk(count, sorted=False).indices
-    mine = torch.stack((chosen.int(), corrected[chosen].view(torch.int32)))  # (2, count)
+    n, count = group.size(), max(1, round(fraction * len(flat)))
+    chosen = flat.abs().topk(count, sorted=False).indices
+    mine = torch.stack((chosen.int(), flat[chosen].view(torch.int32)))  # (2, count)
     everyone = [torch.empty_like(mine) for _ in range(n)]
     dist.all_gather(everyone, mine, group=group)
-    mean = torch.zeros_like(corrected)
+    error = flat.index_fill(0, chosen, 0.0)
+    flat.zero_()
     for places, values in everyone:
-        mean[places.long()] += values.view(torch.float32) / n
-    return mean, corrected.index_fill(0, chosen, 0.0)
+        flat[places.long()] += values.view(torch.float32) / n
+    return error

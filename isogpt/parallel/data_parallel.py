@@ -5,13 +5,12 @@ the parameters (FSDP2).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded, local
@@ -112,39 +111,6 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
         reshard(model)
         for p, weight in zip(model.parameters(), kept, strict=True):
             local(p).copy_(weight)
-
-
-def allocate_gradients(
-    model: nn.Module,
-    cuda_graphs: bool,
-    x: Tensor,
-    y: Tensor,
-    target_count: float,
-    autocast: AbstractContextManager,
-) -> bool:
-    """
-    Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
-    whether there are such gradients: after a step, they must be set to zero instead of None.
-
-    DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
-    three or more ranks a different order of summation gives different bits. Without one discarded forward and
-    backward pass, a resumed run would differ in the last bits from an uninterrupted run. The passes are
-    called exactly as in a step, so that torch.compile does not compile a second graph.
-
-    With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
-    graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd adds
-    the output to it.
-    """
-    if isinstance(model, DistributedDataParallel):
-        with autocast:
-            _, loss = model(x, y, target_count)
-        loss.backward()
-        model.zero_grad(set_to_none=False)
-        return True
-    if cuda_graphs:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-    return cuda_graphs
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:

@@ -6,16 +6,15 @@ setting `exact`, the sums are those of integer_sums.
 import math
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.launch.together import gather_objects, number_dtype
-from isogpt.parallel.compression import Compression
-from isogpt.parallel.data_parallel import allocate_gradients, sum_in_buckets, tied_over_ranks, uses_ddp
+from isogpt.parallel.compression import Compression, average_bucket
+from isogpt.parallel.data_parallel import sum_in_buckets, tied_over_ranks, uses_ddp
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.local_parts import is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, Role
@@ -45,30 +44,46 @@ class FloatSums:
     plan: Plan
     share: Share
     compression: Compression | None = None
-    loss_divisor: float = field(init=False)
-    keeps_memory: bool = field(init=False, default=False)
+    keeps_memory: bool = False
 
     def __post_init__(self) -> None:
         plan = self.plan
+        self.uses_ddp = uses_ddp(plan, self.mesh)
         tokens = self.share.island_sequences * plan.model_args["block_size"]
         self.loss_divisor = tokens / self.mesh.loss.size
+        self.params = list(self.raw_model.parameters())
         self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
         is_auto = plan.grad_sync == "auto"
-        self.reduces_always = plan.grad_sync == "every" or (
-            is_auto and plan.zero >= 2 and not plan.cpu_offload
-        )
-        self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
+        shards_on_gpu = plan.zero >= 2 and not plan.cpu_offload
+        self.reduces_always = plan.grad_sync == "every" or (is_auto and shards_on_gpu)
+        self.adds_shards = is_auto and plan.cpu_offload
 
     def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
         """
-        Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients. From here
-        on, the buckets of DistributedDataParallel are final, and compression sends them.
+        Allocate, before the first step (all ranks), gradients that keep their memory for the whole run, if
+        DDP or CUDA graphs need them.
+
+        DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
+        three or more ranks a different order of summation gives different bits. Without one discarded forward
+        and backward pass, a resumed run would differ in the last bits from an uninterrupted run. The pass is
+        called exactly as in a step, so that torch.compile does not compile a second graph.
+
+        With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
+        graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd
+        adds the output to it.
         """
-        self.keeps_memory = allocate_gradients(
-            self.model, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast
-        )
-        if self.compression and uses_ddp(self.plan, self.mesh):
-            self.compression.attach(self.model)
+        self.keeps_memory = self.uses_ddp or self.plan.cuda_graphs
+        if self.uses_ddp:
+            with autocast:
+                _, loss = self.model(x, y, self.loss_divisor)
+            loss.backward()
+            self.model.zero_grad(set_to_none=False)
+            if self.compression:
+                state = (self.compression, self.mesh.replicas.group)
+                self.model.register_comm_hook(state, average_bucket)
+        elif self.plan.cuda_graphs:
+            for p in self.model.parameters():
+                p.grad = torch.zeros_like(p)
 
     def start_step(self) -> None:
         """
@@ -76,13 +91,12 @@ class FloatSums:
         in all modules, which takes 0.15 ms with GPT-2's 12 layers while a GPU waits for the host, and sets
         each gradient to zero with a separate kernel.
         """
-        params = list(chain(*self.by_replica_count.values()))
         if self.keeps_memory:
-            grads = [local(p.grad) for p in params if p.grad is not None]
+            grads = [local(p.grad) for p in self.params if p.grad is not None]
             if grads:  # not if all parameters are frozen
                 torch._foreach_zero_(grads)
             return
-        for p in params:
+        for p in self.params:
             p.grad = None
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager:
@@ -92,14 +106,15 @@ class FloatSums:
         """
         if self.reduces_always:
             return nullcontext()
-        reduces, model = is_last and self.plan.grad_sync != "never", self.model
-        if self.plan.zero >= 2:
-            # with cpu_offload, shards are reduced and added on the GPU, and only the last micro-batch copies
-            # them: adding on the CPU would wait for the GPU at each gradient
-            switch = model.set_requires_all_reduce if self.adds_shards else model.set_requires_gradient_sync
-            switch(reduces)
-        elif not reduces and uses_ddp(self.plan, self.mesh):
-            return model.no_sync()
+        reduces = is_last and self.plan.grad_sync != "never"
+        if self.adds_shards:
+            # on the GPU, and only the last micro-batch copies them: adding on the CPU would wait for the GPU
+            # at each gradient
+            self.model.set_requires_all_reduce(reduces)
+        elif self.plan.zero >= 2:
+            self.model.set_requires_gradient_sync(reduces)
+        elif self.uses_ddp and not reduces:
+            return self.model.no_sync()
         return nullcontext()
 
     def add_gradients(self, module: nn.Module, micro_step: int) -> None:
@@ -120,7 +135,8 @@ class FloatSums:
             return
         params = [p for p in self.raw_model.parameters() if p.grad is not None]
         if mesh.tp > 1:
-            sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
+            whole = [p for p in params if not is_split(p, "tp")]
+            sum_in_buckets([local(p.grad) for p in whole], mesh.group("tp"))
         experts = [p for p in params if is_split(p, "ep")]
         # experts' gradients contain the gradients of all ranks of ep already; the mean over the other axes
         # follows
@@ -189,14 +205,11 @@ def make_sums(
 
 def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
     """Add the gradient of the tied weight at the other end of a pipeline (the first and the last rank)."""
-    group = mesh.group("pp")
-    peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
-    theirs = torch.empty_like(grad)
-    exchange = [
-        dist.P2POp(dist.isend, grad.clone(), peer, group),
-        dist.P2POp(dist.irecv, theirs, peer, group),
-    ]
-    for work in dist.batch_isend_irecv(exchange):
+    end = mesh.pp - 1 if mesh.index("pp") == 0 else 0
+    other, theirs = dict(group=mesh.group("pp"), group_peer=end), torch.empty_like(grad)
+    sent = dist.P2POp(dist.isend, grad.clone(), **other)
+    received = dist.P2POp(dist.irecv, theirs, **other)
+    for work in dist.batch_isend_irecv([sent, received]):
         work.wait()
     grad += theirs
 
@@ -218,17 +231,16 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     pieces = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = local_part_of(p.grad, splits_of(p)).pieces
-            pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
+            for offsets, piece in local_part_of(p.grad, splits_of(p)).pieces:
+                pieces[name, offsets] = piece.double().square().sum()
     values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
-    pieces = dict(zip(pieces, values, strict=True))
-    gathered = {}
-    for rank_pieces in gather_objects(pieces):
-        for key, square in rank_pieces.items():
+    squares = {}
+    for rank_squares in gather_objects(dict(zip(pieces, values, strict=True))):
+        for key, square in rank_squares.items():
             # with exact, a gradient that is not finite is NaN only on the rank that computed it
-            if key not in gathered or not math.isfinite(square):
-                gathered[key] = square
-    squares = defaultdict(float)
-    for (name, _), square in gathered.items():
-        squares[name] += square
-    return {name: square**0.5 for name, square in squares.items()}
+            if key not in squares or not math.isfinite(square):
+                squares[key] = square
+    sums = defaultdict(float)
+    for (name, _), square in squares.items():
+        sums[name] += square
+    return {name: total**0.5 for name, total in sums.items()}

@@ -12,8 +12,7 @@ reduce-scatter of fully_shard is replaced by one of integers.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -101,8 +100,8 @@ class Conversions:
         self.chunk, self.compiled = GPU_CHUNK, {}
         if compiles:  # a kernel for the first length, and one for all others, since FSDP's units have many
             self.chunk = COMPILED_CHUNK
-            functions = (add_rounded, write_sums, squares_of)
-            self.compiled = {function: torch.compile(function) for function in functions}
+            for function in (add_rounded, write_sums, squares_of):
+                self.compiled[function] = torch.compile(function)
         elif device.type == "cpu":
             self.chunk = CHUNK * torch.get_num_threads()
 
@@ -119,14 +118,11 @@ class Conversions:
                 results.append(function(*(part[in_rows:] for part in parts), **options))
         return results
 
-    def groups(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the tensors in groups that are converted at once; a larger tensor is alone in its group."""
-        return in_buckets(tensors, 4 * self.chunk)
-
 
 def concatenated(tensors: list[Tensor]) -> Tensor:
-    """Tensors as one flat tensor; a single tensor is not copied."""
-    return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
+    """This rank's parts of tensors as one flat tensor; a single one is not copied."""
+    parts = [local(t).flatten() for t in tensors]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(eq=False)
@@ -139,11 +135,12 @@ class ExactSums:
         share: which micro-batches this rank computes.
         scaler: the scaler of the loss, whose scale is a power of two.
         loss_divisor: the tokens of a step, since the ranks' gradients are added, not averaged.
-        groups: without shards, (module, its parameters whose gradients are converted at once, their place in
-            `total`). The module is the model, or a stage of a pipeline.
-        total: without shards, the step's sums, int64, (elements of all groups,).
+        groups: without shards, (module, its parameters whose gradients are converted together, the place of
+            their sum in `total`). The module is the model, or a stage of a pipeline.
+        total: the sums of all groups, int64, (elements,).
         units: with shards, the reduce-scatters of fully_shard.
-        fits: for each group or unit, whether all of this rank's terms in the step were small enough.
+        factors: what turns the sum of each group or unit into a gradient: NaN if one of this rank's terms was
+            too large.
         micro_step: the number of the current micro-batch.
         is_last: whether it is the rank's last of the step.
     """
@@ -153,29 +150,26 @@ class ExactSums:
     plan: Plan
     share: Share
     scaler: torch.amp.GradScaler
-    groups: list[tuple[nn.Module, list[nn.Parameter], slice]] = field(default_factory=list)
-    units: list["IntegerReduceScatter"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        plan, share = self.plan, self.share
         self.device = next(self.model.parameters()).device
-        self.conversions = Conversions(self.device, is_compiled(self.model))
-        self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
+        self.convert = Conversions(self.device, is_compiled(self.model))
+        self.loss_divisor = float(plan.sequences * plan.model_args["block_size"])
         # limit of a micro-batch's integers; the number of micro-batches does not depend on the layout
-        self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
-        is_sharded = self.mesh.shards.size > 1
-        for number, unit in enumerate(fsdp_units(self.model) if is_sharded else []):
-            self.units.append(IntegerReduceScatter(self, number))
-            unit.set_custom_reduce_scatter(self.units[number])
-            unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
-            unit.set_force_sum_reduction_for_comms(True)
-        end = 0
-        for module in [] if is_sharded else getattr(self.model, "stages", [self.model]):
+        self.largest = LARGEST_SUM / (share.sequences // share.rows)
+        self.groups, self.units, size = [], [], 0
+        modules = getattr(self.model, "stages", [self.model])
+        if self.mesh.shards.size > 1:
+            for number, unit in enumerate(fsdp_units(self.model)):
+                self.units.append(IntegerReduceScatter(self, unit, number))
+            modules = []
+        for module in modules:
             trained = [p for p in module.parameters() if p.requires_grad]
-            for params in self.conversions.groups(trained):
-                start, end = end, end + sum(p.numel() for p in params)
-                self.groups.append((module, params, slice(start, end)))
-        self.total = torch.empty(end, dtype=torch.int64, device=self.device)
-        self.fits = torch.ones(len(self.units) + len(self.groups), dtype=torch.bool, device=self.device)
+            for params in in_buckets(trained, 4 * self.convert.chunk):
+                start, size = size, size + sum(p.numel() for p in params)
+                self.groups.append((module, params, slice(start, size)))
+        self.total = torch.empty(size, dtype=torch.int64, device=self.device)
 
     def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
         """Do nothing, since no gradient keeps its memory."""
@@ -183,15 +177,15 @@ class ExactSums:
     @torch.no_grad()
     def start_step(self) -> None:
         """Drop the gradients, begin new sums, and read the loss scale."""
-        self.micro_step, self.gradient = -1, None
-        for p in self.model.parameters():
-            p.grad = None
+        self.micro_step = -1
+        self.total.zero_()
+        scale = self.scaler.scale(torch.ones((), device=self.device))
+        self.to_units = 1 / (UNIT * scale)
+        self.factors = [UNIT * scale] * len(self.groups or self.units)
         for unit in self.units:
             unit.total = None
-        self.total.zero_()
-        self.fits.fill_(True)
-        scale = self.scaler.scale(torch.ones((), device=self.device))
-        self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
+        for p in self.model.parameters():
+            p.grad = None
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
 
@@ -212,40 +206,36 @@ class ExactSums:
 
     @torch.no_grad()
     def add_gradients(self, module: nn.Module, micro_step: int) -> None:
-        """Add what a micro-batch's backward pass has left in the model, or a stage. Shards leave nothing."""
+        """Add what a micro-batch's backward pass has left in the model, or in a stage of a pipeline."""
         self.micro_step = micro_step
         for number, (owner, params, place) in enumerate(self.groups):
             if owner is module:
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
                 for p in params:
                     p.grad = None
-                self.add(number, self.total[place], concatenated([local(grad) for grad in grads]))
+                self.add(number, self.total[place], concatenated(grads))
 
-    def add(self, number: int, total: Tensor, values: Tensor) -> None:
-        """Add a micro-batch's flat gradients to a sum. Padding adds nothing, even if it is not finite."""
-        if not self.is_padding:
-            limits = dict(factor=self.to_units, largest=self.largest)
-            fits = self.conversions(add_rounded, total, values, **limits)
-            self.fits[number] &= torch.stack(fits).all()
-
-    def write(self, number: int, total: Tensor, values: Tensor) -> None:
-        """Write a complete sum as flat gradients: NaN if this rank's terms did not fit."""
-        factor = torch.where(self.fits[number], self.from_units, torch.nan)
-        self.conversions(write_sums, total, values, factor=factor)
+    def add(self, number: int, total: Tensor, grad: Tensor) -> None:
+        """Add a micro-batch's flat gradient to a sum. Padding adds nothing, even if it is not finite."""
+        if self.is_padding:
+            return
+        fits = self.convert(add_rounded, total, grad, factor=self.to_units, largest=self.largest)
+        self.factors[number] = torch.where(torch.stack(fits).all(), self.factors[number], torch.nan)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Add the ranks' sums, and write them as gradients (all ranks). Shards have their gradients."""
+        """Add the sums of all ranks, and write the gradients (all ranks). FSDP has done so with shards."""
         if self.model.config.n_expert:
             self.model.routing = self.routing
         if self.groups and self.mesh.replicas.group:
             dist.all_reduce(self.total, group=self.mesh.replicas.group)
         self.gradient = torch.empty(self.total.shape, device=self.device)
         for number, (_, params, place) in enumerate(self.groups):
-            self.write(number, self.total[place], self.gradient[place])
-            parts = views_of(self.gradient[place], [local(p) for p in params])
-            for p, part in zip(params, parts, strict=True):
-                p.grad = like(p, part)
+            flat = self.gradient[place]
+            self.convert(write_sums, self.total[place], flat, factor=self.factors[number])
+            grads = views_of(flat, [local(p) for p in params])
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = like(p, grad)
 
     def loss_term(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss as a term of a sum without an order."""
@@ -263,13 +253,14 @@ class ExactSums:
         """
         flat, replicas = [self.gradient], self.mesh.replicas
         if self.units:  # FSDP leaves no gradient of a parameter that is not used
-            grads = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-            flat = [concatenated(group) for group in self.conversions.groups(grads)]
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            flat = [concatenated(group) for group in in_buckets(grads, 4 * self.convert.chunk)]
         squares = [torch.zeros(2, dtype=torch.float64, device=self.device)]
         for grad in flat:  # each element is counted by one of the ranks that hold it
-            squares += self.conversions(squares_of, grad.tensor_split(replicas.size)[replicas.index])
+            part = grad.tensor_split(replicas.size)[replicas.index]
+            squares += self.convert(squares_of, part)
         coarse, fine = torch.stack(squares).sum(0)
-        return torch.where(self.fits.all(), coarse, torch.nan), fine
+        return coarse + 0 * sum(self.factors), fine
 
 
 @dataclass(eq=False)
@@ -280,26 +271,33 @@ class IntegerReduceScatter:
     """
 
     sums: ExactSums
+    unit: nn.Module
     number: int  # of the unit
     total: Tensor | None = None  # int64, of this rank's shards; a unit may leave out the first micro-batch
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def __post_init__(self) -> None:
+        self.unit.set_custom_reduce_scatter(self)
+        self.unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
+        self.unit.set_force_sum_reduction_for_comms(True)
+
+    def allocate(self, size: tuple, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for an input or an output."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: Any) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: object) -> None:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
-        sums, terms = self.sums, torch.zeros_like(input_tensor, dtype=torch.int64)
-        sums.add(self.number, terms, input_tensor)
+        terms = torch.zeros_like(input_tensor, dtype=torch.int64)
+        self.sums.add(self.number, terms, input_tensor)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         reduce_scatter_single(shard, terms, group=group)
         self.total = shard if self.total is None else self.total.add_(shard)
-        if not sums.is_last:
+        if not self.sums.is_last:
             output_tensor.zero_()
             return
-        if sums.mesh.replicas.group:
-            dist.all_reduce(self.total, group=sums.mesh.replicas.group)
-        sums.write(self.number, self.total, output_tensor)
+        if replicas := self.sums.mesh.replicas.group:
+            dist.all_reduce(self.total, group=replicas)
+        factor = self.sums.factors[self.number]
+        self.sums.convert(write_sums, self.total, output_tensor, factor=factor)
