@@ -26,12 +26,8 @@ MUON = [
     "--muon_lr=0.045",
     "--learning_rate=1e-2",
     "--embedding_lr=0.3",
-    "--beta1=0.8",
-    "--beta2=0.99",
-    "--lr_schedule=linear",
-    "--min_lr=0.0",
-    "--warmup_iters=5",
 ]
+MUON += ["--beta1=0.8", "--beta2=0.99", "--lr_schedule=linear", "--min_lr=0.0", "--warmup_iters=5"]
 # shapes that are no multiples of a vector, so that shards cut vectors
 ODD = ["--n_embd=36", "--n_head=3", "--vocab_size=67", "--bias=True"]
 MODELS = {
@@ -42,29 +38,12 @@ MODELS = {
     "bfloat16": [*MUON, "--dtype=bfloat16"],
     "float16": ["--bias=True", "--dtype=float16"],
 }
-EXACT = [
-    "--exact=True",
-    "--batch_size=4",
-    "--gradient_accumulation_steps=6",
-    "--eval_iters=5",
-    "--save_checkpoint=False",
-]
-# processes, flags
-LAYOUTS = {
-    "1": (1, ""),
-    "2": (2, ""),
-    "3": (3, ""),
-    "7": (7, ""),
-    "2-zero1": (2, "--zero=1"),
-    "5-zero1": (5, "--zero=1"),
-    "2-zero2": (2, "--zero=2"),
-    "3-zero3": (3, "--zero=3"),
-    "1-zero3": (1, "--zero=3"),
-    "4-hsdp": (4, "--zero=3 --dp_replicate=2"),
-    "2-replicas": (2, "--zero=2 --dp_replicate=2"),
-    "2-pp": (2, "--pp=2"),
-    "4-pp": (4, "--pp=2 --pp_schedule=gpipe --zero=1"),
-}
+EXACT = ["--exact=True", "--batch_size=4", "--gradient_accumulation_steps=6", "--eval_iters=5"]
+EXACT += ["--save_checkpoint=False"]
+# processes and flags
+LAYOUTS = ["1", "2", "3", "7", "2 --zero=1", "5 --zero=1", "2 --zero=2", "3 --zero=3", "1 --zero=3"]
+LAYOUTS += ["4 --zero=3 --dp_replicate=2", "2 --zero=2 --dp_replicate=2"]
+LAYOUTS += ["2 --pp=2", "4 --pp=2 --pp_schedule=gpipe --zero=1"]
 NUMBERS = ("iter", "loss", "grad_norm", "train_loss", "val_loss", "weights", "router_entropy")
 
 
@@ -105,34 +84,24 @@ def test_three_layouts_have_the_bits_of_one_process(zygote, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3", "2-zero1", "3-zero3", "4-hsdp", "2-pp"])
-def test_40_steps_have_the_bits_of_one_process(trained, name):
-    """With Muon at the shipped rates."""
-    args = [*EXACT, *MUON, "--max_iters=39", "--lr_decay_iters=40", "--eval_interval=20"]
-    processes, flags = LAYOUTS[name]
-    same_numbers(trained(args), trained([*args, *flags.split()], processes))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_that_goes_on_on_every_layout_has_the_bits_of_one_process(
     zygote, session_work, trained, tmp_path, model
 ):
     """Two steps on each, with evaluations."""
     args = [*EXACT, *MODELS[model], "--save_checkpoint=True", "--eval_interval=2"]
-    # see problems_of_exact
+    # see rules_of_exact
     takes_pp = "nanochat" in model or model == "bfloat16"
-    names = [name for name, (_, flags) in LAYOUTS.items() if takes_pp or "pp" not in flags]
-    for number, name in enumerate(names):
-        processes, flags = LAYOUTS[name]
+    layouts = [layout.split() for layout in LAYOUTS if takes_pp or "--pp" not in layout]
+    one = numbers_of(trained([*args, f"--max_iters={2 * len(layouts) - 1}"]))
+    for number, (processes, *flags) in enumerate(layouts):
         more = [f"--max_iters={2 * number + 1}", "--init_from=auto", f"--out_dir={tmp_path}/out"]
-        zygote.train([*args, *flags.split(), *more], session_work, processes)
-        one = trained([*args, f"--max_iters={2 * len(names) - 1}"])
+        zygote.train([*args, *flags, *more], session_work, int(processes))
         steps = numbers_of(tmp_path / "out")
-        assert steps == numbers_of(one)[: len(steps)], name
-    assert len(steps) > 2 * len(names)
+        assert steps == one[: len(steps)], (processes, *flags)
+    assert len(steps) > 2 * len(layouts)
     resumed = [r["iter"] for r in records(tmp_path / "out") if r.get("event") == "resume"]
-    assert resumed == [*range(2, 2 * len(names), 2)], "a run that starts again has the same bits"
+    assert resumed == [*range(2, 2 * len(layouts), 2)], "a run that starts again has the same bits"
 
 
 # A run in which the loss of micro-batch 4 of step 2 is not finite
@@ -156,18 +125,17 @@ precision.seed_micro_batch, model.GPT.forward = seeded, faulty
 @pytest.mark.slow
 def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
     args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--on_nan=skip"]
-    layouts = [(1, ""), (2, ""), (3, "--zero=3"), (4, "--zero=1"), (4, "--zero=3 --dp_replicate=2")]
-    names = []
-    for processes, flags in layouts:
-        names.append(f"{processes}{flags}".replace(" ", ""))
-        run_args = [*args, *flags.split(), f"--out_dir={names[-1]}"]
-        text = start_changed(zygote, FAULTY, run_args, work, processes).wait().text()
+    layouts = ("1", "2", "3 --zero=3", "4 --zero=1", "4 --zero=3 --dp_replicate=2")
+    for layout in layouts:
+        processes, *flags = layout.split()
+        run_args = [*args, *flags, f"--out_dir={layout}"]
+        text = start_changed(zygote, FAULTY, run_args, work, int(processes)).wait().text()
         assert "the step is skipped" in text
-        skipped = [r for r in records(work / names[-1]) if r.get("event") == "not_finite"]
-        assert [r["iter"] for r in skipped] == [2]
-        assert set(skipped[0]["largest_gradients"].values()) == {"nan"}, "the parameters are named"
-    assert 2 not in column(work / names[0], "loss")
-    same_numbers(*(work / name for name in names))
+        (skipped,) = (r for r in records(work / layout) if r.get("event") == "not_finite")
+        assert skipped["iter"] == 2
+        assert set(skipped["largest_gradients"].values()) == {"nan"}, "the parameters are named"
+    assert 2 not in column(work / layouts[0], "loss")
+    same_numbers(*(work / layout for layout in layouts))
 
 
 # ------------------------------------------------------------------------------------------------------------
