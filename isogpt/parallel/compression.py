@@ -82,14 +82,9 @@ class Compression:
     def __post_init__(self) -> None:
         params = self.model.parameters() if keeps_errors(self.kind) else ()
         self.errors = {p: torch.zeros_like(p, requires_grad=False) for p in params}
-        self.powersgd = PowerSGDState(
-            None,
-            int(self.amount) or 1,
-            POWERSGD_START,
-            POWERSGD_GAIN,
-            use_error_feedback=False,
-            orthogonalization_epsilon=1e-8,
-        )
+        sizes = (int(self.amount) or 1, POWERSGD_START, POWERSGD_GAIN)
+        options = dict(use_error_feedback=False, orthogonalization_epsilon=1e-8)
+        self.powersgd = PowerSGDState(None, *sizes, **options)
         # PowerSGD's low-rank factors by bucket, from which the next step starts. In a checkpoint, each rank's
         # have a name of their own: only torch knows their order in a bucket
         self.factors = {"p": self.powersgd.p_memory_dict, "q": self.powersgd.q_memory_dict}

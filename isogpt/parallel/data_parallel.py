@@ -82,10 +82,8 @@ def tied_over_ranks(model: nn.Module) -> nn.Parameter | None:
     The weight of wte and the tied head, if this rank of a pipeline holds one of the two, and another rank the
     other.
     """
-    stages = getattr(model, "stages", [])
-    has_first = any(stage.is_first for stage in stages)
-    has_last = any(stage.is_last for stage in stages)
-    return model.lm_head.weight if model.config.tied and has_first != has_last else None
+    ends = sum(stage.is_first + stage.is_last for stage in getattr(model, "stages", []))
+    return model.lm_head.weight if model.config.tied and ends == 1 else None
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:

@@ -133,7 +133,7 @@ class FloatSums:
         mesh = self.mesh
         if not (mesh.splits_model or self.compression):
             return
-        params = [p for p in self.raw_model.parameters() if p.grad is not None]
+        params = [p for p in self.params if p.grad is not None]
         if mesh.tp > 1:
             whole = [p for p in params if not is_split(p, "tp")]
             sum_in_buckets([local(p.grad) for p in whole], mesh.group("tp"))
