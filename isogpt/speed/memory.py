@@ -195,7 +195,7 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     fewer = (of_others - of_blocks) * part.layers * (part.block - part.block_embeddings)
     moments = of_others * part.dense - fewer, of_blocks * part.experts
     optimizer = on_device * (shard(plan, *moments) if plan.zero >= 1 else sum(moments))
-    if plan.world_size > plan.islands and keeps_errors(plan.grad_compression):
+    if plan.islands == 1 < plan.world_size and keeps_errors(plan.grad_compression):
         optimizer += 4 * kept
     if plan.islands > 1:  # weights and momentum of the outer step, and the change that is sent
         optimizer += 12 * kept
