@@ -272,7 +272,6 @@ class Trial:
     def __post_init__(self) -> None:
         self.share = share_of_plan(self.plan, self.mesh)
         self.length = self.plan.model_args["block_size"]
-        # as in train.py
         # DDP waits for all gradients, and exact takes those that are missing for 0
         self.needs_gradients = self.plan.zero < 2 and self.plan.pp == 1 and self.mesh.replicas.size > 1
 
