@@ -24,8 +24,8 @@ from isogpt.checkpoint.state import TrainState
 from isogpt.data.reader import Reader
 from isogpt.launch import launchers, process_group, together
 from isogpt.monitor import evaluation, run_report, samples, statistics, step_policy, watchdog
-from isogpt.parallel import data_parallel, integer_sums, parallelize
-from isogpt.parallel.slow_network import make_slow_network
+from isogpt.parallel import compression, data_parallel, local_sgd, parallelize
+from isogpt.parallel.gradients import make_sums
 from isogpt.run.folder import open_folder
 from isogpt.run.resolve import resolve_run
 from isogpt.speed import dry_run, rank_speeds
@@ -190,8 +190,14 @@ with together.exit_together():
     optimizers = optim.make_optimizers(raw_model, run.config, plan.zero, plan.torch_dtype, mesh)
 # a GradScaler, which does nothing without float16; its scale is on the gradients' device
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
-state = TrainState(raw_model, optimizers, scaler, watch.logger.progress, slow_network)
+state = TrainState(
+    raw_model,
+    optimizers,
+    scaler,
+    watch.logger.progress,
+    compression.make_compression(raw_model, mesh, plan),  # of gradients; None without
+    local_sgd.make_islands(raw_model, mesh, plan),  # which train alone, then average; None without
+)
 run.start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
@@ -203,9 +209,7 @@ if data_parallel.uses_ddp(plan, mesh):
         gradient_as_bucket_view=True,
     )
 # sums of gradients in floating point; with exact as int64, which do not depend on the order of reduction
-gradients = integer_sums.make_sums(
-    model, raw_model, mesh, plan, reader.share, scaler, slow_network.compression
-)
+gradients = make_sums(model, raw_model, mesh, plan, reader.share, scaler, state.compression)
 
 # 5. what the run writes: its folder, checkpoints and lines (rank 0 writes)
 sampler = samples.open_sampler(config, run.vocabulary, plan, ranks)  # does nothing without sample_interval
@@ -285,9 +289,8 @@ while not is_complete:
     clock.lap("reduce")
     optim.unscale(optimizers, scaler)
     square_share = gradients.norm_share()  # of the gradient's squared norm
-    # all-gathers loss, norm, times and requests to stop. The mean over ranks of the weighted loss is that of
-    # the batch
-    gathered = report.gather(loss_sum * gradients.loss_weight, square_share)
+    # all-gathers loss, norm, times and requests to stop. The mean over ranks is the loss of the batch
+    gathered = report.gather(gradients.mean_loss(loss_sum), square_share)
     with layers.of_update(step):  # statistics, every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
@@ -306,7 +309,7 @@ while not is_complete:
 status = report.end()  # the last checkpoint, if the run was stopped; the summary, result.json, the plot
 watch.leave()
 # a model that still refers to the process group can keep it from being destroyed
-del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
+del model, raw_model, state, optimizers, gradients, pipeline, batches
 del report, layers, evaluator, saver, sampler, watch, policy
 process_group.leave_process_group()
 if status:

@@ -9,26 +9,17 @@ import sys
 import textwrap
 from contextlib import contextmanager
 
-SUMS, DATA, TENSOR = "isogpt.parallel.float_sums", "isogpt.parallel.data_parallel", "isogpt.parallel.tensor"
-GRADIENTS, SHARES, PARTS = (
-    "isogpt.parallel.gradients",
-    "isogpt.parallel.shares",
-    "isogpt.parallel.local_parts",
-)
+DATA, TENSOR = "isogpt.parallel.data_parallel", "isogpt.parallel.tensor"
+SUMS, SHARES, PARTS = "isogpt.parallel.gradients", "isogpt.parallel.shares", "isogpt.parallel.local_parts"
 CONTEXT, SEQUENCES = "isogpt.parallel.context", "isogpt.parallel.sequence_collectives"
 PIPELINE, EXPERT = "isogpt.parallel.pipeline", "isogpt.parallel.expert"
 EXACT, MESH = "isogpt.parallel.integer_sums", "isogpt.parallel.mesh"
 ZERO1 = "torch.distributed.optim.zero_redundancy_optimizer"
 
-NOT_REDUCED = (
-    SUMS,
-    "FloatSums.micro_batch",
-    "is_last = micro_step == self.share.micro_steps - 1",
-    "is_last = False",
-)
+NOT_REDUCED = (SUMS, "FloatSums.micro_batch", "is_last and self.plan", "False and self.plan")
 DIVISOR = (SUMS, "FloatSums.__post_init__", "tokens / self.mesh.loss.size", "tokens")
 SAME_ROWS = (SHARES, "Share.first", " + sum(island.rows_of[: island.rank])", "")
-SHARD = "fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)"
+SHARD = "fully_shard(block, mp_policy=policy, **of_blocks)"
 NOT_SCATTERED = (DATA, "shard", SHARD, f"{SHARD}.set_requires_gradient_sync(False)")
 WRONG_ROWS = (
     PARTS,
@@ -51,14 +42,14 @@ BREAKS = {
     "zero 2": {"not scattered": NOT_SCATTERED, "divisor": DIVISOR, "wrong rows": WRONG_ROWS},
     "zero 3": {"not scattered": NOT_SCATTERED, "divisor": DIVISOR, "wrong rows": WRONG_ROWS},
     "tp 2": {
-        "norms not reduced": (GRADIENTS, "complete_gradients", "if mesh.tp > 1:", "if False:"),
+        "norms not reduced": (SUMS, "FloatSums.finish", "if mesh.tp > 1:", "if False:"),
         "q, k, v mixed": (
             "isogpt.parallel.attach",
             "divide_parameters",
             "row.sections(config, p.size(row.dim))",
             "(p.size(row.dim),)",
         ),
-        "norm": (GRADIENTS, "norm_share", ".sum() / n", ".sum()"),
+        "norm": (SUMS, "FloatSums.norm_share", ".sum() / n", ".sum()"),
         "bias twice": (
             TENSOR,
             "RowParallelLinear.forward",
@@ -84,12 +75,7 @@ BREAKS = {
         "divisor": DIVISOR,
     },
     "pp 2, 1f1b": {
-        "tied head not reduced": (
-            GRADIENTS,
-            "complete_gradients",
-            "if mesh.pp > 1 and is_tied_over_ranks(model)",
-            "if False",
-        ),
+        "tied head not reduced": (SUMS, "FloatSums.finish", "if tied is not None and", "if False and"),
         "divided by the micro-batches": SCALED,
         "loss": PIPELINE_LOSS,
         "evaluation": (PIPELINE, "Pipeline.forward", "loss.float() * self.mesh.pp", "loss.float()"),
@@ -102,18 +88,18 @@ BREAKS = {
     },
     "pp 2, zbv": {
         "tied head added twice": (
-            GRADIENTS,
-            "complete_gradients",
-            "return\n    params =",
-            "return\n    model.lm_head and model.lm_head.weight.grad.mul_(2)\n    params =",
+            SUMS,
+            "FloatSums.finish",
+            "params = [",
+            "head = self.raw_model.lm_head\n    head and head.weight.grad.mul_(2)\n    params = [",
         ),
         "divided by the micro-batches": SCALED,
         "loss": PIPELINE_LOSS,
     },
     "ep 2": {
         "divisor": (
-            GRADIENTS,
-            "complete_gradients",
+            SUMS,
+            "FloatSums.finish",
             "torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)",
             "pass",
         ),
@@ -128,22 +114,17 @@ BREAKS = {
             "tokens = share.island_sequences",
             "tokens = plan.sequences",
         ),
-        "loss": (SUMS, "FloatSums.__post_init__", " * self.mesh.islands", ""),
+        "loss": (SUMS, "FloatSums.mean_loss", " * self.mesh.islands", ""),
     },
     "exact": {
-        "last micro-batch twice": (
-            EXACT,
-            "ExactSums.add_gradients",
-            "or (self.buckets and self.is_last)",
-            "",
-        ),
+        "first micro-batch twice": (EXACT, "ExactSums.add_gradients", "p.grad = None", "pass"),
         "divisor": (
             EXACT,
             "ExactSums.__post_init__",
             "float(self.plan.sequences",
             "float(2 * self.plan.sequences",
         ),
-        "maximum": (EXACT, "reduce_bucket", "group=sums.group", "op=dist.ReduceOp.MAX, group=sums.group"),
+        "maximum": (EXACT, "ExactSums.finish", "(self.total, ", "(self.total, dist.ReduceOp.MAX, "),
     },
     "exact, zero 3": {
         "earlier micro-batches forgotten": (

@@ -29,7 +29,7 @@ from isogpt.training import precision
 FAULTS = json.loads(os.environ["FAULTS"])
 now = [-1, -1]  # the step and the rank
 seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
-complete_gradients, check_ids = gradients.complete_gradients, reader.check_ids
+finish, check_ids = gradients.FloatSums.finish, reader.check_ids
 
 
 def is_due(fault):
@@ -67,9 +67,9 @@ def faulty_embed(self, *args):
     return x * float("nan") if self.training and is_due("NAN_INPUT") else x
 
 
-def faulty_gradients(gpt, *args):
-    complete_gradients(gpt, *args)
-    p = next(gpt.parameters())
+def faulty_gradients(sums):
+    finish(sums)
+    p = next(sums.raw_model.parameters())
     for fault, value in (("NAN_GRADIENT", "nan"), ("OVERFLOW", "inf"), ("LARGE", 9)):
         if is_due(fault):
             local_parts.local(p.grad)[0] = float(value)
@@ -86,7 +86,7 @@ def faulty_ids(windows, vocab_size, tokens, starts):
 precision.seed_step = noted_step
 model.GPT.predict = faulty_predict
 model.GPT.embed = faulty_embed
-gradients.complete_gradients = faulty_gradients
+gradients.FloatSums.finish = faulty_gradients
 reader.check_ids = faulty_ids
 sys.argv[0] = str(HOME / "train.py")
 source = Path(sys.argv[0]).read_text()

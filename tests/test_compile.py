@@ -16,16 +16,15 @@ from runs import REPO, default_plan
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn import experts, generation, kernels
 from isogpt.parallel import compilation, context, sequence_collectives
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
-from isogpt.parallel.data_parallel import allocate_gradients
+from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.recompute import recompute
+from isogpt.parallel.shares import share_of_whole
 from model import GPT, GPTConfig
 
 
@@ -38,30 +37,6 @@ def dynamo():
         yield
     torch._dynamo.reset()
     counters.clear()
-
-
-def test_buckets_of_any_size():
-    """DDP's buckets divide the graph of torch.compile, which fails where they are below 1 MiB."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = GPT(GPTConfig(block_size=64, vocab_size=96, n_layer=1, n_head=1, n_embd=16))
-        model.compile(dynamic=False, backend="eager")
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
-        x = torch.zeros(2, 64, dtype=torch.long)
-        buckets = []
-        assert allocate_gradients(ddp, False, x, x, 128.0, nullcontext(), passes=0)
-
-        def reduce(state, bucket):
-            buckets.append(bucket.index())
-            return allreduce_hook(state, bucket)
-
-        ddp.register_comm_hook(dist.group.WORLD, reduce)
-        for _ in range(2):  # after the first backward pass, DDP makes the buckets that are used from then on
-            buckets.clear()
-            ddp(x, x, 128.0)[1].backward()
-        assert counters["stats"]["unique_graphs"] and len(buckets) > 1
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():
@@ -361,10 +336,11 @@ def accumulated_gradients(model, cuda_graphs):
     """Gradients after two steps of three micro-batches each, as in train.py."""
     model.zero_grad()
     ids = torch.randint(0, VOCABULARY, (6, 2, 64), generator=torch.Generator().manual_seed(0))
-    keeps_gradients = allocate_gradients(model, cuda_graphs, ids[0], ids[0], 384.0, nullcontext())
-    assert keeps_gradients == cuda_graphs
+    plan = default_plan(model_args=model.describe(), cuda_graphs=cuda_graphs)
+    sums = FloatSums(model, model, Mesh(), plan, share_of_whole(6, 0, 1, 2))
+    sums.allocate(ids[0], ids[0], nullcontext())
     for step in range(2):
-        model.zero_grad(set_to_none=not keeps_gradients)
+        sums.start_step()
         for x in ids[3 * step : 3 * step + 3]:
             model(x, x, 384.0)[1].backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}

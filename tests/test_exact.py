@@ -26,12 +26,8 @@ MUON = [
     "--muon_lr=0.045",
     "--learning_rate=1e-2",
     "--embedding_lr=0.3",
-    "--beta1=0.8",
-    "--beta2=0.99",
-    "--lr_schedule=linear",
-    "--min_lr=0.0",
-    "--warmup_iters=5",
 ]
+MUON += ["--beta1=0.8", "--beta2=0.99", "--lr_schedule=linear", "--min_lr=0.0", "--warmup_iters=5"]
 # shapes that are no multiples of a vector, so that shards cut vectors
 ODD = ["--n_embd=36", "--n_head=3", "--vocab_size=67", "--bias=True"]
 MODELS = {
@@ -42,30 +38,12 @@ MODELS = {
     "bfloat16": [*MUON, "--dtype=bfloat16"],
     "float16": ["--bias=True", "--dtype=float16"],
 }
-EXACT = [
-    "--exact=True",
-    "--batch_size=4",
-    "--gradient_accumulation_steps=6",
-    "--eval_iters=5",
-    "--save_checkpoint=False",
-]
-# processes, flags
-LAYOUTS = {
-    "1": (1, ""),
-    "2": (2, ""),
-    "3": (3, ""),
-    "7": (7, ""),
-    "2-zero1": (2, "--zero=1"),
-    "5-zero1": (5, "--zero=1"),
-    "2-zero2": (2, "--zero=2"),
-    "3-zero3": (3, "--zero=3"),
-    "1-zero3": (1, "--zero=3"),
-    "4-hsdp": (4, "--zero=3 --dp_replicate=2"),
-    "2-replicas": (2, "--zero=2 --dp_replicate=2"),
-    "3-small-buckets": (3, "--ddp_bucket_mb=0.02"),
-    "2-pp": (2, "--pp=2"),
-    "4-pp": (4, "--pp=2 --pp_schedule=gpipe --zero=1"),
-}
+EXACT = ["--exact=True", "--batch_size=4", "--gradient_accumulation_steps=6", "--eval_iters=5"]
+EXACT += ["--save_checkpoint=False"]
+# processes and flags
+LAYOUTS = ["1", "2", "3", "7", "2 --zero=1", "5 --zero=1", "2 --zero=2", "3 --zero=3", "1 --zero=3"]
+LAYOUTS += ["4 --zero=3 --dp_replicate=2", "2 --zero=2 --dp_replicate=2"]
+LAYOUTS += ["2 --pp=2", "4 --pp=2 --pp_schedule=gpipe --zero=1"]
 NUMBERS = ("iter", "loss", "grad_norm", "train_loss", "val_loss", "weights", "router_entropy")
 
 
@@ -106,73 +84,58 @@ def test_three_layouts_have_the_bits_of_one_process(zygote, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3", "2-zero1", "3-zero3", "4-hsdp", "2-pp"])
-def test_40_steps_have_the_bits_of_one_process(trained, name):
-    """With Muon at the shipped rates."""
-    args = [*EXACT, *MUON, "--max_iters=39", "--lr_decay_iters=40", "--eval_interval=20"]
-    processes, flags = LAYOUTS[name]
-    same_numbers(trained(args), trained([*args, *flags.split()], processes))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_that_goes_on_on_every_layout_has_the_bits_of_one_process(
     zygote, session_work, trained, tmp_path, model
 ):
     """Two steps on each, with evaluations."""
     args = [*EXACT, *MODELS[model], "--save_checkpoint=True", "--eval_interval=2"]
-    # see problems_of_exact
+    # see rules_of_exact
     takes_pp = "nanochat" in model or model == "bfloat16"
-    names = [name for name, (_, flags) in LAYOUTS.items() if takes_pp or "pp" not in flags]
-    for number, name in enumerate(names):
-        processes, flags = LAYOUTS[name]
+    layouts = [layout.split() for layout in LAYOUTS if takes_pp or "--pp" not in layout]
+    one = numbers_of(trained([*args, f"--max_iters={2 * len(layouts) - 1}"]))
+    for number, (processes, *flags) in enumerate(layouts):
         more = [f"--max_iters={2 * number + 1}", "--init_from=auto", f"--out_dir={tmp_path}/out"]
-        zygote.train([*args, *flags.split(), *more], session_work, processes)
-        one = trained([*args, f"--max_iters={2 * len(names) - 1}"])
+        zygote.train([*args, *flags, *more], session_work, int(processes))
         steps = numbers_of(tmp_path / "out")
-        assert steps == numbers_of(one)[: len(steps)], name
-    assert len(steps) > 2 * len(names)
+        assert steps == one[: len(steps)], (processes, *flags)
+    assert len(steps) > 2 * len(layouts)
     resumed = [r["iter"] for r in records(tmp_path / "out") if r.get("event") == "resume"]
-    assert resumed == [*range(2, 2 * len(names), 2)], "a run that starts again has the same bits"
+    assert resumed == [*range(2, 2 * len(layouts), 2)], "a run that starts again has the same bits"
 
 
 # A run in which the loss of micro-batch 4 of step 2 is not finite
 FAULTY = """
 import model
-from isogpt.parallel import integer_sums as exact
 from isogpt.training import precision
-now = {}
-forward, start, seed_step = model.GPT.forward, exact.ExactSums.start_micro_batch, precision.seed_step
-def seeded(seed, step, rank):
-    now["step"] = step
-    seed_step(seed, step, rank)
-def started(sums, micro_step):
-    now["micro-batch"] = sums.share.first(micro_step) // sums.share.rows
-    start(sums, micro_step)
+now = []
+forward, seed_micro_batch = model.GPT.forward, precision.seed_micro_batch
+def seeded(seed, step, first, mesh):
+    now[:] = step, first
+    seed_micro_batch(seed, step, first, mesh)
 def faulty(self, *args, **kwargs):
     logits, loss = forward(self, *args, **kwargs)
-    if self.training and [now.get("step"), now.get("micro-batch")] == [2, 4]:
+    if self.training and now == [2, 4 * 4]:
         loss.register_hook(lambda g: g * float("nan"))
     return logits, loss
-precision.seed_step, exact.ExactSums.start_micro_batch, model.GPT.forward = seeded, started, faulty
+precision.seed_micro_batch, model.GPT.forward = seeded, faulty
 """
 
 
 @pytest.mark.slow
 def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
     args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--on_nan=skip"]
-    layouts = [(1, ""), (2, ""), (3, "--zero=3"), (4, "--zero=1"), (4, "--zero=3 --dp_replicate=2")]
-    names = []
-    for processes, flags in layouts:
-        names.append(f"{processes}{flags}".replace(" ", ""))
-        run_args = [*args, *flags.split(), f"--out_dir={names[-1]}"]
-        text = start_changed(zygote, FAULTY, run_args, work, processes).wait().text()
+    layouts = ("1", "2", "3 --zero=3", "4 --zero=1", "4 --zero=3 --dp_replicate=2")
+    for layout in layouts:
+        processes, *flags = layout.split()
+        run_args = [*args, *flags, f"--out_dir={layout}"]
+        text = start_changed(zygote, FAULTY, run_args, work, int(processes)).wait().text()
         assert "the step is skipped" in text
-        skipped = [r for r in records(work / names[-1]) if r.get("event") == "not_finite"]
-        assert [r["iter"] for r in skipped] == [2]
-        assert set(skipped[0]["largest_gradients"].values()) == {"nan"}, "the parameters are named"
-    assert 2 not in column(work / names[0], "loss")
-    same_numbers(*(work / name for name in names))
+        (skipped,) = (r for r in records(work / layout) if r.get("event") == "not_finite")
+        assert skipped["iter"] == 2
+        assert set(skipped["largest_gradients"].values()) == {"nan"}, "the parameters are named"
+    assert 2 not in column(work / layouts[0], "loss")
+    same_numbers(*(work / layout for layout in layouts))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -183,7 +146,8 @@ CPU = torch.device("cpu")
 
 
 def squares(grads):
-    return exact.conversions_for(CPU).sum_of_squares(grads, CPU)
+    convert = exact.Conversions(CPU, compiles=False)
+    return torch.stack([part for grad in grads for part in convert(exact.squares_of, grad)]).sum(0)
 
 
 def gradients(n, seed=0):
@@ -194,106 +158,96 @@ def gradients(n, seed=0):
 
 def test_integer_sums_have_no_order_and_round_once():
     terms = [gradients(1000, seed) for seed in range(6)]
-    found = []
+    sums = []
     for order in itertools.islice(itertools.permutations(terms), 0, 720, 97):
-        totals, values = torch.full((1000,), 7), torch.empty(1000)
-        for number, term in enumerate(order):
-            assert exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT), 2.0**62, number == 0)
+        totals, values = torch.zeros(1000, dtype=torch.int64), torch.empty(1000)
+        for term in order:
+            assert exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT), 2.0**62)
         exact.write_sums(totals, values, torch.tensor(exact.UNIT))
-        found.append(values)
-    assert all(torch.equal(values, found[0]) for values in found)
+        sums.append(values)
+    assert all(torch.equal(values, sums[0]) for values in sums)
     true_sum = torch.stack(terms).double().sum(0)
-    assert (found[0] - true_sum).abs().max() <= 2.0**-24 * true_sum.abs().max()
-    assert (found[0] - true_sum.float()).abs().max() <= 6 * exact.UNIT + true_sum.abs().max() * 2.0**-23
+    assert (sums[0] - true_sum).abs().max() <= 2.0**-24 * true_sum.abs().max()
+    assert (sums[0] - true_sum.float()).abs().max() <= 6 * exact.UNIT + true_sum.abs().max() * 2.0**-23
 
 
 def test_conversions_do_not_depend_on_the_place_in_a_tensor():
     """Vectors of a CPU's instructions and the rest of a tensor are converted alike."""
     integers = torch.randint(-(2**62), 2**62, (1003,), generator=torch.Generator().manual_seed(0))
-    values = torch.empty(1003)
-    exact.write_sums(integers, values, torch.tensor(1.0))
-    assert np.array_equal(values.numpy(), integers.numpy().astype(np.float32))
-    for start, end in ((1, 1003), (500, 517), (1002, 1003)):
+    expected = torch.from_numpy(integers.numpy().astype(np.float32))
+    for start, end in ((0, 1003), (1, 1003), (500, 517), (1002, 1003)):
         part = torch.empty(end - start)
         exact.write_sums(integers[start:end], part, torch.tensor(1.0))
-        assert torch.equal(part, values[start:end])
+        assert torch.equal(part, expected[start:end])
 
 
 def test_the_squared_norm_does_not_depend_on_how_elements_are_divided():
     grad = gradients(100_001)
     whole = squares([grad])
-    coarse, fine = torch.stack([torch.stack(squares([part])) for part in grad.split(777)]).sum(0)
-    assert coarse + fine == whole[0] + whole[1]
+    assert torch.equal(sum(squares([part]) for part in grad.split(777)), whole)
     for seed in range(8):
         order = torch.randperm(len(grad), generator=torch.Generator().manual_seed(seed))
-        assert squares(list(grad[order].split(31 + 100 * seed))) == whole
-    assert 0 <= whole[1] < exact.COARSE_UNIT
-    assert float(whole[0] + whole[1]) == pytest.approx(float(grad.double().square().sum()), rel=1e-9)
-    assert torch.stack(squares([torch.tensor([torch.nan])])).isnan().any()
-    assert squares([]) == (0, 0)
+        assert torch.equal(squares(grad[order].split(31 + 100 * seed)), whole)
+    assert float(whole.sum()) == pytest.approx(float(grad.double().square().sum()), rel=1e-9)
+    assert squares([torch.tensor([torch.nan])]).isnan().any()
 
 
-def sums_for(n_micro_batches=4, compiles=False):
-    """ExactSums of a single process, with a small model."""
+def sums_for(compiles=False):
+    """ExactSums of a single process with 4 micro-batches, and a small model."""
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=16, block_size=8), seed=1)
     if compiles:
         model.compile(backend="eager")
-    share = share_of_whole(2 * n_micro_batches, 0, 1, 2)
-    scaler = precision.make_scaler("float32", torch.device("cpu"))
-    plan = default_plan(
-        batch_size=2, gradient_accumulation_steps=n_micro_batches, model_args=model.describe()
-    )
-    return exact.ExactSums(model, model, Mesh(), plan, share, scaler)
+    plan = default_plan(batch_size=2, gradient_accumulation_steps=4, model_args=model.describe())
+    scaler = precision.make_scaler("float32", CPU)
+    return exact.ExactSums(model, Mesh(), plan, share_of_whole(8, 0, 1, 2), scaler)
 
 
-def test_the_sums_take_8_bytes_for_each_parameter():
-    """Of a step with several micro-batches, and of the next step."""
-    sums = sums_for()
-    for _ in range(2):
-        sums.start_step()
-        for micro_step in range(4):
-            sums.start_micro_batch(micro_step)
-            for p in sums.model.parameters():
-                p.grad = torch.ones_like(p)
-            sums.add_gradients()
-            assert all(p.grad is None for p in sums.model.parameters())
-        sums.finish()
-        held = sum(total.nbytes for total in sums.totals.values())
-        assert held == 8 * sum(p.numel() for p in sums.model.parameters())
+def step_of(sums, *values):
+    """A step whose micro-batches have these numbers as gradients; returns those of the step."""
+    params = list(sums.model.parameters())
+    sums.start_step()
+    for number, value in enumerate(values):
+        with sums.micro_batch(is_last=number == len(values) - 1):
+            for p in params:
+                p.grad = torch.full_like(p, value)
+        assert all(p.grad is None for p in params)
+    sums.finish()
+    return torch.cat([p.grad.flatten() for p in params])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1025.0, -1e30])
 def test_what_does_not_fit_counts_as_not_finite(bad):
-    """The largest of 4 micro-batches' elements is 2^12 / 4."""
+    """The largest of 4 micro-batches' elements is 2^12 / 4. The sums take 8 bytes for each parameter."""
     sums = sums_for()
     for value, is_finite in ((1023.0, True), (bad, False), (1.0, True)):  # the next step starts again
-        sums.start_step()
-        for micro_step in range(4):
-            sums.start_micro_batch(micro_step)
-            for p in sums.model.parameters():
-                p.grad = torch.full_like(p, value if micro_step == 2 else 1.0)
-            sums.add_gradients()
-        sums.finish()
+        grad = step_of(sums, 1.0, 1.0, value, 1.0)
         assert sums.norm_share()[0].isfinite() == is_finite
-        wpe = sums.model.transformer.wpe.weight
-        assert torch.equal(wpe.grad, torch.full_like(wpe, 3 + value)) == is_finite
-        assert is_finite or wpe.grad.isnan().all()
+        assert (grad == 3 + value).all() if is_finite else grad.isnan().all()
+        assert sums.total.nbytes == 8 * len(grad)
+
+
+def test_padding_adds_nothing_even_if_it_is_not_finite():
+    sums = sums_for()
+    sums.share = share_of_whole(4, 0, 1, 2, pp=4)  # 2 micro-batches and 2 of padding
+    assert (step_of(sums, 1.0, 1.0, torch.nan, torch.nan) == 2).all()
+    assert sums.norm_share()[0].isfinite()
 
 
 def converted(compiles):
     """The bits of all conversions, of several lengths, and how often something was compiled."""
-    conversions = exact.conversions_for(CPU, compiles)
+    convert = exact.Conversions(CPU, compiles)
     bits, compiled = [], []
     for step in range(3):
         for n in (4096, 1003, 4096, 777):
-            values, totals, factor = gradients(n, step), torch.full((n,), 7), torch.tensor(1 / exact.UNIT)
-            how = dict(factor=factor, largest=2.0**62)
-            fits = [conversions.add(totals, values, **how, is_first=is_first) for is_first in (True, False)]
+            values, totals = gradients(n, step), torch.zeros(n, dtype=torch.int64)
+            how = dict(factor=torch.tensor(1 / exact.UNIT), largest=2.0**62)
+            fits = [convert(exact.add_rounded, totals, values, **how) for _ in range(2)]
             values[3] = (torch.nan, torch.inf, 2.0**13)[step]
-            fits.append(conversions.add(totals.clone(), values, **how, is_first=False))
+            fits.append(convert(exact.add_rounded, totals.clone(), values, **how))
             sums = torch.empty(n)
-            conversions.write(totals, sums, torch.tensor(exact.UNIT))
-            bits += [totals, sums, torch.stack(fits), *conversions.sum_of_squares([sums], CPU)]
+            convert(exact.write_sums, totals, sums, factor=torch.tensor(exact.UNIT))
+            squared = torch.stack(convert(exact.squares_of, sums)).sum(0)
+            bits += [torch.stack([torch.stack(fit).all() for fit in fits]), totals, sums, squared]
         compiled.append(counters["stats"]["unique_graphs"])
     return bits, compiled
 
@@ -306,9 +260,8 @@ def test_compiled_conversions_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     bits, graphs = converted(compiles=True)
     assert all(torch.equal(one, two) for one, two in zip(bits, expected, strict=True))
-    assert torch.stack(bits[2::5]).tolist() == [[True, True, False]] * 12
-    # of sums with and without earlier terms, gradients, squares: for the first length, and for all others
-    assert graphs == [8, 8, 8]
+    assert torch.stack(bits[::4]).tolist() == [[True, True, False]] * 12
+    assert graphs == [6, 6, 6]  # three functions, for the first length and for all others
     torch._dynamo.reset()
 
 
@@ -318,54 +271,36 @@ def test_gradients_of_many_parameters_are_converted_together(monkeypatch, compil
     calls, add_rounded = [], exact.add_rounded
 
     def noted(totals, values, **how):
-        calls.append(values)
+        calls.append((values, values.data_ptr()))
         return add_rounded(totals, values, **how)
 
     monkeypatch.setattr(exact, "add_rounded", noted)
     monkeypatch.setattr(exact, "CHUNK", 100)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     sums = sums_for(compiles=compiles)
+    grads = [torch.full_like(p, 3.0) for p in sums.model.parameters()]
     sums.start_step()
-    sums.start_micro_batch(0)
-    params = list(sums.model.parameters())
-    for p in params:
-        p.grad = torch.full_like(p, 3.0)
-    addresses = {p.grad.data_ptr() for p in params}
-    sums.add_gradients()
-    sums.finish()
-    assert all((p.grad == 3).all() for p in params)
-    n = sum(p.numel() for p in params)
+    with sums.micro_batch(is_last=True):
+        for p, grad in zip(sums.model.parameters(), grads, strict=True):
+            p.grad = grad
+    n = sum(map(torch.numel, grads))
     if compiles:
-        assert [values.shape for values in calls] == [(n // 256, 256), (n % 256,)]
+        assert [values.shape for values, _ in calls] == [(n // 256, 256), (n % 256,)]
     else:
-        assert max(map(len, calls)) == 100 * torch.get_num_threads()
-        assert addresses & {values.data_ptr() for values in calls}
+        assert max(len(values) for values, _ in calls) == 100 * torch.get_num_threads()
+        assert {grad.data_ptr() for grad in grads} & {address for _, address in calls}
 
 
 def test_a_parameter_that_is_not_used_has_no_norm():
     """With FSDP it has no gradient."""
     sums = sums_for()
-    sums.reduces_shards = True
     sums.start_step()
+    sums.units, sums.gradient = [None], None
     for p in sums.model.parameters():
         p.grad = torch.ones_like(p)
     sums.model.transformer.wpe.weight.grad = None
     used = sum(p.numel() for p in sums.model.parameters() if p.grad is not None)
     assert sum(sums.norm_share()) == used
-
-
-def test_padding_adds_nothing_even_if_it_is_not_finite():
-    sums = sums_for()
-    sums.share = share_of_whole(4, 0, 1, 2, pp=4)  # 2 micro-batches and 2 of padding
-    sums.start_step()
-    for micro_step in range(4):
-        sums.start_micro_batch(micro_step)
-        for p in sums.model.parameters():
-            p.grad = torch.full_like(p, 1.0 if micro_step < 2 else torch.nan)
-        sums.add_gradients()
-        assert sums.loss_term(torch.tensor(3.0)) == (3.0 if micro_step < 2 else 0.0)
-    sums.finish()
-    assert all((p.grad == 2).all() for p in sums.model.parameters())
 
 
 def test_micro_batches_are_dealt_whole():

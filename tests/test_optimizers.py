@@ -14,8 +14,7 @@ from test_layouts import args_of
 from torch import nn
 from torch._dynamo.utils import counters
 
-from isogpt.parallel import gradients
-from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.local_parts import Split
 from isogpt.parallel.shares import share_of_whole
 from isogpt.training import muon, optim, optimizer_state
@@ -255,15 +254,6 @@ def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():
     state = optimizer_state.by_name(weights, optimizer_state.saved_state(model, optimizers))
     assert state.keys() == weights.keys() - {"transformer.wpe.weight"}
     assert all(state[name]["exp_avg"].shape == weights[name].shape for name in state)
-
-
-def test_gradients_are_cleared_where_all_parameters_of_a_kind_are_frozen():
-    """With tp and DDP, gradients are cleared by the number of ranks that hold a parameter."""
-    frozen, trained = (nn.Parameter(torch.ones(2), requires_grad=is_trained) for is_trained in (False, True))
-    trained.grad = torch.ones(2)
-    for params in ([frozen], [trained]):
-        gradients.clear_gradients(params, keeps_memory=True)
-    assert frozen.grad is None and trained.grad.tolist() == [0, 0]
 
 
 WRONG = {

@@ -67,7 +67,7 @@ import torch, model
 from isogpt.launch import together
 from isogpt.parallel import gradients
 from isogpt.parallel import local_parts
-complete, forward = gradients.complete_gradients, model.GPT.forward
+finish, forward = gradients.FloatSums.finish, model.GPT.forward
 saved = {}
 def counted(self, *args):
     has_dtensors = any(hasattr(p, "full_tensor") for p in self.parameters())
@@ -82,13 +82,14 @@ def counted(self, *args):
         return x.detach()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         return forward(self, *args)
-def probed(gpt, *args):
-    complete(gpt, *args)
-    sizes = sum(local_parts.local(p).numel() for p in gpt.parameters()), sum(saved.values())
+def probed(sums):
+    finish(sums)
+    numbers = [local_parts.local(p).numel() for p in sums.raw_model.parameters()]
+    sizes = sum(numbers), sum(saved.values())
     everyone = together.gather_objects(sizes)
     if together.is_main():
         torch.save(everyone, "probe.pt")
-gradients.complete_gradients, model.GPT.forward = probed, counted
+gradients.FloatSums.finish, model.GPT.forward = probed, counted
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
 exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})

@@ -33,9 +33,9 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, is_main
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url
+from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.slow_network import keeps_errors
 
 RESULT = "result.json"  # how the run has ended, see sink_files.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished

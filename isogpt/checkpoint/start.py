@@ -102,7 +102,7 @@ class Start:
         else:
             do_together(init_weights, state.model, seed, has_done="has drawn its initial weights")
         if not self.is_resume:
-            state.slow_network.restart(state.step)
+            state.restart({})
         if self.checkpoint and is_url(self.name):  # all ranks have read what was downloaded
             do_together(discard_weights, self.checkpoint.stored)
 

@@ -9,24 +9,26 @@ from torch import Tensor, nn
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
+from isogpt.parallel.compression import Compression
 from isogpt.parallel.data_parallel import kept_weights, reshard
 from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
-from isogpt.parallel.slow_network import SlowNetwork
+from isogpt.parallel.local_sgd import Islands
 from isogpt.training import optim, optimizer_state
 
 
 @dataclass
 class TrainState:
     """
-    The state of a run before step `progress.step`. `slow_network` is what gradient compression and islands
-    keep from step to step.
+    The state of a run before step `progress.step`. A run compresses gradients, or trains on islands, or does
+    neither.
     """
 
     model: nn.Module  # without the wrapper DistributedDataParallel
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
-    slow_network: SlowNetwork
+    compression: Compression | None
+    islands: Islands | None
 
     @property
     def step(self) -> int:
@@ -39,7 +41,8 @@ class TrainState:
 
     def advance(self) -> None:
         """Count a step that was taken, and average the weights of islands if that is due (all ranks)."""
-        self.slow_network.after_step(self.step)
+        if self.islands:
+            self.islands.after_step(self.step)
         self.progress.advance()
 
     def load(self, checkpoint: OpenCheckpoint) -> None:
@@ -51,13 +54,33 @@ class TrainState:
         Raises:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
         """
-        restore_checkpoint(checkpoint, self.model, self.optimizers, island=self.slow_network.island)
+        restore_checkpoint(checkpoint, self.model, self.optimizers, island=self.island)
         if scaler := checkpoint.run["isogpt"].get("scaler"):
             self.scaler.load_state_dict(scaler)
         # begins with the weights that were read, and allocates what shards hold of the slow network
-        self.slow_network.restart(self.step, checkpoint.shapes)
-        parts = flat({}, self.slow_network.saved_parts())
+        self.restart(checkpoint.shapes)
+        parts = flat({}, self.parts_of_network())
         checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
+
+    def restart(self, saved: dict[str, torch.Size]) -> None:
+        """
+        Start from the model's weights, without compression errors or an outer momentum. Tensors are allocated
+        for what a checkpoint saved, by names (see source.flat) and shapes.
+        """
+        if self.compression:
+            self.compression.restart(self.step, saved)
+        if self.islands:
+            self.islands.restart()
+
+    @property
+    def island(self) -> tuple[int, int]:
+        """(the number of this rank's island, how many islands there are)."""
+        return self.islands.place if self.islands else (0, 1)
+
+    def parts_of_network(self) -> dict[str, dict[str, LocalPart]]:
+        """What this rank holds of the state of compression or islands."""
+        sends = self.compression or self.islands
+        return sends.saved_parts() if sends else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -66,13 +89,12 @@ class TrainState:
         average; with an optimizer that has `eval`, those of its average. Afterwards, the weights have the
         same bits as before.
         """
-        islands = self.slow_network.islands
-        if not (islands or optim.average_weights(self.optimizers)):
+        if not (self.islands or optim.average_weights(self.optimizers)):
             yield
             return
         with kept_weights(self.model):
-            if islands:
-                islands.put_outer_weights()
+            if self.islands:
+                self.islands.put_outer_weights()
             optim.set_mode(self.optimizers, "eval")
             try:
                 yield
@@ -82,8 +104,9 @@ class TrainState:
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
         moments = optimizer_state.state_by_name(self.model, self.optimizers)
-        moments = parts_of_state(self.model, moments, self.slow_network.island)
-        return flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
+        moments = parts_of_state(self.model, moments, self.island)
+        weights = self.islands.saved_weights() if self.islands else local_parts_by_name(self.model)
+        return flat(weights, moments) | flat({}, self.parts_of_network())
 
 
 def restore_checkpoint(

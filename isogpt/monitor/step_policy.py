@@ -93,7 +93,8 @@ class StepPolicy:
         message if the step is not finite and the run must end; and if a rank could not read its data, after
         the state before the step has been saved.
         """
-        self.state.slow_network.forget()  # compression errors, which contain the step's gradient
+        if self.state.compression:
+            self.state.compression.forget()  # errors, which contain the step's gradient
         with exit_together(lambda reason: self.saver.save_and_fail(self.state, reason)):
             if self.reader.problems:
                 raise self.reader.problems[0]

@@ -23,7 +23,7 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     With FSDP, and where ranks divide the model, each block is compiled separately. So it is in all layouts
     with exact, because they must compile the same parts. With cuda_graphs, the kernels of a forward or
     backward pass are recorded in a CUDA graph and launched together; gradients must be allocated beforehand,
-    see data_parallel.allocate_gradients.
+    see gradients.FloatSums.allocate.
     """
     if not plan.compile or device.type == "cpu" or trial_compilation(device):
         return

@@ -9,7 +9,7 @@ errors by bucket, whereas errors by parameter can be resumed on a different layo
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.parallel.data_parallel import in_buckets, views_of
+from isogpt.parallel.data_parallel import compresses_gradients, in_buckets, tied_over_ranks, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 HALF_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 INT8_BLOCK = 256  # elements that share a scale
@@ -70,34 +70,25 @@ class Bucket:
 class Compression:
     """
     How data-parallel ranks reduce gradients, and the compression errors of this rank's gradients. For each
-    parameter, the mean of the ranks' `errors` is the sum of the errors of the mean gradients so far.
+    parameter, the mean of the ranks' `errors`, DTensors if the parameters are, is the sum of the errors of
+    the mean gradients so far.
     """
 
+    model: nn.Module
+    mesh: Mesh
     kind: str  # fp16, bf16, int8, powersgd or topk
     amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
-    mesh: Mesh
-    device: torch.device
-    errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.powersgd = PowerSGDState(
-            None,
-            int(self.amount) or 1,
-            POWERSGD_START,
-            POWERSGD_GAIN,
-            use_error_feedback=False,
-            orthogonalization_epsilon=1e-8,
-        )
-        # PowerSGD's low-rank factors by bucket, from which the next step starts
+        params = self.model.parameters() if keeps_errors(self.kind) else ()
+        self.errors = {p: torch.zeros_like(p, requires_grad=False) for p in params}
+        sizes = (int(self.amount) or 1, POWERSGD_START, POWERSGD_GAIN)
+        options = dict(use_error_feedback=False, orthogonalization_epsilon=1e-8)
+        self.powersgd = PowerSGDState(None, *sizes, **options)
+        # PowerSGD's low-rank factors by bucket, from which the next step starts. In a checkpoint, each rank's
+        # have a name of their own: only torch knows their order in a bucket
         self.factors = {"p": self.powersgd.p_memory_dict, "q": self.powersgd.q_memory_dict}
-
-    def attach(self, model: nn.Module) -> None:
-        """
-        Let DistributedDataParallel reduce buckets with this compression; do nothing if the model is not
-        wrapped.
-        """
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook((self, model.process_group), average_bucket)
+        self.name_of_factors = f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     @torch.no_grad()
     def average(self, bucket: Bucket, group: ProcessGroup) -> None:
@@ -108,7 +99,7 @@ class Compression:
         if self.kind in HALF_HOOKS:
             HALF_HOOKS[self.kind](group, bucket).wait()
             return
-        errors = [local(self.error_of(p)) for p in bucket.params]
+        errors = [local(self.errors[p]) for p in bucket.params]
         flat += torch.cat([error.flatten() for error in errors])
         if self.kind == "powersgd":
             error = flat.clone()
@@ -116,10 +107,10 @@ class Compression:
             # wait, since gloo's threads would start the collectives of several buckets in any order
             powerSGD_hook(self.powersgd, bucket).wait()
             error -= flat
+        elif self.kind == "topk":
+            error = average_topk(flat, self.amount, group)
         else:
-            is_sparse = self.kind == "topk"
-            mean, error = topk_mean(flat, self.amount, group) if is_sparse else int8_mean(flat, group)
-            flat.copy_(mean)
+            error = average_int8(flat, group)
         torch._foreach_copy_(errors, views_of(error, errors))
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
@@ -133,17 +124,10 @@ class Compression:
             self.average(Bucket(bucket, flat, f"{name}{i}", i == len(buckets) - 1), group)
             torch._foreach_copy_(grads, views_of(flat, grads))
 
-    def error_of(self, p: nn.Parameter) -> Tensor:
-        """
-        Return the compression error of this rank's gradient of a parameter: a DTensor if the parameter is.
-        """
-        if p not in self.errors:
-            self.errors[p] = torch.zeros_like(p, requires_grad=False)
-        return self.errors[p]
-
     def forget(self) -> None:
         """Drop the errors, after a step that was not taken."""
-        self.errors.clear()
+        for error in self.errors.values():
+            error.zero_()
         for factors in self.factors.values():
             factors.clear()
         self.powersgd.rng.seed(0)  # so that new factors equal those of a run that has just started or resumed
@@ -158,43 +142,49 @@ class Compression:
         """
         self.forget()
         self.powersgd.iter = step
-        prefix = f"optim.{self.name_of_factors()}."
+        prefix, device = f"optim.{self.name_of_factors}.", next(self.model.parameters()).device
         for name, shape in saved.items():
             if name.startswith(prefix):
                 bucket, _, letter = name.removeprefix(prefix).rpartition(".")
-                self.factors[letter][bucket] = torch.empty(shape, device=self.device)
+                self.factors[letter][bucket] = torch.empty(shape, device=device)
 
-    def name_of_factors(self) -> str:
-        """The name of this rank's factors in a checkpoint; only torch knows their order in a bucket."""
-        return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
-
-    def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
+    def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """
         Return the errors by parameter name, and PowerSGD's factors. Errors of all ranks that hold the same
         part of a parameter are stacked, and this rank's error is a row of the stack.
         """
-        if self.kind in HALF_HOOKS:
-            return {}
-        parts = {}
-        for name, p in model.named_parameters():
+        parts, tied = {}, tied_over_ranks(self.model)
+        names = {p: name for name, p in self.model.named_parameters()}
+        for p, error in self.errors.items():
             holders = self.mesh.holders(p)
             if is_sharded(p):  # the sum over tp comes first
                 holders = holders.without("tp")
-            is_second = (
-                self.mesh.index("pp") > 0
-                and p is getattr(model.lm_head, "weight", None)
-                and model.config.tied
-            )
             # wte and the head have separate errors if they are tied but on different ranks
-            key = "error_of_head" if is_second else "error"
-            part = local_part_of(self.error_of(p), splits_of(p))
-            parts[name] = {key: part.in_row(holders.index, holders.size)}
-        parts[self.name_of_factors()] = {
+            key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
+            part = local_part_of(error, splits_of(p))
+            parts[names[p]] = {key: part.in_row(holders.index, holders.size)}
+        parts[self.name_of_factors] = {
             f"{bucket}.{letter}": local_part_of(factor)
             for letter, factors in self.factors.items()
             for bucket, factor in factors.items()
         }
         return parts
+
+
+def make_compression(model: nn.Module, mesh: Mesh, plan: Plan) -> Compression | None:
+    """
+    Make the Compression of a plan; None if gradients are not compressed. `restart` is called when the model
+    contains the weights to start from.
+    """
+    if not compresses_gradients(plan) or mesh.replicas.size == 1:
+        return None
+    kind, _, amount = plan.grad_compression.partition(":")
+    return Compression(model, mesh, kind, float(amount or 0))
+
+
+def keeps_errors(grad_compression: str) -> bool:
+    """Whether a compression of gradients keeps its errors, which are added to the next gradients."""
+    return grad_compression not in ("none", *HALF_HOOKS)
 
 
 def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> Future[Tensor]:
@@ -208,32 +198,31 @@ def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBuc
     return done
 
 
-def mean_over(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> Tensor:
+def average_flat(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> None:
     """
-    Return the mean of tensors (N,) over a group (all its ranks), sent unchanged (none), in fp16 or in int8.
+    Replace a tensor (N,) by its mean over a group (all its ranks), sent unchanged (none), in fp16, bf16 or
+    int8.
     """
     if kind == "int8":
-        return int8_mean(flat, group, generator)[0]
-    if kind in HALF_HOOKS:
+        average_int8(flat, group, generator)
+    elif kind in HALF_HOOKS:
         HALF_HOOKS[kind](group, Bucket([], flat, "", True)).wait()
-        return flat
-    dist.all_reduce(flat, group=group)
-    return flat.div_(group.size())
+    else:
+        dist.all_reduce(flat, group=group)
+        flat.div_(group.size())
 
 
-def int8_mean(
-    corrected: Tensor, group: ProcessGroup, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def average_int8(flat: Tensor, group: ProcessGroup, generator: torch.Generator | None = None) -> Tensor:
     """
-    Return the mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
+    Replace a tensor (N,) by its mean over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
     Each rank receives one share of every rank's tensor, averages these, and sends the mean to all ranks.
 
     Returns:
-        (the mean, the compression error of this rank's tensor; for this rank's share, the compression error
-        of the mean, times the number of ranks)
+        The compression error of this rank's tensor, (N,); for this rank's share, the compression error of the
+        mean, times the number of ranks.
     """
-    n, rank = group.size(), group.rank()
-    shares = F.pad(corrected, (0, -len(corrected) % (n * INT8_BLOCK))).view(n, -1)
+    n, rank, length = group.size(), group.rank(), len(flat)
+    shares = F.pad(flat, (0, -length % (n * INT8_BLOCK))).view(n, -1)
     codes = encode(shares, generator)  # (n, bytes)
     errors = shares - decode(codes)
     received = torch.empty_like(codes)
@@ -244,7 +233,8 @@ def int8_mean(
     code = encode(mean, generator)
     errors[rank] = n * (mean - decode(code))[0]
     dist.all_gather(list(codes.split(1)), code, group=group)
-    return decode(codes).flatten()[: len(corrected)], errors.flatten()[: len(corrected)]
+    flat.copy_(decode(codes).flatten()[:length])
+    return errors.flatten()[:length]
 
 
 def encode(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -277,17 +267,19 @@ def decode(codes: Tensor) -> Tensor:
     return values.view(rows, blocks, INT8_BLOCK).mul_(scales).view(rows, -1)
 
 
-def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def average_topk(flat: Tensor, fraction: float, group: ProcessGroup) -> Tensor:
     """
-    Return the mean over a group of the largest elements of each rank's tensor (N,), and the compression error
-    of this rank's tensor. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
+    Replace a tensor (N,) by the mean over a group of the largest elements of each rank's tensor. Elements
+    that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021). Returns the compression error
+    of this rank's tensor, (N,).
     """
-    n, count = group.size(), max(1, round(fraction * len(corrected)))
-    chosen = corrected.abs().topk(count, sorted=False).indices
-    mine = torch.stack((chosen.int(), corrected[chosen].view(torch.int32)))  # (2, count)
+    n, count = group.size(), max(1, round(fraction * len(flat)))
+    chosen = flat.abs().topk(count, sorted=False).indices
+    mine = torch.stack((chosen.int(), flat[chosen].view(torch.int32)))  # (2, count)
     everyone = [torch.empty_like(mine) for _ in range(n)]
     dist.all_gather(everyone, mine, group=group)
-    mean = torch.zeros_like(corrected)
+    error = flat.index_fill(0, chosen, 0.0)
+    flat.zero_()
     for places, values in everyone:
-        mean[places.long()] += values.view(torch.float32) / n
-    return mean, corrected.index_fill(0, chosen, 0.0)
+        flat[places.long()] += values.view(torch.float32) / n
+    return error

@@ -5,13 +5,12 @@ the parameters (FSDP2).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded, local
@@ -20,8 +19,13 @@ from isogpt.parallel.plan import LayoutError, Plan
 
 
 def uses_ddp(plan: Plan, mesh: Mesh) -> bool:
-    """Whether DistributedDataParallel reduces the gradients."""
-    return plan.zero < 2 and plan.pp == 1 and mesh.replicas.size > 1
+    """Whether the model is wrapped with DistributedDataParallel."""
+    return plan.zero < 2 and plan.pp == 1 and not plan.exact and mesh.replicas.size > 1
+
+
+def compresses_gradients(plan: Plan) -> bool:
+    """Whether replicas send compressed gradients. With islands, the changes of weights are compressed."""
+    return plan.grad_compression != "none" and plan.islands == 1
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
@@ -40,27 +44,20 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    reduces_replicas = plan.grad_compression == "none" and not plan.exact
-    settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
-    blocks, prefetch = list(dict.fromkeys(model.transformer.h)), plan.fsdp_prefetch
+    reduces_replicas = not (plan.exact or compresses_gradients(plan))
+    settings = {"mesh": mesh.fsdp_mesh(mesh.shards, reduces_replicas), "offload_policy": offload}
+    blocks = list(dict.fromkeys(model.transformer.h))
     if name := shared_parameter(model, [[block] for block in blocks]):
         raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
     delays_weights = mesh.pp > 1 and splits_backward(plan.pp_schedule)
-    reshards = plan.zero == 3 and not delays_weights
+    of_blocks = settings | {"reshard_after_forward": plan.zero == 3 and not delays_weights}
     for block in blocks:
         if isinstance(block.mlp, MoE):
-            # routers compute in float32
-            fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)
+            fully_shard(block.mlp.router, **of_blocks)  # routers compute in float32
         if mesh.ep > 1:
             expert_mesh = mesh.fsdp_mesh(mesh.shards.without("ep"), reduces_replicas)
-            expert_settings = settings | {"mesh": expert_mesh}
-            fully_shard(
-                block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
-            )
-        fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
-    for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+            fully_shard(block.mlp.experts, mp_policy=policy, **of_blocks | {"mesh": expert_mesh})
+        fully_shard(block, mp_policy=policy, **of_blocks)
     # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
         # the last stage's head can be tied to wte in the first stage on the same rank, which has sharded it
@@ -78,6 +75,15 @@ def shared_parameter(model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> 
             if part_of.setdefault(p, number) != number:
                 return next(name for name, other in model.named_parameters() if other is p)
     return ""
+
+
+def tied_over_ranks(model: nn.Module) -> nn.Parameter | None:
+    """
+    The weight of wte and the tied head, if this rank of a pipeline holds one of the two, and another rank the
+    other.
+    """
+    ends = sum(stage.is_first + stage.is_last for stage in getattr(model, "stages", []))
+    return model.lm_head.weight if model.config.tied and ends == 1 else None
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -103,47 +109,6 @@ def kept_weights(model: nn.Module) -> Iterator[None]:
         reshard(model)
         for p, weight in zip(model.parameters(), kept, strict=True):
             local(p).copy_(weight)
-
-
-def allocate_gradients(
-    model: nn.Module,
-    cuda_graphs: bool,
-    x: Tensor,
-    y: Tensor,
-    target_count: float,
-    autocast: AbstractContextManager,
-    passes: int = 1,
-) -> bool:
-    """
-    Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
-    whether there are such gradients: after a step, they must be set to zero instead of None.
-
-    DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
-    three or more ranks a different order of summation gives different bits. Without one discarded forward and
-    backward pass, a resumed run would differ in the last bits from an uninterrupted run. The passes are
-    called exactly as in a step, so that torch.compile does not compile a second graph.
-
-    With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
-    graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd adds
-    the output to it.
-
-    Args:
-        passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
-    """
-    if isinstance(model, DistributedDataParallel):
-        # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
-        # (torch 2.13). Only torch.compile still reads the attribute, since DDP has made its buckets.
-        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
-        for _ in range(passes):
-            with autocast:
-                _, loss = model(x, y, target_count)
-            loss.backward()
-        model.zero_grad(set_to_none=False)
-        return True
-    if cuda_graphs:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-    return cuda_graphs
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:

@@ -49,7 +49,7 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep only this rank's experts in a model on the meta device, in place (all ranks)."""
     attach(model, PLAN, mesh, "ep", ranks=None)
     replace_seams(model, experts=partial(exchange_tokens, mesh.group("ep")))
-    # complete_gradients reduces the experts' gradients, over fewer ranks than DDP
+    # FloatSums.finish reduces the experts' gradients, over fewer ranks than DDP
     model._ddp_params_and_buffers_to_ignore = [
         name for name, _ in model.named_parameters() if ".experts." in name
     ]

@@ -1,88 +1,215 @@
-"""Gradients over all ways of sharding: sums over several ranks, and the norm."""
+"""
+The gradients of a step: their sums over micro-batches and ranks in floating point, and their norm. With the
+setting `exact`, the sums are those of integer_sums.
+"""
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.launch.together import gather_objects, number_dtype
-from isogpt.parallel.data_parallel import sum_in_buckets
+from isogpt.parallel.compression import Compression, average_bucket
+from isogpt.parallel.data_parallel import sum_in_buckets, tied_over_ranks, uses_ddp
+from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.local_parts import is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, Role
+from isogpt.parallel.plan import Plan
+from isogpt.parallel.shares import Share
 
-if TYPE_CHECKING:
-    from isogpt.parallel.compression import Compression
 
-
-def complete_gradients(
-    model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool, compression: "Compression | None" = None
-) -> None:
+@dataclass
+class FloatSums:
     """
-    Add the gradients that the backward pass has left on several ranks (all ranks).
+    Which micro-batches reduce gradients over the ranks, what the losses are divided by, and the gradient's
+    norm. Every rank calls `start_step`, then `micro_batch` for each micro-batch or a pipeline's step, then
+    `finish`. integer_sums.ExactSums has the same methods.
 
-    With tp, gradients of parameters that are on every rank, each from a part of the sequence, are added. With
-    ep, gradients of the same experts are added. With pp, gradients of data-parallel ranks are averaged, since
-    the pipeline's stages are not wrapped with DDP. Gradients of wte and the tied head are added if these are
-    on different ranks. With compression, gradients of the replicas of sharded parameters are averaged.
-
-    Args:
-        reduces_data: False leaves out the data-parallel ranks, to measure their cost.
+    Attributes:
+        model: wrapped with DistributedDataParallel if this is used.
+        loss_divisor: what a micro-batch's loss, a sum over tokens, is divided by before it is differentiated,
+            so that the mean of the ranks' gradients is that of an island's tokens.
+        keeps_memory: whether gradients stay where they are, so that DDP or CUDA graphs find them.
     """
-    if not (mesh.splits_model or compression):
-        return
-    params = [p for p in model.parameters() if p.grad is not None]
-    if mesh.tp > 1:
-        sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
-    experts = [p for p in params if is_split(p, "ep")]
-    # experts' gradients contain the gradients of all ranks of ep already; the mean over the other axes
-    # follows
-    if experts:
-        torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
-    if zero >= 2 and compression and reduces_data:
-        average(params, mesh.replicas, compression, "dp_replicate")
-    if zero < 2 and reduces_data:
-        average(experts, mesh.replicas.without("ep"), compression, "dp_replicate cp")
-    if mesh.pp > 1 and zero < 2 and reduces_data:
-        others = [p for p in params if not is_split(p, "ep")]
-        average(others, mesh.replicas, compression, "dp_replicate dp_shard ep cp")
-    if mesh.pp > 1 and is_tied_over_ranks(model) and model.lm_head.weight.requires_grad:
-        grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
-        peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
-        theirs = torch.empty_like(grad)
-        exchange = [
-            dist.P2POp(dist.isend, grad.clone(), peer, group),
-            dist.P2POp(dist.irecv, theirs, peer, group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        grad += theirs
+
+    model: nn.Module
+    raw_model: nn.Module
+    mesh: Mesh
+    plan: Plan
+    share: Share
+    compression: Compression | None = None
+    keeps_memory: bool = False
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.uses_ddp = uses_ddp(plan, self.mesh)
+        tokens = self.share.island_sequences * plan.model_args["block_size"]
+        self.loss_divisor = tokens / self.mesh.loss.size
+        self.params = list(self.raw_model.parameters())
+        self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
+        is_auto = plan.grad_sync == "auto"
+        shards_on_gpu = plan.zero >= 2 and not plan.cpu_offload
+        self.reduces_always = plan.grad_sync == "every" or (is_auto and shards_on_gpu)
+        self.adds_shards = is_auto and plan.cpu_offload
+
+    def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
+        """
+        Allocate, before the first step (all ranks), gradients that keep their memory for the whole run, if
+        DDP or CUDA graphs need them.
+
+        DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
+        three or more ranks a different order of summation gives different bits. Without one discarded forward
+        and backward pass, a resumed run would differ in the last bits from an uninterrupted run. The pass is
+        called exactly as in a step, so that torch.compile does not compile a second graph.
+
+        With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
+        graph's next run would overwrite it (pytorch issue 169545). If the gradient already exists, autograd
+        adds the output to it.
+        """
+        self.keeps_memory = self.uses_ddp or self.plan.cuda_graphs
+        if self.uses_ddp:
+            with autocast:
+                _, loss = self.model(x, y, self.loss_divisor)
+            loss.backward()
+            self.model.zero_grad(set_to_none=False)
+            if self.compression:
+                state = (self.compression, self.mesh.replicas.group)
+                self.model.register_comm_hook(state, average_bucket)
+        elif self.plan.cuda_graphs:
+            for p in self.model.parameters():
+                p.grad = torch.zeros_like(p)
+
+    def start_step(self) -> None:
+        """
+        Set gradients to None, or to zero if their memory is kept. Module.zero_grad looks for the parameters
+        in all modules, which takes 0.15 ms with GPT-2's 12 layers while a GPU waits for the host, and sets
+        each gradient to zero with a separate kernel.
+        """
+        if self.keeps_memory:
+            grads = [local(p.grad) for p in self.params if p.grad is not None]
+            if grads:  # not if all parameters are frozen
+                torch._foreach_zero_(grads)
+            return
+        for p in self.params:
+            p.grad = None
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager:
+        """
+        The context of a micro-batch's forward and backward pass. Gradients are reduced over the ranks in the
+        last micro-batch or, with FSDP, in each, as grad_sync says.
+        """
+        if self.reduces_always:
+            return nullcontext()
+        reduces = is_last and self.plan.grad_sync != "never"
+        if self.adds_shards:
+            # on the GPU, and only the last micro-batch copies them: adding on the CPU would wait for the GPU
+            # at each gradient
+            self.model.set_requires_all_reduce(reduces)
+        elif self.plan.zero >= 2:
+            self.model.set_requires_gradient_sync(reduces)
+        elif self.uses_ddp and not reduces:
+            return self.model.no_sync()
+        return nullcontext()
+
+    def add_gradients(self, module: nn.Module, micro_step: int) -> None:
+        """Do nothing after a micro-batch of a pipeline's stage, since autograd has added its gradients."""
+
+    def finish(self) -> None:
+        """
+        Add the gradients that the backward pass has left on several ranks (all ranks).
+
+        With tp, gradients of parameters that are on every rank, each from a part of the sequence, are added.
+        With ep, gradients of the same experts are added. With pp, gradients of data-parallel ranks are
+        averaged, since the pipeline's stages are not wrapped with DDP. Gradients of wte and the tied head are
+        added if these are on different ranks. With compression, gradients of the replicas of sharded
+        parameters are averaged.
+        """
+        mesh = self.mesh
+        if not (mesh.splits_model or self.compression):
+            return
+        params = [p for p in self.params if p.grad is not None]
+        if mesh.tp > 1:
+            whole = [p for p in params if not is_split(p, "tp")]
+            sum_in_buckets([local(p.grad) for p in whole], mesh.group("tp"))
+        experts = [p for p in params if is_split(p, "ep")]
+        # experts' gradients contain the gradients of all ranks of ep already; the mean over the other axes
+        # follows
+        if experts:
+            torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
+        if self.plan.zero >= 2:
+            if self.compression:
+                self.average(params, mesh.replicas)
+        else:
+            self.average(experts, mesh.replicas.without("ep"))
+            if mesh.pp > 1:
+                self.average([p for p in params if not is_split(p, "ep")], mesh.replicas)
+        tied = tied_over_ranks(self.raw_model)
+        if tied is not None and tied.requires_grad:
+            add_from_other_end(local(tied.grad), mesh)
+
+    def average(self, params: list[nn.Parameter], ranks: Role) -> None:
+        """Replace gradients by their mean over these ranks (all of them)."""
+        group = ranks.group
+        if not (group and params) or self.plan.grad_sync == "never":
+            return
+        if self.compression:
+            self.compression.average_all(params, group, " ".join(ranks.axes))
+            return
+        grads = [local(p.grad) for p in params]
+        sum_in_buckets(grads, group)
+        torch._foreach_div_(grads, group.size())
+
+    def loss_term(self, loss: Tensor) -> Tensor:
+        """A micro-batch's loss as a term of the step's loss."""
+        return loss.detach()
+
+    def mean_loss(self, loss_sum: Tensor) -> Tensor:
+        """This rank's term of the mean over all ranks, the loss of the batch."""
+        return loss_sum * (self.share.island_sequences * self.mesh.islands / self.plan.sequences)
+
+    def norm_share(self) -> tuple[Tensor, float]:
+        """
+        This rank's share of the gradient's squared norm, in two parts, of which the second is 0, see
+        integer_sums.squares_of. The sum over all ranks is the squared norm.
+        """
+        shares = []
+        for n, params in self.by_replica_count.items():
+            grads = [local(p.grad) for p in params if p.grad is not None]
+            norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
+            shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
+        return torch.stack(shares).sum(), 0.0
 
 
-def average(params: list[nn.Parameter], ranks: Role, compression: "Compression | None", name: str) -> None:
+def make_sums(
+    model: nn.Module,
+    raw_model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    share: Share,
+    scaler: torch.amp.GradScaler,
+    compression: Compression | None = None,
+) -> FloatSums | ExactSums:
     """
-    Replace gradients by their mean over these ranks (all of them); `name` is what compression calls their
-    buckets in checkpoints.
+    The sums of a run's steps. `model` is wrapped with DistributedDataParallel if data_parallel.uses_ddp.
     """
-    group = ranks.group
-    if not (group and params):
-        return
-    if compression:
-        compression.average_all(params, group, name)
-        return
-    grads = [local(p.grad) for p in params]
-    sum_in_buckets(grads, group)
-    torch._foreach_div_(grads, group.size())
+    if plan.exact:
+        return ExactSums(raw_model, mesh, plan, share, scaler)
+    return FloatSums(model, raw_model, mesh, plan, share, compression)
 
 
-def is_tied_over_ranks(model: nn.Module) -> bool:
-    """
-    Whether this rank of a pipeline holds one of wte and the head, and a different rank the other, tied to it.
-    """
-    has_first, has_last = (any(getattr(s, name) for s in model.stages) for name in ("is_first", "is_last"))
-    return model.config.tied and has_first != has_last
+def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
+    """Add the gradient of the tied weight at the other end of a pipeline (the first and the last rank)."""
+    end = mesh.pp - 1 if mesh.index("pp") == 0 else 0
+    other, theirs = dict(group=mesh.group("pp"), group_peer=end), torch.empty_like(grad)
+    sent = dist.P2POp(dist.isend, grad.clone(), **other)
+    received = dist.P2POp(dist.irecv, theirs, **other)
+    for work in dist.batch_isend_irecv([sent, received]):
+        work.wait()
+    grad += theirs
 
 
 def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
@@ -90,40 +217,11 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
     Group this rank's parameters by the number of ranks that hold the same part. Islands count as well,
     although their gradients differ, so that the squared norm is the mean over the islands.
     """
-    groups = defaultdict(list)
+    groups, tied = defaultdict(list), tied_over_ranks(model)
     for p in model.parameters():
-        copies = mesh.holders(p).size
-        if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
-            copies *= 2
-        groups[copies].append(p)
+        ends = 2 if p is tied else 1  # of the pipeline
+        groups[ends * mesh.holders(p).size].append(p)
     return groups
-
-
-def clear_gradients(params: list[nn.Parameter], keeps_memory: bool) -> None:
-    """
-    Set gradients to None, or to zero if their memory is kept. Module.zero_grad looks for the parameters in
-    all modules, which takes 0.15 ms with GPT-2's 12 layers while a GPU waits for the host, and sets each
-    gradient to zero with a separate kernel.
-    """
-    if keeps_memory:
-        if grads := [local(p.grad) for p in params if p.grad is not None]:  # none if all are frozen
-            torch._foreach_zero_(grads)
-        return
-    for p in params:
-        p.grad = None
-
-
-def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
-    """
-    Return this rank's share of the gradient's squared norm, from `parameters_by_replica_count`. The sum over
-    all ranks is the squared norm.
-    """
-    shares = []
-    for n, params in copies.items():
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
-        shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
-    return torch.stack(shares).sum()
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
@@ -131,17 +229,16 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     pieces = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = local_part_of(p.grad, splits_of(p)).pieces
-            pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
+            for offsets, piece in local_part_of(p.grad, splits_of(p)).pieces:
+                pieces[name, offsets] = piece.double().square().sum()
     values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
-    pieces = dict(zip(pieces, values, strict=True))
-    gathered = {}
-    for rank_pieces in gather_objects(pieces):
-        for key, square in rank_pieces.items():
+    squares = {}
+    for rank_squares in gather_objects(dict(zip(pieces, values, strict=True))):
+        for key, square in rank_squares.items():
             # with exact, a gradient that is not finite is NaN only on the rank that computed it
-            if key not in gathered or not math.isfinite(square):
-                gathered[key] = square
-    squares = defaultdict(float)
-    for (name, _), square in gathered.items():
-        squares[name] += square
-    return {name: square**0.5 for name, square in squares.items()}
+            if key not in squares or not math.isfinite(square):
+                squares[key] = square
+    sums = defaultdict(float)
+    for (name, _), square in squares.items():
+        sums[name] += square
+    return {name: total**0.5 for name, total in sums.items()}

@@ -5,30 +5,25 @@ A sum of floating-point numbers depends on the order of the terms, and the order
 each micro-batch is computed by one rank, with the same kernels on any rank, and the micro-batch's gradient is
 rounded to multiples of UNIT. These are added as 64-bit integers, whose sum is the same in any order.
 
-Gradients of a micro-batch arrive as flat tensors:
-- the buckets of DistributedDataParallel (zero 0 and 1), which a hook reduces during the last micro-batch's
-  backward pass;
-- the inputs of fully_shard's reduce-scatter (zero 2 and 3), which is replaced;
-- `p.grad` of several parameters, concatenated (one process, one shard, a pipeline).
+Without shards, each rank adds `p.grad` after every micro-batch, and a single all-reduce adds the sums of the
+ranks when the step's last micro-batch is done: DistributedDataParallel is not used. With zero 2 and 3, the
+reduce-scatter of fully_shard is replaced by one of integers.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import chain
-from math import ceil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import ProcessGroup
 
 from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.compilation import is_compiled
-from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, in_buckets, sum_in_buckets, views_of
-from isogpt.parallel.gradients import clear_gradients
+from isogpt.parallel.data_parallel import fsdp_units, in_buckets, views_of
 from isogpt.parallel.local_parts import like, local
-from isogpt.parallel.mesh import Mesh, Role
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
 
@@ -61,21 +56,14 @@ def rounded(x: Tensor, unit: float) -> Tensor:
     return (x.double() + shift).sub_(shift)
 
 
-def add_rounded(totals: Tensor, values: Tensor, factor: Tensor, largest: float, is_first: bool) -> Tensor:
+def add_rounded(totals: Tensor, values: Tensor, factor: Tensor, largest: float) -> Tensor:
     """
     Add `values` times `factor`, rounded to integers, to the int64 `totals` of equal shape, in place. Returns
     a bool tensor (): whether no integer is larger than `largest` and none is NaN.
-
-    Args:
-        is_first: whether totals contain nothing yet.
     """
-    scaled = values * factor
-    fit = scaled.abs().amax(-1).amax() <= largest  # False for NaN
-    terms = scaled.round_().to(torch.int64)
-    if is_first:
-        totals.copy_(terms)
-    else:
-        totals += terms
+    terms = values * factor
+    fit = terms.abs().amax(-1).amax() <= largest  # False for NaN
+    totals += terms.round_().to(torch.int64)
     return fit
 
 
@@ -96,23 +84,28 @@ def squares_of(values: Tensor) -> Tensor:
     return torch.stack((high.sum(-1).sum(), low.sum(-1).sum()))
 
 
-@dataclass(frozen=True)
 class Conversions:
     """
-    Conversions of flat tensors: of gradients to integers, of sums to gradients, and of gradients to a squared
-    norm. Their bits are the same for any division into chunks, compiled or not, because factors are powers of
-    two, integers are added, and all other sums and products are exact.
+    Calls the functions above with chunks of flat tensors. The bits are the same for any division into chunks,
+    compiled or not, because factors are powers of two, integers are added, and all other sums and products
+    are exact.
 
-    Args:
+    Attributes:
         chunk: how many elements are converted at once.
-        compiled: compiled forms of the functions above, if there are any. On a GPU, they read and write each
+        compiled: compiled forms of the functions, if there are any. On a GPU, they read and write each
             element once, instead of once in each of some ten operators.
     """
 
-    chunk: int
-    compiled: dict[Callable, Callable] = field(default_factory=dict)
+    def __init__(self, device: torch.device, compiles: bool) -> None:
+        self.chunk, self.compiled = GPU_CHUNK, {}
+        if compiles:  # a kernel for the first length, and one for all others, since FSDP's units have many
+            self.chunk = COMPILED_CHUNK
+            for function in (add_rounded, write_sums, squares_of):
+                self.compiled[function] = torch.compile(function)
+        elif device.type == "cpu":
+            self.chunk = CHUNK * torch.get_num_threads()
 
-    def results(self, function: Callable, *flat: Tensor, **how: Tensor | float | bool) -> list[Tensor]:
+    def __call__(self, function: Callable, *flat: Tensor, **options: Tensor | float) -> list[Tensor]:
         """The results of a function for all chunks of flat tensors of equal length."""
         results = []
         for parts in zip(*(t.split(self.chunk) for t in flat), strict=True):
@@ -120,262 +113,154 @@ class Conversions:
             in_rows = n // ROW * ROW if self.compiled else 0
             if in_rows:
                 rows = (part[:in_rows].view(-1, ROW) for part in parts)
-                results.append(self.compiled[function](*rows, **how))
+                results.append(self.compiled[function](*rows, **options))
             if in_rows < n:
-                results.append(function(*(part[in_rows:] for part in parts), **how))
+                results.append(function(*(part[in_rows:] for part in parts), **options))
         return results
-
-    def add(self, totals: Tensor, values: Tensor, **how: Tensor | float | bool) -> Tensor:
-        """See `add_rounded`."""
-        fits = self.results(add_rounded, totals, values, **how)
-        return torch.stack(fits).all() if len(fits) > 1 else fits[0]
-
-    def write(self, totals: Tensor, values: Tensor, factor: Tensor) -> None:
-        """See `write_sums`."""
-        self.results(write_sums, totals, values, factor=factor)
-
-    def sum_of_squares(self, grads: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """
-        Return the sum of the squares of flat float32 tensors as (multiple of COARSE_UNIT, multiple of
-        FINE_UNIT below COARSE_UNIT): the same however elements are divided over tensors and ranks.
-        """
-        sums = [part for grad in grads for part in self.results(squares_of, grad)]
-        if not sums:
-            return torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        high, low = torch.stack(sums).sum(0)
-        carry = (low / COARSE_UNIT).floor() * COARSE_UNIT
-        return high + carry, low - carry
-
-
-def conversions_for(device: torch.device, compiles: bool = False) -> Conversions:
-    """Conversions that suit a device, compiled or with PyTorch's operators."""
-    if not compiles:
-        return Conversions(CHUNK * torch.get_num_threads() if device.type == "cpu" else GPU_CHUNK)
-    # a kernel for the first length, and one for all others, since DDP's buckets and FSDP's units have many
-    functions = (add_rounded, write_sums, squares_of)
-    return Conversions(COMPILED_CHUNK, {function: torch.compile(function) for function in functions})
 
 
 def concatenated(tensors: list[Tensor]) -> Tensor:
-    """Tensors as one flat tensor; a single tensor is not copied."""
-    return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
-
-
-def in_groups(module: nn.Module, elements: int) -> list[list[nn.Parameter]]:
-    """
-    Divide a module's trained parameters into lists of at most this many elements on this rank. A larger
-    parameter is alone in its list.
-    """
-    params = iter([p for p in module.parameters() if p.requires_grad])
-    parts = [local(p.detach()) for p in module.parameters() if p.requires_grad]
-    return [[next(params) for _ in group] for group in in_buckets(parts, 4 * elements)]
-
-
-def share_of(flat: Tensor, ranks: Role) -> Tensor:
-    """This rank's share of a flat tensor that all these ranks hold: whole rows, except in the last share."""
-    size = ceil(len(flat) / (ranks.size * ROW)) * ROW
-    return flat[size * ranks.index : size * (ranks.index + 1)]
+    """This rank's parts of tensors as one flat tensor; a single one is not copied."""
+    parts = [local(t).flatten() for t in tensors]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(eq=False)
 class ExactSums:
     """
-    The sums of a step over all micro-batches. Every rank calls `start_step`, then `micro_batch` for each
-    micro-batch, then `finish`. A pipeline calls `start_micro_batch` and `add_gradients` itself.
+    The sums of a step over all micro-batches, with the methods of gradients.FloatSums.
 
     Attributes:
-        wrapped: the model that is called: wrapped with DistributedDataParallel if this is used.
-        model: the model, distributed but not wrapped.
+        model: the model, distributed.
         share: which micro-batches this rank computes.
         scaler: the scaler of the loss, whose scale is a power of two.
-        loss_divisor: the loss that is differentiated is a sum over tokens, divided by the tokens of a step.
-        loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
+        loss_divisor: the tokens of a step, since the ranks' gradients are added, not averaged.
+        groups: without shards, (module, its parameters whose gradients are converted together, the place of
+            their sum in `total`). The module is the model, or a stage of a pipeline.
+        total: the sums of all groups, int64, (elements,).
+        units: with shards, the reduce-scatters of fully_shard.
+        factors: what turns the sum of each group or unit into a gradient: NaN if one of this rank's terms was
+            too large.
+        micro_step: the number of the current micro-batch.
+        is_last: whether it is the rank's last of the step.
     """
 
-    wrapped: nn.Module
     model: nn.Module
     mesh: Mesh
     plan: Plan
     share: Share
     scaler: torch.amp.GradScaler
-    keeps_memory: bool = field(init=False, default=False)  # see FloatSums
-    # int64 sums, by the address of a bucket, FSDP's unit, or the first parameter of a group
-    totals: dict[Hashable, Tensor] = field(default_factory=dict)
-    # for each sum to which this rank has added in this step, whether its terms did fit
-    fits: dict[Hashable, Tensor] = field(default_factory=dict)
-    buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
-    flat: list[Tensor] = field(default_factory=list)  # the step's gradients of groups
-    is_padding: bool = False  # whether the current micro-batch consists of padding rows
-    is_last: bool = False  # whether it is the rank's last of the step
 
     def __post_init__(self) -> None:
+        plan, share = self.plan, self.share
         self.device = next(self.model.parameters()).device
-        self.conversions = conversions_for(self.device, is_compiled(self.model))
-        stages = getattr(self.model, "stages", [self.model])
-        # parameters by stage, in groups whose gradients are concatenated
-        self.groups = {stage: in_groups(stage, self.conversions.chunk) for stage in stages}
-        self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
-        self.loss_weight = self.mesh.data_size
-        self.group = self.mesh.replicas.group  # the ranks with the same parameters
+        self.convert = Conversions(self.device, is_compiled(self.model))
+        self.loss_divisor = float(plan.sequences * plan.model_args["block_size"])
         # limit of a micro-batch's integers; the number of micro-batches does not depend on the layout
-        self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
-        self.reduces_shards = self.mesh.shards.size > 1
-        for unit in fsdp_units(self.model) if self.reduces_shards else ():
-            unit.set_custom_reduce_scatter(IntegerReduceScatter(self))
-            unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
-            unit.set_force_sum_reduction_for_comms(True)
+        self.largest = LARGEST_SUM / (share.sequences // share.rows)
+        self.groups, self.units, size = [], [], 0
+        modules = getattr(self.model, "stages", [self.model])
+        if self.mesh.shards.size > 1:
+            for number, unit in enumerate(fsdp_units(self.model)):
+                self.units.append(IntegerReduceScatter(self, unit, number))
+            modules = []
+        for module in modules:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            for params in in_buckets(trained, 4 * self.convert.chunk):
+                start, size = size, size + sum(p.numel() for p in params)
+                self.groups.append((module, params, slice(start, size)))
+        self.total = torch.empty(size, dtype=torch.int64, device=self.device)
 
     def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
-        """
-        Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients. From here
-        on, the buckets of DistributedDataParallel are final, and they are reduced as integers.
-        """
-        self.keeps_memory = allocate_gradients(
-            self.wrapped, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast, passes=2
-        )
-        if not isinstance(self.wrapped, DistributedDataParallel):
-            return
-        grads = [p.grad for p in self.model.parameters() if p.requires_grad]
-        flat = {grad.untyped_storage().data_ptr(): grad for grad in grads}
-        self.buckets = [
-            grad.as_strided((grad.untyped_storage().nbytes() // 4,), (1,), 0) for grad in flat.values()
-        ]
-        self.wrapped.register_comm_hook(self, reduce_bucket)
+        """Do nothing, since no gradient keeps its memory."""
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Set the gradients to zero, begin new sums, and read the loss scale."""
-        clear_gradients([*chain(*chain(*self.groups.values()))], self.keeps_memory)
+        """Drop the gradients, begin new sums, and read the loss scale."""
+        self.micro_step = -1
+        self.total.zero_()
         scale = self.scaler.scale(torch.ones((), device=self.device))
-        self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
-        self.count = 0
-        self.fits.clear()
-        self.flat.clear()
-        if self.reduces_shards:  # a unit may leave out the first micro-batch
-            self.totals.clear()
+        self.to_units = 1 / (UNIT * scale)
+        self.factors = [UNIT * scale] * len(self.groups or self.units)
+        for unit in self.units:
+            unit.total = None
+        for p in self.model.parameters():
+            p.grad = None
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether the current micro-batch consists of padding rows."""
+        return self.share.first(self.micro_step) >= self.share.sequences
+
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """
-        The context of a micro-batch's forward and backward pass, whose gradients are added. With DDP, only
-        the last micro-batch reduces the buckets.
-        """
-        self.start_micro_batch(self.count)
-        self.count += 1
-        # not FSDP's no_sync, also for a single shard: it would add micro-batches before they are rounded
-        with self.wrapped.no_sync() if self.buckets and not self.is_last else nullcontext():
-            yield
-        self.add_gradients()
-
-    def start_micro_batch(self, micro_step: int) -> None:
-        """Note which micro-batch the next forward and backward pass are for."""
-        self.is_padding = self.share.first(micro_step) >= self.share.sequences
-        self.is_last = micro_step == self.share.micro_steps - 1
+        """The context of a micro-batch's forward and backward pass, whose gradients are added at its end."""
+        self.micro_step, self.is_last = self.micro_step + 1, is_last
         self.model.reset_routing(self.device)
-
-    @torch.no_grad()
-    def add_gradients(self, module: nn.Module | None = None) -> None:
-        """
-        Add the gradients that a backward pass has left on this rank, of all parameters or of a module's. FSDP
-        leaves none, and neither does DDP in the last micro-batch.
-        """
+        yield
         if self.model.config.n_expert and not self.is_padding:
             self.routing += rounded(self.model.routing, TOKENS_UNIT)
-        if self.reduces_shards or (self.buckets and self.is_last):
+        self.add_gradients(self.model, self.micro_step)
+
+    @torch.no_grad()
+    def add_gradients(self, module: nn.Module, micro_step: int) -> None:
+        """Add what a micro-batch's backward pass has left in the model, or in a stage of a pipeline."""
+        self.micro_step = micro_step
+        for number, (owner, params, place) in enumerate(self.groups):
+            if owner is module:
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+                for p in params:
+                    p.grad = None
+                self.add(number, self.total[place], concatenated(grads))
+
+    def add(self, number: int, total: Tensor, grad: Tensor) -> None:
+        """Add a micro-batch's flat gradient to a sum. Padding adds nothing, even if it is not finite."""
+        if self.is_padding:
             return
-        for flat in self.buckets:
-            self.add(flat.data_ptr(), flat)
-            flat.zero_()
-        for params in self.groups[module or self.model] if not self.buckets else ():
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            for p in params:
-                p.grad = None
-            self.add(params[0], concatenated([local(grad) for grad in grads]))
-
-    def add(self, key: Hashable, values: Tensor) -> None:
-        """Add this micro-batch's flat gradients to a sum, which begins anew in each step."""
-        if key not in self.totals:
-            self.totals[key] = torch.empty_like(values, dtype=torch.int64)
-        is_first = key not in self.fits
-        if not self.is_padding:
-            self.add_terms(key, self.totals[key], values, is_first)
-        elif is_first:  # padding comes last, so the rank computes nothing else in this step
-            self.totals[key].zero_()
-
-    def add_terms(self, key: Hashable, total: Tensor, values: Tensor, is_first: bool) -> None:
-        """Add values to integers, and note whether they fit, which they do if finite and small enough."""
-        if values.numel():
-            how = dict(factor=self.to_units, largest=self.largest, is_first=is_first)
-            fit = self.conversions.add(total, values, **how)
-            self.fits[key] = fit & self.fits[key] if key in self.fits else fit
-
-    def write(self, key: Hashable, values: Tensor) -> None:
-        """Write a complete sum as flat gradients: NaN if this rank's terms did not fit."""
-        factor = self.from_units
-        if key in self.fits:
-            factor = torch.where(self.fits[key], factor, torch.nan)
-        self.conversions.write(self.totals[key], values, factor)
+        fits = self.convert(add_rounded, total, grad, factor=self.to_units, largest=self.largest)
+        self.factors[number] = torch.where(torch.stack(fits).all(), self.factors[number], torch.nan)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete the step's sums where neither DDP nor FSDP does this (all ranks)."""
+        """Add the sums of all ranks, and write the gradients (all ranks). FSDP has done so with shards."""
         if self.model.config.n_expert:
             self.model.routing = self.routing
-        if self.reduces_shards or self.buckets:
-            return
-        groups = list(chain(*self.groups.values()))
-        if self.group:
-            sum_in_buckets([self.totals[params[0]] for params in groups], self.group)
-        for params in groups:
-            flat = torch.empty(len(self.totals[params[0]]), device=self.device)
-            self.write(params[0], flat)
-            for p, grad in zip(params, views_of(flat, [local(p) for p in params]), strict=True):
+        if self.groups and self.mesh.replicas.group:
+            dist.all_reduce(self.total, group=self.mesh.replicas.group)
+        self.gradient = torch.empty(self.total.shape, device=self.device)
+        for number, (_, params, place) in enumerate(self.groups):
+            flat = self.gradient[place]
+            self.convert(write_sums, self.total[place], flat, factor=self.factors[number])
+            grads = views_of(flat, [local(p) for p in params])
+            for p, grad in zip(params, grads, strict=True):
                 p.grad = like(p, grad)
-            self.flat.append(flat)
 
     def loss_term(self, loss: Tensor) -> Tensor:
-        """A micro-batch's loss as a term of a sum without an order: 0 for padding."""
-        if self.is_padding:
-            return torch.zeros_like(loss, dtype=torch.float64)
+        """A micro-batch's loss as a term of a sum without an order."""
         return rounded(loss.detach(), LOSS_UNIT)
+
+    def mean_loss(self, loss_sum: Tensor) -> Tensor:
+        """This rank's term of the mean over all ranks, the loss of the batch."""
+        return loss_sum * self.mesh.data_size
 
     @torch.no_grad()
     def norm_share(self) -> tuple[Tensor, Tensor]:
         """
-        This rank's share of the gradient's squared norm, see `sum_of_squares`; NaN if the rank's terms of the
+        This rank's share of the gradient's squared norm, see `squares_of`; NaN if the rank's terms of the
         gradient did not fit. The sum over all ranks is the squared norm.
         """
-        grads = self.buckets or self.flat
-        if self.reduces_shards:
-            # FSDP leaves no gradient of a parameter that is not used
-            groups = [[p.grad for p in params if p.grad is not None] for params in self.groups[self.model]]
-            grads = [concatenated([local(grad) for grad in group]) for group in groups if group]
-        # each element is counted by one of the ranks that hold it
-        shares = [share_of(grad, self.mesh.replicas) for grad in grads]
-        coarse, fine = self.conversions.sum_of_squares(shares, self.device)
-        if self.fits:
-            coarse = torch.where(torch.stack(list(self.fits.values())).all(), coarse, torch.nan)
-        return coarse, fine
-
-
-@torch.no_grad()
-def reduce_bucket(sums: ExactSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """
-    Add the last micro-batch's gradients in a DDP bucket, and start the reduction (DDP's communication hook).
-    """
-    flat = bucket.buffer()
-    key = flat.data_ptr()
-    sums.add(key, flat)
-
-    @torch.no_grad()
-    def write(done: torch.futures.Future) -> Tensor:
-        done.value()
-        sums.write(key, flat)
-        return flat
-
-    return dist.all_reduce(sums.totals[key], group=sums.group, async_op=True).get_future().then(write)
+        flat, replicas = [self.gradient], self.mesh.replicas
+        if self.units:  # FSDP leaves no gradient of a parameter that is not used
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            flat = [concatenated(group) for group in in_buckets(grads, 4 * self.convert.chunk)]
+        squares = [torch.zeros(2, dtype=torch.float64, device=self.device)]
+        for grad in flat:  # each element is counted by one of the ranks that hold it
+            part = grad.tensor_split(replicas.size)[replicas.index]
+            squares += self.convert(squares_of, part)
+        coarse, fine = torch.stack(squares).sum(0)
+        return coarse + 0 * sum(self.factors), fine
 
 
 @dataclass(eq=False)
@@ -386,51 +271,33 @@ class IntegerReduceScatter:
     """
 
     sums: ExactSums
+    unit: nn.Module
+    number: int  # of the unit
+    total: Tensor | None = None  # int64, of this rank's shards; a unit may leave out the first micro-batch
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def __post_init__(self) -> None:
+        self.unit.set_custom_reduce_scatter(self)
+        self.unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
+        self.unit.set_force_sum_reduction_for_comms(True)
+
+    def allocate(self, size: tuple, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for an input or an output."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **_: object) -> None:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
-        sums, terms = self.sums, torch.empty_like(input_tensor, dtype=torch.int64)
-        if sums.is_padding:
-            terms.zero_()
-        else:
-            sums.add_terms(self, terms, input_tensor, is_first=True)
+        terms = torch.zeros_like(input_tensor, dtype=torch.int64)
+        self.sums.add(self.number, terms, input_tensor)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         reduce_scatter_single(shard, terms, group=group)
-        total = sums.totals[self] = sums.totals[self].add_(shard) if self in sums.totals else shard
-        if not sums.is_last:
+        self.total = shard if self.total is None else self.total.add_(shard)
+        if not self.sums.is_last:
             output_tensor.zero_()
             return
-        if sums.group:
-            dist.all_reduce(total, group=sums.group)
-        sums.write(self, output_tensor)
-
-
-def make_sums(
-    model: nn.Module,
-    raw_model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    share: Share,
-    scaler: torch.amp.GradScaler,
-    compression: object = None,
-) -> ExactSums:
-    """The sums of a step's gradients: as integers with exact, else in floating point."""
-    from isogpt.parallel.float_sums import FloatSums
-
-    if plan.exact:
-        return ExactSums(model, raw_model, mesh, plan, share, scaler)
-    return FloatSums(model, raw_model, mesh, plan, share, compression)
+        if replicas := self.sums.mesh.replicas.group:
+            dist.all_reduce(self.total, group=replicas)
+        factor = self.sums.factors[self.number]
+        self.sums.convert(write_sums, self.total, output_tensor, factor=factor)

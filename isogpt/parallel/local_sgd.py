@@ -4,13 +4,13 @@ networks that are too slow to send gradients at every step. With an outer optimi
 et al. 2023, arXiv:2311.08105).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.parallel.compression import mean_over
+from isogpt.parallel.compression import average_flat
 from isogpt.parallel.data_parallel import in_buckets, reshard, views_of
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
@@ -31,18 +31,16 @@ class Islands:
     model: nn.Module
     mesh: Mesh
     plan: Plan
-    params: dict[str, nn.Parameter] = field(init=False)
-    weights: dict[str, Tensor] = field(init=False)  # weights after the last outer step, equal on all islands
-    momentum: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.params = dict(self.model.named_parameters())
-        self.group = self.mesh.group("islands")
+        self.params = list(self.model.parameters())
+        self.place = self.mesh.index("islands"), self.mesh.islands
 
     def restart(self) -> None:
         """Start from the model's weights, without momentum."""
-        self.weights = {name: p.detach().clone() for name, p in self.params.items()}
-        self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        # after the last outer step, equal on all islands
+        self.weights = [p.detach().clone() for p in self.params]
+        self.momentum = [torch.zeros_like(weight) for weight in self.weights]
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -50,43 +48,54 @@ class Islands:
         if (step + 1) % self.plan.local_steps:
             return
         reshard(self.model)
-        for (name, p), change in zip(self.params.items(), self.mean_changes(step), strict=True):
-            weight, momentum = local(self.weights[name]), local(self.momentum[name])
-            momentum.mul_(self.plan.outer_momentum).add_(change)
-            weight.sub_(change.add_(momentum, alpha=self.plan.outer_momentum), alpha=self.plan.outer_lr)
-            local(p).copy_(weight)
+        lr, beta = self.plan.outer_lr, self.plan.outer_momentum
+        changes = self.mean_changes(step)
+        for weight, momentum, change in zip(self.weights, self.momentum, changes, strict=True):
+            local(momentum).mul_(beta).add_(change)
+            change.add_(local(momentum), alpha=beta)
+            local(weight).sub_(change, alpha=lr)
+        self.put_outer_weights()
 
     def mean_changes(self, step: int) -> list[Tensor]:
-        """The mean over the islands of each parameter's change since the last outer step (all ranks)."""
-        changes = [local(self.weights[name]) - local(p) for name, p in self.params.items()]
+        """
+        The mean over the islands of each parameter's change since the last outer step, as grad_compression
+        sends it (all ranks).
+        """
+        pairs = zip(self.weights, self.params, strict=True)
+        changes = [local(weight) - local(p) for weight, p in pairs]
         generator = torch.Generator(changes[0].device)
         generator.manual_seed(step * dist.get_world_size() + self.mesh.rank)
+        group = self.mesh.group("islands")
         for bucket in in_buckets(changes):
             flat = torch.cat([change.flatten() for change in bucket])
-            mean = mean_over(flat, self.plan.outer_compression, self.group, generator)
-            torch._foreach_copy_(bucket, views_of(mean, bucket))
+            average_flat(flat, self.plan.grad_compression, group, generator)
+            torch._foreach_copy_(bucket, views_of(flat, bucket))
         return changes
 
     @torch.no_grad()
     def put_outer_weights(self) -> None:
-        """Copy the weights of the last outer step into the model, for an evaluation."""
-        for name, p in self.params.items():
-            local(p).copy_(local(self.weights[name]))
+        """Copy the weights of the last outer step into the model."""
+        for p, weight in zip(self.params, self.weights, strict=True):
+            local(p).copy_(local(weight))
 
     def saved_weights(self) -> dict[str, LocalPart]:
         """The weights of the last outer step."""
-        return {
-            name: local_part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()
-        }
+        return self.parts_of(self.weights)
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, and each island's current weights."""
-        island = (self.mesh.index("islands"), self.mesh.islands)
-        parts = {}
-        for name, p in self.params.items():
-            splits = splits_of(p)
-            parts[name] = {
-                "outer_momentum": local_part_of(self.momentum[name], splits),
-                "inner": local_part_of(p.detach(), splits).in_row(*island),
-            }
+        inner, parts = self.parts_of([p.detach() for p in self.params]), {}
+        for name, momentum in self.parts_of(self.momentum).items():
+            own = inner[name].in_row(*self.place)
+            parts[name] = {"outer_momentum": momentum, "inner": own}
         return parts
+
+    def parts_of(self, tensors: list[Tensor]) -> dict[str, LocalPart]:
+        """This rank's parts, by parameter name, of tensors that are divided as the parameters are."""
+        named = zip(self.model.named_parameters(), tensors, strict=True)
+        return {name: local_part_of(tensor, splits_of(p)) for (name, p), tensor in named}
+
+
+def make_islands(model: nn.Module, mesh: Mesh, plan: Plan) -> Islands | None:
+    """Make the Islands of a plan (all ranks); None if there is only one."""
+    return Islands(model, mesh, plan) if mesh.islands > 1 else None

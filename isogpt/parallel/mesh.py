@@ -177,7 +177,7 @@ class Mesh:
 
         Args:
             offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
-                float_sums.FloatSums.micro_batch.
+                gradients.FloatSums.micro_batch.
         """
         # fully_shard needs a mesh even for a single rank
         kept = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}

@@ -18,7 +18,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
 from isogpt.parallel.data_parallel import shared_parameter
-from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.plan import LayoutError
@@ -286,10 +286,7 @@ class Pipeline(nn.Module):
         scale = self.scaler.scale(torch.ones((), device=self.device))
         if not losses:
             return torch.zeros((), device=self.device)
-        terms = []
-        for micro_step, loss in enumerate(losses):
-            self.sums.start_micro_batch(micro_step)
-            terms.append(self.sums.loss_term(loss / scale))
+        terms = [self.sums.loss_term(loss / scale) for loss in losses]
         return torch.stack(terms).sum() * self.mesh.pp
 
     @torch.no_grad()

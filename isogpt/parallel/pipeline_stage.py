@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 
 
@@ -39,8 +39,7 @@ class TimedStage(PipelineStage):
         """A micro-batch's backward pass; in zero-bubble schedules, without the gradients of weights."""
         with self.timer("stages"):
             result = super().backward_one_chunk(micro_step, *args, **options)
-        self.sums.start_micro_batch(micro_step)
-        self.sums.add_gradients(self.submod)
+        self.sums.add_gradients(self.submod, micro_step)
         return result
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from isogpt.nn.kernels import logits_at_once
+from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
-from isogpt.parallel.slow_network import keeps_errors
 from isogpt.speed.activations import activations_of, is_fused
 from isogpt.training.optim import moments_of
 
@@ -195,7 +195,7 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     fewer = (of_others - of_blocks) * part.layers * (part.block - part.block_embeddings)
     moments = of_others * part.dense - fewer, of_blocks * part.experts
     optimizer = on_device * (shard(plan, *moments) if plan.zero >= 1 else sum(moments))
-    if plan.world_size > plan.islands and keeps_errors(plan.grad_compression):
+    if plan.islands == 1 < plan.world_size and keeps_errors(plan.grad_compression):
         optimizer += 4 * kept
     if plan.islands > 1:  # weights and momentum of the outer step, and the change that is sent
         optimizer += 12 * kept

@@ -23,9 +23,8 @@ from isogpt.launch.together import gather_number, gather_objects, is_connection_
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel import parallelize
-from isogpt.parallel.data_parallel import reshard, shard
-from isogpt.parallel.float_sums import FloatSums
-from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.data_parallel import reshard, shard, uses_ddp
+from isogpt.parallel.gradients import make_sums
 from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, connect_mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
@@ -273,8 +272,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.share = share_of_plan(self.plan, self.mesh)
         self.length = self.plan.model_args["block_size"]
-        # as in train.py
-        self.uses_ddp = self.plan.zero < 2 and self.plan.pp == 1 and self.mesh.replicas.size > 1
+        # DDP waits for all gradients, and exact takes those that are missing for 0
+        self.needs_gradients = self.plan.zero < 2 and self.plan.pp == 1 and self.mesh.replicas.size > 1
 
     def problem(self) -> str:
         """Return the first difference of any rank; "" if there is none (all ranks)."""
@@ -324,7 +323,7 @@ class Trial:
                     f"model.py changes {name} in a forward pass, which is lost with zero 2 and 3, since they "
                     "compute with gathered copies: set --zero=1"
                 )
-            if self.uses_ddp and p.requires_grad and p.grad is None:
+            if self.needs_gradients and p.requires_grad and p.grad is None:
                 raise LayoutError(
                     f"{name} gets no gradient from the loss, but DDP waits for all gradients: use it in each "
                     "forward pass, freeze it with requires_grad_(False), or set --zero=2"
@@ -430,15 +429,12 @@ class Trial:
         """
         plan, mesh, share = self.plan, self.mesh, self.share
         wrapped = model
-        if self.uses_ddp:
+        if uses_ddp(plan, mesh):
             wrapped = DistributedDataParallel(
                 model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
             )
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-        if plan.exact:
-            gradients = ExactSums(wrapped, model, mesh, plan, share, scaler)
-        else:
-            gradients = FloatSums(wrapped, model, mesh, plan, share)
+        gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
         kinds = [self.kind(share.first(micro_step)) for micro_step in range(share.micro_steps)]
         micro_batches = [self.own_positions(batches[kind]) for kind in kinds]
         if pipeline:
@@ -451,12 +447,12 @@ class Trial:
             loss_sum = 0.0
             for micro_step, (x, y) in enumerate(micro_batches):
                 precision.seed_micro_batch(self.draw, 0, kinds[micro_step], mesh)
-                with gradients.micro_batch(micro_step == share.micro_steps - 1):
+                with gradients.micro_batch(is_last=micro_step == share.micro_steps - 1):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()
                 loss_sum += gradients.loss_term(loss)
         gradients.finish()
-        loss = gather_number(loss_sum * gradients.loss_weight, self.device).mean()
+        loss = gather_number(gradients.mean_loss(loss_sum), self.device).mean()
         square = gather_number(sum(gradients.norm_share()), self.device).sum()
         return loss.item(), square.sqrt().item()
 

@@ -266,7 +266,8 @@ def matrix_groups(mesh: Mesh, config: dict, zero: int, divided: tuple[str, ...])
         return {}
     # With zero 1, replicas update different parameters. Sending the results takes 2 or 4 bytes for each
     # parameter, besides the 8 for the gradient's reduction: little, unless gradients are compressed.
-    shares = zero != 1 and config.get("grad_compression", "none") == "none"
+    is_compressed = mesh.islands == 1 and config.get("grad_compression", "none") != "none"
+    shares = zero != 1 and not is_compressed
     workers = mesh.matrix_workers if shares else mesh.matrix_parts
     return {"group": mesh.matrix_parts.without(*divided).group, "workers": workers.without(*divided).group}
 

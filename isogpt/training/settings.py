@@ -15,11 +15,11 @@ from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url, without_credentials
+from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.recompute import fits_schedule
 from isogpt.parallel.shares import parse_shares
-from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training import optim
 from isogpt.training.optimizer_class import has_modes
 
