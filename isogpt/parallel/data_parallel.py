@@ -35,9 +35,9 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    reduces_replicas = plan.grad_compression == "none" and not plan.exact
+    reduces_replicas = plan.replica_compression == "none" and not plan.exact
     settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
-    blocks, prefetch = list(dict.fromkeys(model.transformer.h)), plan.fsdp_prefetch
+    blocks = list(dict.fromkeys(model.transformer.h))
     if name := shared_parameter(model, [[block] for block in blocks]):
         raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
     delays_weights = mesh.pp > 1 and splits_backward(plan.pp_schedule)
@@ -53,9 +53,6 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
                 block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
             )
         fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
-    for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
         # the last stage's head can be tied to wte in the first stage on the same rank, which has sharded it

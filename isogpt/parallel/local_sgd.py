@@ -63,7 +63,7 @@ class Islands:
         generator.manual_seed(step * dist.get_world_size() + self.mesh.rank)
         for bucket in in_buckets(changes):
             flat = torch.cat([change.flatten() for change in bucket])
-            mean = mean_over(flat, self.plan.outer_compression, self.group, generator)
+            mean = mean_over(flat, self.plan.grad_compression, self.group, generator)
             torch._foreach_copy_(bucket, views_of(mean, bucket))
         return changes
 

@@ -70,8 +70,8 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     `restart` is called when the model contains the weights to start from.
     """
     compression = islands = None
-    if plan.grad_compression != "none" and mesh.replicas.size > 1:
-        kind, _, amount = plan.grad_compression.partition(":")
+    if plan.replica_compression != "none" and mesh.replicas.size > 1:
+        kind, _, amount = plan.replica_compression.partition(":")
         compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
     if mesh.islands > 1:
         islands = Islands(model, mesh, plan)
