@@ -86,8 +86,8 @@ CASES = {
     "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"]),
     "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
     "no-step": Case(
-        [*RESUME, "--resume_step=5"],
-        ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
+        ["--init_from=resume:5", "--max_iters=9"],
+        ["no step 5 to resume from in out: it contains 6, 3: set --init_from=resume:6 or the like"],
         BOTH,
     ),
     # out_dir

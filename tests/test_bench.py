@@ -240,7 +240,7 @@ def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     text, found = plan(*FINETUNE, "--init_from=gpt2-large", "--hardware=h100", *budget)
     took = duration(steps * found["plans"][0]["total_s"])
     assert f"the fastest, predicted, {steps:,} steps in {took} without evaluations" in text
-    assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_epochs=2")[0]
+    assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_tokens=2epochs")[0]
 
 
 def test_an_estimate_for_pretrained_weights(zygote, work):

@@ -323,7 +323,7 @@ def test_each_rank_hashes_its_part(tmp_path, ranks, size):
 
 def part_of_model(model_args, layout, rank):
     """One rank's part of a model, made as train.py makes it, with a process group that is not connected."""
-    plan = replace(UNDIVIDED, device_type="cpu", fsdp_prefetch=1, grad_compression="none", **layout)
+    plan = replace(UNDIVIDED, device_type="cpu", **layout)
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         mesh, cpu = connect_mesh(rank, plan, timeout_s=60.0), torch.device("cpu")

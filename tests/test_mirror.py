@@ -144,7 +144,7 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
 
 def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at):
     """
-    After resume_step: a later start would return to them. Their files are kept, and they do not
+    After resume:STEP: a later start would return to them. Their files are kept, and they do not
     replace one of keep_last.
     """
     copied = copies(tmp_path, keep_last=3)

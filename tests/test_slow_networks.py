@@ -73,7 +73,7 @@ assert (means.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 
 # the outer step; step 3, at which one is due, is skipped
 model = nn.Linear(8, 5, bias=False)
-changes = dict(outer_lr=0.7, outer_momentum=0.9, outer_compression="none")
+changes = dict(outer_lr=0.7, outer_momentum=0.9)
 plan = replace(UNDIVIDED, world_size=ranks, islands=ranks, local_steps=2, **changes)
 model.weight.data = noise(1, 5, 8)
 islands = Islands(model, Mesh(rank, islands=ranks), plan)
@@ -112,7 +112,7 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
 @pytest.mark.parametrize("flags", [ISLANDS, ["--grad_compression=powersgd:1"], [INT8]], ids=str)
 def test_a_resume_after_a_skipped_step(zygote, work, flags):
     """At the step, an average of the islands was due, or errors were compressed that were not finite."""
-    flags = [*flags, "--on_nan=skip", "--dist_timeout_s=60", "--eval_interval=4"]
+    flags = [*flags, "--skip_steps=nan", "--dist_timeout_s=60", "--eval_interval=4"]
     for out, last in (("whole", 8), ("cut", 3), ("cut", 8)):
         args = [*flags, f"--out_dir={out}", f"--max_iters={last}", "--init_from=auto"]
         start_faulty(zygote, args, work, 2, NAN=[3, 1]).wait()
@@ -144,7 +144,7 @@ def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(
     flags = [*FOUR, INT8, "--out_dir=out"]
     zygote.train([*flags, *ISLANDS, "--eval_interval=5", "--max_iters=5"], shared_work, 4)
     losses = [column(shared_work / "out", "val_loss")[5]]
-    resume = [*flags, "--init_from=resume", "--resume_step=5"]
+    resume = [*flags, "--init_from=resume:5"]
     for nproc, layout in ((1, []), (2, ISLANDS), (2, ["--zero=3", "--grad_compression=none"])):
         run = zygote.train([*resume, *layout, "--eval_only=True"], shared_work, nproc)
         losses.append(float(re.search(r"val loss ([\d.]+)", run.text())[1]))
@@ -166,6 +166,7 @@ MISTAKES = {
     "--zero=3 --grad_compression=int8": "set --dp_replicate= to the number of replicas",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
     "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
+    "--islands=2 --grad_compression=topk:0.1": "islands send none, fp16, bf16 or int8, not topk:0.1",
     "--local_steps=4": "set --islands= to their number, or 0 for one on each machine",
     "--islands=9": "a step reads only 8 sequences: set --gradient_accumulation_steps=3",
 }

@@ -13,8 +13,8 @@ from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.parallel.shares import share_of
-from isogpt.training import degrees
-from isogpt.training.degrees import check_degrees
+from isogpt.training import settings as rules
+from isogpt.training.settings import check_plan
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(
     The losses of the other steps are those of one process without that step; the rank and its rows are named.
     """
     one, out = f"skipped-{model}", f"{kind}-{way}"
-    args = ["--on_nan=skip", "--max_iters=11", "--save_checkpoint=False", "--seed=1337"]
+    args = ["--skip_steps=nan", "--max_iters=11", "--save_checkpoint=False", "--seed=1337"]
     faulty(model, "one", one, args, NAN=[5, 0])
     run = faulty(model, way, out, args, **{kind: [5, rank]})
     assert run.text().count("the step is skipped") == 1
@@ -140,25 +140,25 @@ def test_degrees_that_do_not_divide(world_size, degrees, shape, said):
     """What the message advises is accepted."""
     plan = default_plan(world_size=world_size, model_args=SHAPE | shape, **degrees)
     with pytest.raises(ValueError) as problem:
-        check_degrees(plan)
+        check_plan(plan)
     assert said in str(problem.value) and "\n" not in str(problem.value)
     for name, value in re.findall(r"--(\w+)=(\w+)", said):
         changed = {name: int(value) if value.isdigit() else {"False": False}.get(value, value)}
         settings = {k: v for k, v in changed.items() if k in vars(plan)}
-        check_degrees(replace(plan, model_args=plan.model_args | changed, **settings))
+        check_plan(replace(plan, model_args=plan.model_args | changed, **settings))
     for counts in re.findall(r"start ([\d or]+) processes", said):
         for n in counts.split(" or "):
             args = plan.model_args | dict(n_layer=4, n_head=12, block_size=96)
-            check_degrees(replace(plan, world_size=int(n), model_args=args))
+            check_plan(replace(plan, world_size=int(n), model_args=args))
 
 
 def test_a_schedule_that_torch_2_11_cannot_run_on_cpus(monkeypatch):
     plan = default_plan(world_size=2, pp=2, pp_schedule="zbv", model_args=SHAPE | dict(n_layer=4))
-    check_degrees(plan)
-    monkeypatch.setattr(degrees, "SENDS_TO_ITSELF", False)
+    check_plan(plan)
+    monkeypatch.setattr(rules, "SENDS_TO_ITSELF", False)
     with pytest.raises(ValueError, match="cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"):
-        check_degrees(plan)
-    check_degrees(replace(plan, pp_schedule="zero_bubble"))
+        check_plan(plan)
+    check_plan(replace(plan, pp_schedule="zero_bubble"))
 
 
 def test_a_checkpoint_that_cannot_be_divided(zygote, work):

@@ -124,8 +124,7 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
     if not is_word and not is_url(name) and not os.path.exists(name):
         yield (
             f"init_from is {c.init_from!r}; choose from scratch, resume, resume:STEP, auto, "
-            "gpt2[-medium|-large|-xl], a folder of a run or of Hugging Face weights, a ckpt.pt, or the URL of a "
-            "run's mirror"
+            "gpt2[-medium|-large|-xl], a folder of a run or of transformers, a ckpt.pt, and a mirror's URL"
         )
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
@@ -142,11 +141,11 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
         return
     rank, ranks = (int(n) for n in f"0/{c.dry_run_ranks}".split("/")[-2:])
     if ranks < 2 or ranks <= rank:
-        yield f"dry_run_ranks is {c.dry_run_ranks}: set --dry_run_ranks={rank}/{max(2, rank + 1)} or more"
+        yield f"dry_run_ranks is {c.dry_run_ranks}: set --dry_run_ranks={rank}/{max(2, rank + 1)} or the like"
     if "RANK" in os.environ:
         yield "a dry run is one process: start train.py without a launcher"
     if name not in ("scratch", "auto"):
-        yield f"a dry run reads no weights: set --init_from=scratch, --n_layer, --n_head and --n_embd"
+        yield "a dry run reads no weights: set --init_from=scratch, --n_layer, --n_head and --n_embd"
     if c.shares == "auto":
         yield "shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal"
 
@@ -222,7 +221,7 @@ def conflicts_of_layout(plan: Plan) -> Iterator[str]:
     if plan.cuda_graphs and not plan.compile:
         yield "cuda_graphs needs compile: set --cuda_graphs=False"
     if plan.cuda_graphs and plan.zero >= 2:
-        yield f"cuda_graphs needs gradients that stay in place, unlike zero {plan.zero}: set --cuda_graphs=False"
+        yield f"zero {plan.zero} moves gradients, which cuda_graphs cannot: set --cuda_graphs=False"
     if plan.zero < 2 and (plan.cpu_offload or plan.dp_replicate != 1):
         yield f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {plan.zero}: set --zero=3"
     yield from conflicts_of_compression(plan)
@@ -232,7 +231,9 @@ def conflicts_of_compression(plan: Plan) -> Iterator[str]:
     """What replicas or islands send."""
     compression = plan.replica_compression
     if plan.islands != 1 and plan.grad_compression.startswith(("powersgd", "topk")):
-        yield f"islands send none, fp16, bf16 or int8, not {plan.grad_compression}: set --grad_compression=int8"
+        yield (
+            f"islands send none, fp16, bf16 or int8, not {plan.grad_compression}: set --grad_compression=int8"
+        )
     if compression != "none" and plan.zero >= 2 and plan.dp_replicate == 1:
         yield (
             f"grad_compression is for replicas, which zero {plan.zero} uses only with dp_replicate: set "
@@ -270,7 +271,7 @@ def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
 
 
 def conflicts_with_sizes(plan: Plan) -> Iterator[str]:
-    """Whether tp divides the heads and ep the experts, and each rank of a tp group gets a part of a matrix."""
+    """Whether tp divides heads and ep experts, and each rank of tp gets a part of each matrix."""
     args, tp, ep = plan.model_args, plan.tp, plan.ep
     heads = "n_kv_head" if 0 < args["n_kv_head"] < args["n_head"] else "n_head"
     for name, divided in (("tp", heads), ("ep", "n_expert")):
