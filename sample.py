@@ -27,6 +27,7 @@ from configurator import configure, fail
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
+from isogpt.data.text_files import read_text
 from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.launch import launchers, process_group, start_checks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
@@ -90,12 +91,8 @@ start_checks.check_start(ranks, config)
 text = start
 if start.startswith("FILE:"):
     path = Path(start.removeprefix("FILE:")).expanduser()
-    with exit_together():
-        try:  # on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
-            text = path.read_text(encoding="utf-8-sig") if ranks.is_main else ""  # drops a byte order mark
-        except (OSError, UnicodeDecodeError) as e:
-            raise ValueError(f"--start={start} must name a file of text in UTF-8: {e}") from e
-    text = broadcast(text)
+    # on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
+    text = broadcast(do_together(read_text if ranks.is_main else str, path))
 
 # the checkpoint, the tokenizer and the model (all ranks load them; an error on any rank ends all ranks)
 stored, damaged, source, pretrained = None, [], None, None

@@ -40,6 +40,11 @@ def flip(folder):
     path.write_bytes(data)
 
 
+def latin(folder):
+    """A prompt that is not in UTF-8."""
+    (folder / "p").write_bytes(b"\xe9")
+
+
 # ------------------------------------------------------------------------------------------------------------
 # the cases
 
@@ -95,6 +100,7 @@ CASES = {
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
+    "s-prompt": Case(["--start=FILE:p"], ["p is not text in UTF-8"], BOTH, latin, "sample.py", lines=None),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
     "s-damaged": Case([], ["is damaged"], prepare=flip, script="sample.py"),
 }

@@ -283,7 +283,7 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(place):
     at_its_end = patch.object(folder_module, "continue_from", side_effect=KeyboardInterrupt)
     with at_its_end, pytest.raises(KeyboardInterrupt):
         enter_folder(out, found, now)
-    assert look_for_start("resume", out, 3, now)[0].step == 3
+    assert look_for_start("resume:3", out, now)[0].step == 3
 
 
 # ------------------------------------------------------------------------------------------------------------

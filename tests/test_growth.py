@@ -138,7 +138,7 @@ def start_beside_newer(out, size):
         entries = {"ckpt.pt": {"bytes": length, "sha256": digest}}
         commit_checkpoint(unfinished, manifest_of(step, entries), keep_last=0)
     before = bytes_read("self")
-    stored, *_ = look_for_start("resume", str(out), 1, Launch())
+    stored, *_ = look_for_start("resume:1", str(out), Launch())
     enter_folder(str(out), stored, Launch())
     assert len([*out.glob("abandoned_*")]) == 5
     return bytes_read("self") - before

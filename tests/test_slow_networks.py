@@ -163,7 +163,7 @@ MISTAKES = {
     "--grad_compression=zip": "grad_compression is 'zip'; choose from none, fp16, bf16, int8, powersgd:RANK",
     "--grad_compression=powersgd:0": "powersgd:RANK such as powersgd:4",
     "--grad_compression=topk:2": "topk:FRACTION such as topk:0.01",
-    "--zero=3 --grad_compression=int8": "set --dp_replicate= to the number of replicas",
+    "--zero=3 --grad_compression=int8": "set --dp_replicate= to their number",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
     "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
     "--islands=2 --grad_compression=topk:0.1": "islands send none, fp16, bf16 or int8, not topk:0.1",

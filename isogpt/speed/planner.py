@@ -198,9 +198,8 @@ def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
     layout the fastest prediction; those that do not fit are last.
 
     Raises:
-        ValueError: there are no layouts, or the settings do not fit the model.
+        ValueError: there are no layouts.
     """
-    check_plan(plan)
     predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
     ranking = sorted(filter(None, predictions), key=min)
     if not ranking:

@@ -159,7 +159,7 @@ def conflicts_of_model(c: Settings) -> Iterator[str]:
     if c.arch != "gpt2" and c.bias:
         yield f"arch {c.arch!r} uses no biases: set --bias=False"
     if c.n_expert > 1 and c.n_expert_active == 1:
-        yield "a router that chooses one expert learns nothing: set --n_expert_active=2"
+        yield "n_expert_active is 1, with which a router learns nothing: set --n_expert_active=2"
 
 
 def conflicts_of_updates(c: Settings) -> Iterator[str]:
