@@ -117,7 +117,7 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
 
 def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, "--head=untied", ok=False)
-    assert "error: train.py failed: arch 'gpt2' uses a tied head" in text and found is None
+    assert "error: train.py failed: head is 'untied', but needs arch llama" in text and found is None
     assert reason_for(3, "") == "exit status 3"
     assert reason_for(-9, "") == "killed (SIGKILL), probably because the machine ran out of memory"
     assert reason_for(1, "[rank0]: Traceback:\n[rank0]:  line\n[rank0]: KeyError: 3") == "KeyError: 3"

@@ -40,9 +40,7 @@ def test_without_a_budget_the_settings_stay_as_they_are():
 
 @pytest.mark.parametrize("max_tokens", ["0", "-1e9", "2 days", "1.2.3", "epochs"])
 def test_what_is_no_budget_is_refused(max_tokens):
-    message = (
-        f"max_tokens is {max_tokens!r}; choose from a number of tokens such as 3e9, or of epochs such as"
-    )
+    message = f"max_tokens is {max_tokens!r}; choose from tokens such as 3e9, and epochs such as"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_training(DEFAULTS | {"max_tokens": max_tokens})
 

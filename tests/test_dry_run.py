@@ -76,9 +76,9 @@ def test_a_collective_gives_what_copies_of_this_rank_would_send():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dry_run_ranks": "1"}, "set --dry_run_ranks=0/2 or the like"),
-        ({"dry_run_ranks": "4/4"}, "set --dry_run_ranks=4/5 or the like"),
-        ({"dry_run_ranks": "3/"}, "choose from a number of ranks such as 8, and 3/8 for rank 3 of these"),
+        ({"dry_run_ranks": "1"}, "set --dry_run_ranks=0/2"),
+        ({"dry_run_ranks": "4/4"}, "set --dry_run_ranks=4/5"),
+        ({"dry_run_ranks": "3/"}, "choose from ranks such as 8, and 3/8 for rank 3 of 8"),
         ({"dry_run_ranks": "4", "init_from": "resume"}, "set --init_from=scratch"),
         ({"dry_run_ranks": "4", "shares": "auto"}, "set --shares=equal"),
         ({"dry_run_ranks": "4", "dataset": "not_there"}, "set --vocab_size=50304"),

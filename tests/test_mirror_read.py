@@ -238,7 +238,7 @@ def test_scripts_read_a_url_or_refuse_it(url, at, capsys):
     printed = capsys.readouterr()
     assert ": step 8, val loss" in printed.err and len(printed.out.splitlines()) > 1
     assert not Path("out").exists()
-    with pytest.raises(ValueError, match="a dry run reads no weights"):
+    with pytest.raises(ValueError, match="weights, which a dry run does not read: set --init_from=scratch"):
         check_training(train_defaults(dry_run_ranks="2", init_from="s3://a/b"))
 
 

@@ -53,7 +53,7 @@ def test_a_prompt_from_a_pipe(zygote, trained):
     args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
     run = zygote.start(args, trained, 2, script="sample.py")
     name.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # a second reader would wait for a second writer
-    assert run.wait().samples().count(prompt) == run.samples().count(prompt[:6]) // 3 == 2
+    assert run.wait().samples().count(prompt) == 2
 
 
 SHIFT = """

@@ -161,14 +161,14 @@ def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(
 
 MISTAKES = {
     "--grad_compression=zip": "grad_compression is 'zip'; choose from none, fp16, bf16, int8, powersgd:RANK",
-    "--grad_compression=powersgd:0": "powersgd:RANK such as powersgd:4",
-    "--grad_compression=topk:2": "topk:FRACTION such as topk:0.01",
-    "--zero=3 --grad_compression=int8": "set --dp_replicate= to their number",
+    "--grad_compression=powersgd:0": "powersgd:RANK and topk:FRACTION",
+    "--grad_compression=topk:2": "topk:FRACTION, such as topk:0.01",
+    "--zero=3 --grad_compression=int8": "zero 0 or 1, or dp_replicate: set --grad_compression=none",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
-    "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
-    "--islands=2 --grad_compression=topk:0.1": "islands send none, fp16, bf16 or int8, not topk:0.1",
-    "--local_steps=4": "set --islands= to their number, or 0 for one on each machine",
-    "--islands=9": "a step reads only 8 sequences: set --gradient_accumulation_steps=3",
+    "--grad_compression=int8 --dtype=float16": "dtype float32 or bfloat16: set --grad_compression=fp16",
+    "--islands=2 --grad_compression=topk:0.1": "but needs islands 1: set --grad_compression=int8",
+    "--local_steps=4": "local_steps is 4, but needs islands: set --local_steps=1",
+    "--islands=9": "a step reads 8 sequences: set --gradient_accumulation_steps=3",
 }
 
 

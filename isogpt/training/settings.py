@@ -12,6 +12,7 @@ from dataclasses import fields
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.mesh import AXES, make_mesh, splits_backward, stages_per_rank
-from isogpt.parallel.plan import Plan, normalized, plan_of
+from isogpt.parallel.plan import UNDIVIDED, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training import optim
@@ -31,34 +32,20 @@ from isogpt.training.optimizer_class import has_modes
 Settings = SimpleNamespace  # all settings of train.py
 # {setting: a regular expression of its values, and how they are described}
 FORMS = {
-    "activation_checkpointing": (
-        r"none|full|selective|every:0*[1-9]\d*",
-        "none, full, selective and every:K (K >= 1)",
-    ),
+    "activation_checkpointing": (r"none|full|selective|every:0*[1-9]\d*", "none, full, selective, every:K"),
     "grad_compression": (
         r"none|fp16|bf16|int8|powersgd:0*[1-9]\d*|topk:0?\.\d*[1-9]\d*",
-        "none, fp16, bf16, int8, powersgd:RANK such as powersgd:4, and topk:FRACTION such as topk:0.01",
+        "none, fp16, bf16, int8, powersgd:RANK and topk:FRACTION, such as topk:0.01",
     ),
-    "dry_run_ranks": (r"|(\d+/)?\d+", "a number of ranks such as 8, and 3/8 for rank 3 of these"),
+    "dry_run_ranks": (r"|(\d+/)?\d+", "ranks such as 8, and 3/8 for rank 3 of 8"),
     "max_tokens": (
         r"|(?=[\d.]*[1-9])(\d+\.?\d*|\.\d+)(e\+?\d\d?)? ?(epochs)?",
-        "a number of tokens such as 3e9, or of epochs such as 2epochs",
+        "tokens such as 3e9, and epochs such as 2epochs",
     ),
 }
-# {setting: values with which a run can be exact}
-EXACT = {
-    "layout": ["manual"],
-    "tp": [1],
-    "cp": [1],
-    "ep": [1],
-    "islands": [1],
-    "shares": ["equal"],
-    "grad_compression": ["none"],
-    "grad_sync": ["auto"],
-    "cuda_graphs": [False],
-    "cpu_offload": [False],
-}
-EXACT_PIPELINE = EXACT | {"pp_schedule": ["1f1b", "gpipe", "interleaved"], "dropout": [0.0]}
+# settings that must be those of UNDIVIDED for a run to be exact
+EXACT = ("tp", "cp", "ep", "islands", "shares", "grad_compression", "grad_sync", "cuda_graphs", "cpu_offload")
+Need = tuple[str, Any, Any, str]  # setting, a value that needs nothing, whether the need is met, the need
 
 
 def check_training(config: dict) -> dict:
@@ -71,9 +58,8 @@ def check_training(config: dict) -> dict:
     config = normalized(config)
     c = Settings(**config)
     report([*conflicts_of_values(c), *problems_of_shape(model_fields(config))])
-    # the number of processes and the model are not known yet
-    plan = plan_of(config, c.islands, world_size=0)
-    report([*conflicts_of_start(c), *conflicts_of_model(c), *conflicts_of_updates(c), *conflicts(plan)])
+    layout = plan_of(config, c.islands)  # the number of processes and the model are not known yet
+    report([*conflicts_of_start(c), *conflicts_of_training(c), *conflicts_of_layout(layout)])
     return config
 
 
@@ -87,7 +73,12 @@ def check_plan(plan: Plan, splits_sequence: bool = True) -> None:
     Raises:
         ValueError: one line for each conflict.
     """
-    report([*conflicts(plan, splits_sequence)])
+    found = [*conflicts_of_layout(plan), *conflicts_with_ranks(plan)]
+    if plan.model_args:
+        found += [*conflicts_with_sizes(plan), *conflicts_with_stages(plan)]
+    if plan.model_args and splits_sequence:
+        found += conflicts_with_sequence(plan)
+    report(found)
 
 
 def report(sentences: list[str]) -> None:
@@ -117,6 +108,14 @@ def conflicts_of_values(c: Settings) -> Iterator[str]:
             yield f"{name} is {value!r}; choose from {described}"
 
 
+def unmet(c: Settings | Plan, needs: list[Need]) -> Iterator[str]:
+    """A sentence for each setting with a value that needs what is not so."""
+    for name, fallback, is_met, need in needs:
+        value = getattr(c, name)
+        if value != fallback and not is_met:
+            yield f"{name} is {value!r}, but needs {need}: set --{name}={fallback}"
+
+
 def conflicts_of_start(c: Settings) -> Iterator[str]:
     """The run's folder, the weights that a run starts from, and dry runs."""
     name = c.init_from.removeprefix("auto:")
@@ -129,123 +128,94 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
     path = Path(c.mirror.removeprefix("file://")).resolve()
-    if c.mirror and not is_url(c.mirror):
-        yield f"mirror is {c.mirror!r}, not a URL: set --mirror=s3://bucket/run or file:///mnt/disk/run"
-    elif c.mirror.startswith("file://") and path.is_relative_to(Path(c.out_dir).resolve()):
-        yield f"mirror is in out_dir {c.out_dir} and would be lost with it: set a URL of a different folder"
-    if c.mirror and not c.save_checkpoint:
-        yield "mirror copies what save_checkpoint writes: set --mirror="
-    if c.grad_sync == "never" and c.save_checkpoint:
-        yield "grad_sync 'never' lets the ranks' weights drift apart: set --save_checkpoint=False"
+    is_inside = c.mirror.startswith("file://") and path.is_relative_to(Path(c.out_dir).resolve())
+    needs = [
+        ("mirror", "", is_url(c.mirror), "a URL, such as s3://bucket/run or file:///mnt/disk/run"),
+        ("mirror", "", not is_inside, f"a place outside of out_dir {c.out_dir}"),
+        ("mirror", "", c.save_checkpoint, "save_checkpoint"),
+        ("save_checkpoint", False, c.grad_sync != "never", "a grad_sync other than 'never'"),
+    ]
+    yield from unmet(c, needs)
     if not c.dry_run_ranks:
         return
     rank, ranks = (int(n) for n in f"0/{c.dry_run_ranks}".split("/")[-2:])
-    if ranks < 2 or ranks <= rank:
-        yield f"dry_run_ranks is {c.dry_run_ranks}: set --dry_run_ranks={rank}/{max(2, rank + 1)} or the like"
-    if "RANK" in os.environ:
-        yield "a dry run is one process: start train.py without a launcher"
-    if name not in ("scratch", "auto"):
-        yield "a dry run reads no weights: set --init_from=scratch, --n_layer, --n_head and --n_embd"
-    if c.shares == "auto":
-        yield "shares 'auto' measures all ranks, but a dry run has only one: set --shares=equal"
+    least = max(2, rank + 1)
+    needs = [
+        ("dry_run_ranks", f"{rank}/{least}", ranks >= least, "a rank below the number of ranks, 2 or more"),
+        ("dry_run_ranks", "", "RANK" not in os.environ, "to be started without a launcher"),
+        ("init_from", "scratch", name == "auto", "weights, which a dry run does not read"),
+        ("shares", "equal", c.shares != "auto", "all ranks, and a dry run is only one"),
+    ]
+    yield from unmet(c, needs)
 
 
-def conflicts_of_model(c: Settings) -> Iterator[str]:
-    """What an architecture cannot contain, and experts."""
-    if c.arch == "gpt2" and 0 < c.n_kv_head < c.n_head and c.n_head % c.n_kv_head == 0:
-        yield "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"
-    if c.arch == "gpt2" and c.head == "untied":
-        yield "arch 'gpt2' uses a tied head: set --head=auto, or --arch=llama or nanochat"
-    if c.arch != "gpt2" and c.bias:
-        yield f"arch {c.arch!r} uses no biases: set --bias=False"
-    if c.n_expert > 1 and c.n_expert_active == 1:
-        yield "n_expert_active is 1, with which a router learns nothing: set --n_expert_active=2"
-
-
-def conflicts_of_updates(c: Settings) -> Iterator[str]:
-    """The optimizer, the schedule of the learning rate, islands, and exact."""
+def conflicts_of_training(c: Settings) -> Iterator[str]:
+    """The model, the optimizer, the schedule, islands and exact. Raises ValueError about an optimizer."""
     classes = optim.check_optimizer(vars(c))
-    if optim.uses_muon(c.optimizer) and c.learning_rate == 0:
-        yield f"optimizer {c.optimizer!r} updates embeddings and the head with learning_rate: set it above 0"
-    if c.lr_schedule == "wsd" and c.cooldown_iters == 0:
-        yield "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters="
-    if c.islands == 1 and c.local_steps > 1:
-        yield "local_steps is for islands: set --islands= to their number, or 0 for one on each machine"
-    if c.islands != 1 and any(map(has_modes, classes)):
-        yield (
-            f"optimizer {c.optimizer!r} evaluates an average of its weights, but islands evaluate their own: "
-            "set --islands=1"
-        )
+    evaluates_average = any(map(has_modes, classes))
+    is_gpt2, others = c.arch == "gpt2", "arch llama or nanochat"
+    is_one_expert = c.n_expert > 1 and c.n_expert_active == 1
+    has_rate = c.learning_rate > 0 or not optim.uses_muon(c.optimizer)
+    needs = [
+        ("n_kv_head", 0, not is_gpt2 or c.n_kv_head >= c.n_head, others),
+        ("head", "auto", not is_gpt2 or c.head == "tied", others),
+        ("bias", False, is_gpt2, "arch gpt2"),
+        ("n_expert_active", 2, not is_one_expert, "to be 2 or more"),
+        ("learning_rate", 6e-4, has_rate, "to be above 0 for embeddings and the head"),
+        ("lr_schedule", "cosine", c.lr_schedule != "wsd" or c.cooldown_iters, "cooldown_iters"),
+        ("local_steps", 1, c.islands != 1, "islands"),
+        ("islands", 1, not evaluates_average, "an optimizer that evaluates what it trains"),
+    ]
+    yield from unmet(c, needs)
     if not c.exact:
         return
-    for name, allowed in (EXACT if c.pp == 1 else EXACT_PIPELINE).items():
+    needs = {name: getattr(UNDIVIDED, name) for name in EXACT} | {"layout": "manual"}
+    if c.pp > 1:
+        needs["dropout"] = 0.0
+    if c.pp > 1 and splits_backward(c.pp_schedule):
+        needs["pp_schedule"] = "1f1b"
+    if c.zero >= 2:
+        needs["pp"] = 1
+    if classes:
+        needs["zero"] = 0
+    for name, needed in needs.items():
         value = getattr(c, name)
-        if value not in allowed:
-            yield f"exact: {name} {value} changes the bits: set --{name}={allowed[0]}, or --exact=False"
-    if classes and c.zero >= 1:
-        yield f"exact: zero changes the bits of {classes[0].__name__}: set --zero=0, or --exact=False"
+        if value != needed:
+            yield f"exact: {name} {value} changes the bits: set --{name}={needed}, or --exact=False"
 
 
 # ------------------------------------------------------------------------------------------------------------
 # conflicts in a plan
 
 
-def conflicts(plan: Plan, splits_sequence: bool = True) -> Iterator[str]:
-    """A sentence for each conflict of a plan, as far as its ranks and its model are known."""
-    yield from conflicts_of_layout(plan)
-    if plan.world_size:
-        yield from conflicts_with_ranks(plan)
-    if plan.model_args:
-        yield from conflicts_with_sizes(plan)
-        yield from conflicts_with_stages(plan)
-    if plan.model_args and splits_sequence:
-        yield from conflicts_with_sequence(plan)
-
-
 def conflicts_of_layout(plan: Plan) -> Iterator[str]:
     """How the ways of dividing the work fit each other. Raises ValueError about shares that are no list."""
     parse_shares(plan.shares)
-    delays_weights = plan.pp > 1 and splits_backward(plan.pp_schedule)
-    if plan.shares != "equal" and plan.pp > 1:
-        yield f"the ranks of a pipeline (pp {plan.pp}) need equal shares: set --shares=equal"
-    elif plan.shares == "auto" and (plan.zero >= 2 or max(plan.ep, plan.cp, plan.tp) > 1):
-        yield (
-            "shares 'auto' measures ranks that hold a whole model (zero 0 or 1; tp, cp and ep 1): set a list "
-            "such as --shares=2,1, or --shares=equal"
-        )
-    if plan.activation_checkpointing == "selective" and delays_weights:
-        yield (
-            f"pp_schedule {plan.pp_schedule!r} makes two backward passes, but activation_checkpointing "
-            "'selective' allows one: set --activation_checkpointing=full"
-        )
-    if plan.cuda_graphs and not plan.compile:
-        yield "cuda_graphs needs compile: set --cuda_graphs=False"
-    if plan.cuda_graphs and plan.zero >= 2:
-        yield f"zero {plan.zero} moves gradients, which cuda_graphs cannot: set --cuda_graphs=False"
-    if plan.zero < 2 and (plan.cpu_offload or plan.dp_replicate != 1):
-        yield f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {plan.zero}: set --zero=3"
-    yield from conflicts_of_compression(plan)
-
-
-def conflicts_of_compression(plan: Plan) -> Iterator[str]:
-    """What replicas or islands send."""
+    is_sharded, has_islands = plan.zero >= 2, plan.islands != 1
+    holds_whole = not is_sharded and plan.ep == plan.cp == plan.tp == 1
+    is_one_pass = plan.pp == 1 or not splits_backward(plan.pp_schedule)
+    is_selective = plan.activation_checkpointing == "selective"
     compression = plan.replica_compression
-    if plan.islands != 1 and plan.grad_compression.startswith(("powersgd", "topk")):
-        yield (
-            f"islands send none, fp16, bf16 or int8, not {plan.grad_compression}: set --grad_compression=int8"
-        )
-    if compression != "none" and plan.zero >= 2 and plan.dp_replicate == 1:
-        yield (
-            f"grad_compression is for replicas, which zero {plan.zero} uses only with dp_replicate: set "
-            "--dp_replicate= to their number, or --grad_compression=none"
-        )
-    if compression != "none" and plan.zero < 2 and plan.grad_sync == "every":
-        yield "grad_sync 'every' would compress what has been compressed already: set --grad_sync=last"
-    if keeps_errors(compression) and plan.dtype == "float16":
-        yield (
-            f"grad_compression {compression!r} adds up errors of several steps, whose scale dtype 'float16' "
-            "changes: set --dtype=bfloat16 or float32, or --grad_compression=fp16"
-        )
+    is_twice = plan.grad_sync == "every" and not is_sharded and compression != "none"
+    has_replicas = has_islands or not is_sharded or plan.dp_replicate > 1
+    is_of_gradients = plan.grad_compression.startswith(("powersgd", "topk"))
+    has_errors = keeps_errors(compression) and plan.dtype == "float16"
+    needs = [
+        ("shares", "equal", plan.pp == 1, "pp 1"),
+        ("shares", "equal", plan.shares != "auto" or holds_whole, "zero 0 or 1, and tp, cp and ep 1"),
+        ("activation_checkpointing", "full", not is_selective or is_one_pass, "another pp_schedule"),
+        ("cuda_graphs", False, plan.compile, "compile"),
+        ("cuda_graphs", False, not is_sharded, "zero 0 or 1"),
+        ("cuda_graphs", False, plan.world_size == 1, "a single process"),
+        ("cuda_graphs", False, not plan.model_args.get("n_expert"), "a model without experts"),
+        ("cpu_offload", False, is_sharded, "zero 2 or 3"),
+        ("dp_replicate", 1, is_sharded, "zero 2 or 3"),
+        ("grad_sync", "last", not is_twice, "gradients that are not compressed"),
+        ("grad_compression", "none", has_replicas, "zero 0 or 1, or dp_replicate"),
+        ("grad_compression", "int8", not (has_islands and is_of_gradients), "islands 1"),
+        ("grad_compression", "fp16", not has_errors, "dtype float32 or bfloat16"),
+    ]
+    yield from unmet(plan, needs)
 
 
 def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
@@ -255,19 +225,19 @@ def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
     product = prod(degrees.values())
     if plan.world_size % product:
         text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-        text += f" = {product}" if len(degrees) > 1 else ""
+        if len(degrees) > 1:
+            text += f" = {product}"
         counts = multiples_around(plan.world_size, product)
         started = count_text(plan.world_size, "process", "processes")
         yield f"{started} cannot be divided into {text}: start {counts} processes, or lower a degree"
     else:
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
-    if plan.islands > 1 and 0 < plan.sequences < plan.islands:
+    if plan.islands > plan.sequences > 0:
+        steps = ceil(plan.islands / plan.batch_size)
         yield (
-            f"islands is {plan.islands}, but a step reads only {count_text(plan.sequences, 'sequence')}: set "
-            f"--gradient_accumulation_steps={ceil(plan.islands / plan.batch_size)}"
+            f"islands is {plan.islands}, but a step reads {count_text(plan.sequences, 'sequence')}: set "
+            f"--gradient_accumulation_steps={steps}"
         )
-    if plan.cuda_graphs and plan.world_size > 1:
-        yield f"cuda_graphs is for one process, but there are {plan.world_size}: set --cuda_graphs=False"
 
 
 def conflicts_with_sizes(plan: Plan) -> Iterator[str]:
@@ -277,11 +247,10 @@ def conflicts_with_sizes(plan: Plan) -> Iterator[str]:
     for name, divided in (("tp", heads), ("ep", "n_expert")):
         degree, size = getattr(plan, name), args.get(divided, 0)
         if size % degree:
-            yield f"{name} is {degree}: it must divide {divided}, {size}: set --{name}={gcd(size, degree)}"
+            least = gcd(size, degree)
+            yield f"{name} is {degree}: it must divide {divided}, {size}: set --{name}={least}"
     if ep > 1 and not args.get("n_expert"):
-        yield f"ep is {ep}, but the model contains no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}"
-    if plan.cuda_graphs and args.get("n_expert"):
-        yield "cuda_graphs is for models without experts: set --cuda_graphs=False"
+        yield f"ep is {ep}, but the model contains no experts: set --ep=1"
     for name in ("vocab_size", "n_hidden"):
         size = args.get(name)
         if size and (tp - 1) * ceil(size / tp) >= size:
@@ -290,20 +259,18 @@ def conflicts_with_sizes(plan: Plan) -> Iterator[str]:
 
 def conflicts_with_stages(plan: Plan) -> Iterator[str]:
     """Each pipeline stage contains a block or more. With exact, some models cannot be divided into stages."""
-    args, pp = plan.model_args, plan.pp
-    layers, per_rank = args["n_layer"], stages_per_rank(plan.pp_schedule)
+    args, pp, schedule = plan.model_args, plan.pp, plan.pp_schedule
+    layers, per_rank = args["n_layer"], stages_per_rank(schedule)
     if layers < pp * per_rank:
-        schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
+        other = " or --pp_schedule=1f1b" if layers >= pp else ""
         yield (
-            f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but n_layer is "
-            f"{layers}: set --pp={max(1, layers // per_rank)}{schedule}"
+            f"pp_schedule {schedule!r} makes {pp * per_rank} stages with pp {pp}, but n_layer is {layers}: "
+            f"set --pp={max(1, layers // per_rank)}{other}"
         )
-    if pp > 1 and plan.pp_schedule == "zbv" and plan.device_type == "cpu" and not SENDS_TO_ITSELF:
+    if pp > 1 and schedule == "zbv" and plan.device_type == "cpu" and not SENDS_TO_ITSELF:
         yield f"torch {torch.__version__} cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"
-    if plan.exact and pp > 1:
-        causes = {"a tied head": args["tied"], "experts": args["n_expert"], "zero 2 or 3": plan.zero >= 2}
-        for cause in filter(causes.get, causes):
-            yield f"exact: {cause} changes the bits in a pipeline: set --pp=1, or --exact=False"
+    if plan.exact and pp > 1 and (args["tied"] or args["n_expert"]):
+        yield "exact: pp changes the bits of a tied head and of experts: set --pp=1, or --exact=False"
 
 
 def conflicts_with_sequence(plan: Plan) -> Iterator[str]:
@@ -319,7 +286,7 @@ def conflicts_with_sequence(plan: Plan) -> Iterator[str]:
 def multiples_around(n: int, factor: int) -> str:
     """The multiples of `factor` below and above n, as they are typed."""
     below = n // factor * factor
-    return " or ".join(str(multiple) for multiple in (below, below + factor) if multiple)
+    return f"{below} or {below + factor}" if below else str(factor)
 
 
 # ------------------------------------------------------------------------------------------------------------
