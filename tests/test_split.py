@@ -128,12 +128,7 @@ MISTAKES = [
     (2, dict(tp=2), dict(block_size=33), "it must be a multiple of tp, 2: set --block_size=32 or 34"),
     (4, dict(cp=2, tp=2), dict(block_size=36), "a multiple of 2 x cp x tp, 8: set --block_size=32 or 40"),
     (2, dict(cuda_graphs=True), {}, "True, but needs a single process: set --cuda_graphs=False"),
-    (
-        1,
-        dict(cuda_graphs=True),
-        dict(n_expert=4),
-        "True, but needs a model without experts: set --cuda_graphs=False",
-    ),
+    (1, dict(cuda_graphs=True), dict(n_expert=4), "needs a model without experts: set --cuda_graphs=False"),
     (6, dict(ep=4), dict(n_expert=12), f"6 {DIVIDED} ep 4: start 4 or 8 processes"),
     (4, dict(ep=4), dict(n_expert=6), "ep is 4: it must divide n_expert, 6: set --ep=2"),
     (3, dict(ep=3), {}, "ep is 3, but the model contains no experts: set --ep=1"),
