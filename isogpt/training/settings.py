@@ -12,9 +12,6 @@ from dataclasses import fields
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import torch
 
 from isogpt.common.console import count_text
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
@@ -45,7 +42,6 @@ FORMS = {
 }
 # settings that must be those of UNDIVIDED for a run to be exact
 EXACT = ("tp", "cp", "ep", "islands", "shares", "grad_compression", "grad_sync", "cuda_graphs", "cpu_offload")
-Need = tuple[str, Any, Any, str]  # setting, a value that needs nothing, whether the need is met, the need
 
 
 def check_training(config: dict) -> dict:
@@ -108,8 +104,13 @@ def conflicts_of_values(c: Settings) -> Iterator[str]:
             yield f"{name} is {value!r}; choose from {described}"
 
 
-def unmet(c: Settings | Plan, needs: list[Need]) -> Iterator[str]:
-    """A sentence for each setting with a value that needs what is not so."""
+def unmet(c: Settings | Plan, needs: list[tuple]) -> Iterator[str]:
+    """
+    A sentence for each need that is not met.
+
+    Args:
+        needs: rows of (setting, a value without this need, whether the need is met, what is needed).
+    """
     for name, fallback, is_met, need in needs:
         value = getattr(c, name)
         if value != fallback and not is_met:
@@ -268,7 +269,7 @@ def conflicts_with_stages(plan: Plan) -> Iterator[str]:
             f"set --pp={max(1, layers // per_rank)}{other}"
         )
     if pp > 1 and schedule == "zbv" and plan.device_type == "cpu" and not SENDS_TO_ITSELF:
-        yield f"torch {torch.__version__} cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"
+        yield "this torch cannot run pp_schedule zbv on CPUs: set --pp_schedule=zero_bubble"
     if plan.exact and pp > 1 and (args["tied"] or args["n_expert"]):
         yield "exact: pp changes the bits of a tied head and of experts: set --pp=1, or --exact=False"
 
@@ -329,7 +330,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
     length, vocab_size = model_args["block_size"], model_args["vocab_size"]
     if config["block_size"] > length:
         raise ValueError(
-            f"block_size {config['block_size']} exceeds the checkpoint's context length, {length}: set "
+            f"block_size is {config['block_size']}, but the checkpoint's is {length}: set "
             f"--block_size={length} or less"
         )
     if data.highest >= vocab_size:
@@ -341,12 +342,12 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
     experts = fitted["n_expert"]
     if config["n_expert"] in (0, experts):
         return fitted
-    if not experts and not is_resume:
-        return fitted | {name: config[name] for name in ("n_expert", "n_expert_active")}
-    advice = f"set --n_expert={experts}"
-    if not experts:
-        advice = (
-            "to start a new run in which each expert is a copy of the MLP, set "
+    problem = f"n_expert is {config['n_expert']}, but the checkpoint's is {experts}"
+    if experts:
+        raise ValueError(f"{problem}: set --n_expert={experts}")
+    if is_resume:
+        raise ValueError(
+            f"{problem}: to start a new run in which each expert is a copy of the MLP, set "
             f"--init_from={config['out_dir']} and a different --out_dir"
         )
-    raise ValueError(f"n_expert is {config['n_expert']}, but the checkpoint's is {experts}: {advice}")
+    return fitted | {name: config[name] for name in ("n_expert", "n_expert_active")}
