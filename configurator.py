@@ -29,7 +29,7 @@ SECTION = re.compile(r"# -- (.+?) -+")
 # name = value  # meaning [range]
 SETTING = re.compile(r"([A-Za-z]\w*) = (.+?)(?:\s+#\s*(.*?)(?:\s*\[([^][]*)\])?)?")
 # what everyone types who comes from transformers, Lightning, torchtitan or nanochat. Similar names, such as
-# epochs for max_epochs, need no entry. docs/migrating.md lists more names, with their values
+# max_steps for max_iters, need no entry. docs/migrating.md lists more names, with their values
 OTHER_NAMES = {
     "bf16": "dtype",
     "world_size": "nproc",
@@ -38,6 +38,7 @@ OTHER_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "hidden_size": "n_embd",
     "lr": "learning_rate",
+    "max_epochs": "max_tokens",
     "max_grad_norm": "grad_clip",
 }
 # modules that nanoGPT's scripts have imported when they run a config

@@ -15,8 +15,10 @@ rounding.
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
+import os
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,15 +27,17 @@ from configurator import configure, fail
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
+from isogpt.data.text_files import read_text
 from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.launch import launchers, process_group, start_checks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
+from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import make_mesh
-from isogpt.parallel.plan import UNDIVIDED
-from isogpt.training import degrees, layout_check, precision, settings
+from isogpt.parallel.plan import Plan
+from isogpt.training import layout_check, precision, settings
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
@@ -62,9 +66,19 @@ dist_timeout_s = 600.0  # how long processes wait for each other [> 0]
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
-    settings.check_sampling(config)
-    plan = replace(UNDIVIDED, world_size=launchers.rank_variables()[1], tp=tp, pp=pp)
-    degrees.check_degrees(plan)
+    if os.path.isfile(init_from):
+        folder = os.path.dirname(init_from) or "."
+        raise ValueError(
+            f"init_from {init_from} is a file: set --out_dir={folder} for a run's ckpt.pt in this folder, or "
+            f"--init_from={folder} for a model of transformers"
+        )
+    if init_from not in ("resume", *GPT2) and not is_url(init_from) and not os.path.isdir(init_from):
+        raise ValueError(
+            f"init_from is {init_from!r}; choose from resume (a run in out_dir), gpt2[-medium|-large|-xl], a "
+            "folder of Hugging Face weights, or the URL of a run's mirror"
+        )
+    plan = Plan(world_size=launchers.rank_variables()[1], tp=tp, pp=pp)
+    settings.check_plan(plan)
     backend = "auto" if tp * pp > 1 else "gloo"
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
@@ -74,8 +88,11 @@ try:
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 start_checks.check_start(ranks, config)
-# on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
-text = broadcast(do_together(settings.read_prompt, start if ranks.is_main else ""))
+text = start
+if start.startswith("FILE:"):
+    path = Path(start.removeprefix("FILE:")).expanduser()
+    # on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
+    text = broadcast(do_together(read_text if ranks.is_main else str, path))
 
 # the checkpoint, the tokenizer and the model (all ranks load them; an error on any rank ends all ranks)
 stored, damaged, source, pretrained = None, [], None, None
@@ -100,7 +117,7 @@ with exit_together():
     with torch.device("meta"):
         model = GPT(GPTConfig(**run["model_args"]))
     plan = replace(plan, model_args=asdict(model.config))  # with defaults, and heads of keys and values
-    degrees.check_degrees(plan, splits_sequence=False)
+    settings.check_plan(plan, splits_sequence=False)
     if source:
         check_weights(source, model)
 if stored and ranks.is_main:

@@ -44,7 +44,7 @@ compile = True  # torch.compile; not used on a CPU, or if it does not work on th
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 eval_only = False  # evaluate once, then exit
 # -- checkpoints ---------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a path, a URL
+init_from = "scratch"  # scratch, resume[:STEP], auto (either), gpt2[-medium|-large|-xl], auto:gpt2, path, URL
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
@@ -91,16 +91,13 @@ cuda_graphs = False  # with compile: record kernels and launch them together, fo
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
-dry_run_ranks = 0  # one process reports what a step of so many ranks takes and sends (0: train) [>= 0]
-dry_run_rank = 0  # which of the dry_run_ranks this process is [>= 0]
+dry_run_ranks = ""  # one process reports what a step of 8 ranks takes and sends; 3/8: as rank 3 of these
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
-on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
-on_spike = "report"  # a loss or gradient norm of 6 sigma above the last 128: report, or skip [report | skip]
+skip_steps = "none"  # leave out steps that are not finite, or spikes (6 sigma) too [none | nan | spikes]
 check_layout = True  # before training, compare a step of a small model on all ranks with one process's
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- checkpoints ---------------------------------------------------------------------------------------------
-resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
 keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
 mirror = ""  # URL of a folder to which checkpoints are copied in the background, such as s3://bucket/run
@@ -109,7 +106,6 @@ eval_datasets = ""  # further validation sets, such as a,b: names or paths of fo
 sample_interval = 0  # steps between samples of two lines; one is written at the end too (0: never) [>= 0]
 stats_interval = 0  # steps between statistics of each layer: norms, activations, attention (0: never) [>= 0]
 tensorboard_log = False  # log to <out_dir>/tensorboard too
-print_result = False  # print result.json, which says how the run ended, as the last line
 # -- data ----------------------------------------------------------------------------------------------------
 data_order = "random"  # windows anywhere, each once, or where documents begin [random | shuffle | documents]
 vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
@@ -120,15 +116,12 @@ pp_schedule = "1f1b"  # the last three: two stages on a rank [gpipe | 1f1b | int
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 grad_sync = "auto"  # micro-steps that reduce gradients; every takes less memory [auto | last | every | never]
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, powersgd:RANK or topk:FRACTION
-ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
-fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
+grad_compression = "none"  # of what replicas or islands send: fp16, bf16, int8, powersgd:RANK, topk:FRACTION
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
 islands = 1  # DiLoCo workers: groups of ranks that train alone, then average (0: one per machine) [>= 0]
 local_steps = 1  # steps between two averages of the islands' weights [>= 1]
 outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
 outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
-outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
 # -- model ---------------------------------------------------------------------------------------------------
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
@@ -136,11 +129,8 @@ residual_dtype = "float32"  # dtype of the stream from block to block; bfloat16 
 head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
 n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
 n_expert_active = 2  # experts for each token [>= 1]
-balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
-router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 # -- optimizer -----------------------------------------------------------------------------------------------
-max_tokens = 0.0  # tokens to train on, in place of max_iters and lr_decay_iters (0: these count) [>= 0]
-max_epochs = 0.0  # the same as a number of passes over the training tokens (0: not used) [>= 0]
+max_tokens = ""  # tokens to train on, or epochs, such as 2epochs, in place of max_iters and lr_decay_iters
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
 cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
@@ -203,10 +193,7 @@ reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP
 model = raw_model
 if data_parallel.uses_ddp(plan, mesh):
     model = torch.nn.parallel.DistributedDataParallel(
-        raw_model,
-        process_group=mesh.replicas.group,
-        bucket_cap_mb=plan.ddp_bucket_mb,
-        gradient_as_bucket_view=True,
+        raw_model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
     )
 # sums of gradients in floating point; with exact as int64, which do not depend on the order of reduction
 gradients = make_sums(model, raw_model, mesh, plan, reader.share, scaler, state.compression)
@@ -223,7 +210,7 @@ layers = statistics.LayerStatistics(
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, report
 )
-policy = step_policy.StepPolicy(on_nan, on_spike, state, reader, report)
+policy = step_policy.StepPolicy(skip_steps, state, reader, report)
 del run.start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside the logger and the sampler)
@@ -293,7 +280,7 @@ while not is_complete:
     gathered = report.gather(gradients.mean_loss(loss_sum), square_share)
     with layers.of_update(step):  # statistics, every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
-        optim.clip_and_step(optimizers, scaler, gathered, grad_clip, on_spike == "skip")
+        optim.clip_and_step(optimizers, scaler, gathered, grad_clip, skip_steps == "spikes")
     numbers = report.read(gathered)  # synchronizes: waits for the GPU, unless clip_and_step has done so
     # -- after the step
 

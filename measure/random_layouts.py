@@ -28,8 +28,7 @@ from runs import Zygote, accepted, column, tiny_data
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.plan import plan_of
-from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import model_args_of
+from isogpt.training.settings import check_plan, model_args_of
 
 TOLERANCE = 1e-6  # of a loss
 STEPS, SAVE_EVERY = 40, 4
@@ -105,7 +104,7 @@ def is_possible(layout: Layout, model: str) -> bool:
     try:
         config = accepted("train.py", *ARGS, *MODELS[model], *layout.options)
         args = asdict(GPTConfig(**model_args_of(config, VOCABULARY)))
-        check_degrees(plan_of(config, islands=1, world_size=layout.processes, model_args=args))
+        check_plan(plan_of(config, islands=1, world_size=layout.processes, model_args=args))
     except ValueError:
         return False
     return True

@@ -30,8 +30,7 @@ from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import plan_of
 from isogpt.training import layout_check
-from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import check_layout, model_args_of
+from isogpt.training.settings import check_plan, model_args_of
 from model import GPT
 
 VOCABULARY, CPU = 512, torch.device("cpu")
@@ -66,8 +65,7 @@ def difference(model_settings, layout, rank, world_size):
     args = asdict(GPTConfig(**model_args_of(config, vocab_size=VOCABULARY)))
     decided = dict(world_size=world_size, device_type="cpu", dtype="float32", model_args=args)
     plan = plan_of(config, config["islands"], **decided)
-    check_layout(plan)
-    check_degrees(plan)
+    check_plan(plan)
     mesh = connect_mesh(rank, plan, 60.0)
     plan = replace(layout_check.small_plan(plan), model_args=args)
     trial = layout_check.Trial(GPT, plan, mesh, CPU, config, draw=0)

@@ -28,9 +28,8 @@ from runs import train_defaults
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import LayoutError, plan_of
-from isogpt.training.degrees import check_degrees
 from isogpt.training.layout_check import first_problem
-from isogpt.training.settings import check_layout, model_args_of
+from isogpt.training.settings import check_plan, model_args_of
 from model import GPT
 
 torch.set_num_threads(1)
@@ -44,8 +43,7 @@ for model_settings, layout, fault, edit in json.loads(path.read_text()):
     plan = plan_of(
         config, config["islands"], world_size=world_size, device_type="cpu", dtype="float32", model_args=args
     )
-    check_layout(plan)
-    check_degrees(plan)
+    check_plan(plan)
     try:
         with broken(*fault) if fault else nullcontext():
             mesh = connect_mesh(rank, plan, 60.0)

@@ -500,11 +500,11 @@ def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):
 MISTAKES = {
     "--arch=gpt3": "arch is 'gpt3'; choose from gpt2, nanochat and llama",
     "--arch=llama --n_kv_head=5": "n_kv_head is 5: it must divide n_head, 12",
-    "--n_kv_head=1": "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0",
-    "--head=untied": "arch 'gpt2' uses a tied head: set --head=auto",
-    "--arch=llama --bias=True": "arch 'llama' uses no biases: set --bias=False",
-    "--lr_schedule=wsd": "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=",
-    "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0, but optimizer 'muon' needs it",
+    "--n_kv_head=1": "n_kv_head is 1, but needs arch llama or nanochat: set --n_kv_head=0",
+    "--head=untied": "head is 'untied', but needs arch llama or nanochat: set --head=auto",
+    "--arch=llama --bias=True": "bias is True, but needs arch gpt2: set --bias=False",
+    "--lr_schedule=wsd": "lr_schedule is 'wsd', but needs cooldown_iters: set --lr_schedule=cosine",
+    "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0.0, but needs to be above 0 for emb",
 }
 
 

@@ -40,6 +40,11 @@ def flip(folder):
     path.write_bytes(data)
 
 
+def latin(folder):
+    """A prompt that is not in UTF-8."""
+    (folder / "p").write_bytes(b"\xe9")
+
+
 # ------------------------------------------------------------------------------------------------------------
 # the cases
 
@@ -83,11 +88,11 @@ CASES = {
         ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
         BOTH,
     ),
-    "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"]),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size is 32, but the checkpoint's is 16: set"]),
     "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
     "no-step": Case(
-        [*RESUME, "--resume_step=5"],
-        ["no step 5 to resume from in out: it contains 6, 3: set --resume_step="],
+        ["--init_from=resume:5", "--max_iters=9"],
+        ["no step 5 to resume from in out: it contains 6, 3: set --init_from=resume:6 or the like"],
         BOTH,
     ),
     # out_dir
@@ -95,6 +100,7 @@ CASES = {
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
+    "s-prompt": Case(["--start=FILE:p"], ["p is not text in UTF-8"], BOTH, latin, "sample.py", lines=None),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
     "s-damaged": Case([], ["is damaged"], prepare=flip, script="sample.py"),
 }

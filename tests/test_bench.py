@@ -117,7 +117,7 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
 
 def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, "--head=untied", ok=False)
-    assert "error: train.py failed: arch 'gpt2' uses a tied head" in text and found is None
+    assert "error: train.py failed: head is 'untied', but needs arch llama" in text and found is None
     assert reason_for(3, "") == "exit status 3"
     assert reason_for(-9, "") == "killed (SIGKILL), probably because the machine ran out of memory"
     assert reason_for(1, "[rank0]: Traceback:\n[rank0]:  line\n[rank0]: KeyError: 3") == "KeyError: 3"
@@ -240,7 +240,7 @@ def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
     text, found = plan(*FINETUNE, "--init_from=gpt2-large", "--hardware=h100", *budget)
     took = duration(steps * found["plans"][0]["total_s"])
     assert f"the fastest, predicted, {steps:,} steps in {took} without evaluations" in text
-    assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_epochs=2")[0]
+    assert "steps in" not in plan(*FINETUNE, "--hardware=h100", "--max_tokens=2epochs")[0]
 
 
 def test_an_estimate_for_pretrained_weights(zygote, work):

@@ -1,4 +1,4 @@
-"""Budgets of tokens and epochs, max_tokens and max_epochs."""
+"""Budgets of tokens and epochs: max_tokens."""
 
 import re
 import signal
@@ -12,48 +12,50 @@ from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import check_training
 
 DEFAULTS = train_defaults()  # 491,520 tokens per step
-LIMITS = {
-    "max_tokens 1,000,000,000 are 2,035 steps of 491,520 tokens": dict(max_tokens=1e9),
-    "max_tokens 983,040 are 2 steps of 491,520 tokens": dict(max_tokens=983040.0),
-    "max_tokens 0.5 are 1 step of 491,520 tokens": dict(max_tokens=0.5),
-    "max_epochs 2 of 1,000,000 tokens are 4 steps of 491,520 tokens": dict(max_epochs=2.0),
-    "max_epochs 0.1 of 1,000,000 tokens are 13 steps of 7,680 tokens": dict(
-        max_epochs=0.1, batch_size=8, block_size=96, gradient_accumulation_steps=10
-    ),
-}
+SMALL = dict(batch_size=8, block_size=96, gradient_accumulation_steps=10)
+# max_tokens, other settings, note
+LIMITS = [
+    ("1e9", {}, "1,000,000,000 are 2,035 steps of 491,520 tokens"),
+    ("983040", {}, "983,040 are 2 steps of 491,520 tokens"),
+    (".5", {}, "0.5 are 1 step of 491,520 tokens"),
+    ("2epochs", {}, "2 epochs of 1,000,000 tokens are 4 steps of 491,520 tokens"),
+    ("0.1 epochs", SMALL, "0.1 epochs of 1,000,000 tokens are 13 steps of 7,680 tokens"),
+]
 
 
-@pytest.mark.parametrize("note", LIMITS)
-def test_the_steps_of_a_budget(note):
-    steps = int(re.search(r"([\d,]+) steps? of", note)[1].replace(",", ""))
+@pytest.mark.parametrize(("max_tokens", "others", "note"), LIMITS)
+def test_the_steps_of_a_budget(max_tokens, others, note):
+    last = int(re.search(r"([\d,]+) steps? of", note)[1].replace(",", "")) - 1
     # a config's max_iters does not count
-    limits = limits_of(DEFAULTS | LIMITS[note] | {"max_iters": 77, "lr_decay_iters": 88.5}, 1_000_000)
-    assert limits.notes == [f"{note}: max_iters {steps - 1}, lr_decay_iters {steps - 1}"]
-    assert limits.settings() == {"max_iters": steps - 1, "lr_decay_iters": steps - 1}
+    config = check_training(DEFAULTS | others | dict(max_tokens=max_tokens, max_iters=77, lr_decay_iters=8.5))
+    limits = limits_of(config, 1_000_000)
+    assert limits.notes == [f"max_tokens {note}: max_iters {last}, lr_decay_iters {last}"]
+    assert limits.settings() == {"max_iters": last, "lr_decay_iters": last}
 
 
 def test_without_a_budget_the_settings_stay_as_they_are():
-    limits = limits_of(DEFAULTS | {"max_iters": 7.5, "lr_decay_iters": 88}, 1_000_000)
-    assert limits == (7.5, 88, [])
+    assert limits_of(DEFAULTS | {"max_iters": 7.5}, 1_000_000) == (7.5, DEFAULTS["lr_decay_iters"], [])
 
 
-def test_two_budgets_are_refused():
-    message = "max_tokens is 1e+09 and max_epochs is 2, but both set the number of steps: set --max_tokens=0 "
-    with pytest.raises(ValueError, match=re.escape(f"{message}or --max_epochs=0")):
-        check_training(DEFAULTS | {"max_tokens": 1e9, "max_epochs": 2.0})
+@pytest.mark.parametrize("max_tokens", ["0", "-1e9", "2 days", "1.2.3", "epochs"])
+def test_what_is_no_budget_is_refused(max_tokens):
+    message = f"max_tokens is {max_tokens!r}; choose from tokens such as 3e9, and epochs such as"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_training(DEFAULTS | {"max_tokens": max_tokens})
 
 
 def test_the_advice_for_a_complete_run_is_a_budget():
-    for name, value in {"max_tokens": 983040.0, "max_epochs": 0.5}.items():
-        config = DEFAULTS | {name: value}
+    for max_tokens, twice in {"983040": "1.96608e+06", "0.5epochs": "1epochs"}.items():
+        config = DEFAULTS | {"max_tokens": max_tokens}
         limits = limits_of(config, 2_000_000)
         advice = make_schedule(config | limits.settings()).to_continue(limits.max_iters + 1)
-        assert advice == f"--{name}={2 * value:g}"
+        assert advice == f"--max_tokens={twice}"
+        check_training(DEFAULTS | {"max_tokens": twice})
 
 
 def test_measurements_take_their_own_number_of_steps():
     """bench.py and dry runs set max_iters, which a budget in a config would override."""
-    assert FIXED["max_tokens"] == FIXED["max_epochs"] == 0
+    assert FIXED["max_tokens"] == ""
 
 
 def test_a_run_with_a_budget(zygote, work):
@@ -66,8 +68,11 @@ def test_a_run_with_a_budget(zygote, work):
     assert run.until(lambda text: "iter 4:" in text)
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
-    resumed = zygote.train([*budget, "--max_epochs=0.1536"], work).text()  # of 20,000 tokens
-    assert "note:    max_epochs 0.1536 of 20,000 tokens are 12 steps of 256 tokens: max_iters 11, " in resumed
+    resumed = zygote.train([*budget, "--max_tokens=0.1536epochs"], work).text()  # of 20,000 tokens
+    assert (
+        "note:    max_tokens 0.1536 epochs of 20,000 tokens are 12 steps of 256 tokens: max_iters 11, "
+        in resumed
+    )
     assert "the loss curve changes" not in resumed
     for key in ("loss", "lr", "val_loss"):
         assert column(work / "out", key) == column(work / "steps", key)

@@ -131,17 +131,27 @@ def test_a_value_is_read_by_the_type_of_the_default(script, arguments, values):
     assert all(type(config[name]) is type(DEFAULTS[name]) for name in DEFAULTS)
 
 
-def test_a_value_of_a_different_type_is_an_error(script, capsys):
+def test_all_mistakes_are_reported_at_once(script, capsys):
+    """Values of a different type or out of range, what does not exist, and what a config raises."""
     config_file("seed = True\nmax_iters = 'x'\neval_only = 2\ndevice = None")
-    options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan"]
-    assert problems(capsys, script, "c.py", *options) == [
+    config_file("seed = 1\n\nseed = 1 / 0\n", "d.py")
+    config_file("seed = (\n", "e.py")
+    config_file("import sys\nsys.exit('stop')\n", "f.py")
+    options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan", "--sed=1", "--max_iters=-5"]
+    assert problems(capsys, script, "c.py", "d.py", "e.py", "f.py", "nowhere.py", *options) == [
         "c.py: seed = True: not a whole number",
         "c.py: device = None: not text",
         "c.py: eval_only = 2: not True or False",
         "c.py: max_iters = 'x': not a whole number",
+        "d.py, line 3: ZeroDivisionError: division by zero",
+        "e.py: SyntaxError: '(' was never closed (e.py, line 1)",
+        "f.py, line 2: SystemExit: stop",
+        "nowhere.py: no such config file",
         "command line: --eval_only='2': not True or False",
         "command line: --seed='1.5': not a whole number",
         "command line: --learning_rate='nan': not a finite number",
+        "command line: --sed: no such setting; did you mean --seed?",
+        "error: max_iters is -5: it must be >= 0",
     ]
 
 
@@ -186,20 +196,14 @@ def test_train_accepts_each_row_of_the_table_of_names():
 # -- config files
 
 
-def test_arguments_apply_left_to_right(script):
-    config_file("seed = seed * 2\ndevice = 'cpu'")
-    config_file("seed = 3", "d.py")
-    assert run(script, "--seed=1", "c.py", "c.py")["seed"] == 4
-    assert run(script, "c.py", "d.py") == DEFAULTS | {"seed": 3, "device": "cpu"}
-
-
-def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(script):
-    config_file("seed = 1", script.parent / "config" / "x.py")
-    assert run(script, "config/x.py")["seed"] == 1
+def test_configs_are_looked_up_here_then_next_to_the_script_and_apply_left_to_right(script):
+    beside = str(script.parent / "config/x.py")
+    config_file("seed = seed * 2\ndevice = 'cpu'", beside)
+    assert run(script, "--seed=1", "config/x.py", "config/x.py")["seed"] == 4
     os.mkdir("config")
-    config_file("seed = 2", "config/x.py")
-    assert run(script, "config/x.py")["seed"] == 2
-    assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
+    config_file("seed = 3", "config/x.py")
+    assert run(script, beside, "config/x.py") == DEFAULTS | {"seed": 3, "device": "cpu"}
+    assert run(script, "config/x.py", beside)["seed"] == 6
 
 
 def test_a_config_written_for_nanogpt(script):
@@ -263,30 +267,6 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
         monkeypatch.setenv("ISOGPT_STARTED", nproc)
         assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
         assert capsys.readouterr() == ("", printed)
-
-
-def test_an_exception_in_a_config_is_one_line(script, capsys):
-    config_file("seed = 1\n\nseed = 1 / 0\n")
-    config_file("seed = (\n", "d.py")
-    config_file("import sys\nsys.exit('stop')\n", "e.py")
-    assert problems(capsys, script, "c.py", "d.py", "e.py") == [
-        "c.py, line 3: ZeroDivisionError: division by zero",
-        "d.py: SyntaxError: '(' was never closed (d.py, line 1)",
-        "e.py, line 2: SystemExit: stop",
-    ]
-
-
-# -- errors
-
-
-def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
-    config_file("seed = 'one'\nbatchsize = 3\ndevice = 'cpu'")
-    lines = problems(
-        capsys, script, "--max_iters=-5", "c.py", "nowhere.py", "--sed=1", "--top_k=x", "--seed=8"
-    )
-    starts = ["note: c.py: batchsize is not used", "c.py: seed = 'one'", "nowhere.py: no such config file"]
-    starts += ["command line: --sed:", "command line: --top_k='x'", "error: max_iters is -5"]
-    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 # -- help

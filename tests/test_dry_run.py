@@ -33,7 +33,7 @@ Row = namedtuple("Row", "operation ranks count bytes sent axes")
 
 def run_dry(zygote, work, ranks, args, rank=0, repo=REPO):
     """Run train.py as one of so many ranks: {part: GB} counted and predicted, and the collectives."""
-    args = [*SMALL, *NO_DATA, *args, f"--dry_run_ranks={ranks}", f"--dry_run_rank={rank}", "--out_dir=dry"]
+    args = [*SMALL, *NO_DATA, *args, f"--dry_run_ranks={rank}/{ranks}", "--out_dir=dry"]
     text = zygote.start(args, work, repo=repo).wait(120).text()
     memory, rows = re.findall(MEMORY, text, re.M), re.findall(COLLECTIVE, text, re.M)
     assert len(memory) == 5 and rows and not (work / "dry").exists(), text
@@ -76,12 +76,12 @@ def test_a_collective_gives_what_copies_of_this_rank_would_send():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dry_run_ranks": 1}, "set --dry_run_ranks=2 or more"),
-        ({"dry_run_ranks": 4, "dry_run_rank": 4}, "set --dry_run_ranks=5 or more"),
-        ({"dry_run_rank": 3}, "set --dry_run_ranks=4 or more"),  # not a run that trains
-        ({"dry_run_ranks": 4, "init_from": "resume"}, "set --init_from=scratch"),
-        ({"dry_run_ranks": 4, "shares": "auto"}, "set --shares=equal"),
-        ({"dry_run_ranks": 4, "dataset": "not_there"}, "set --vocab_size=50304"),
+        ({"dry_run_ranks": "1"}, "set --dry_run_ranks=0/2"),
+        ({"dry_run_ranks": "4/4"}, "set --dry_run_ranks=4/5"),
+        ({"dry_run_ranks": "3/"}, "choose from ranks such as 8, and 3/8 for rank 3 of 8"),
+        ({"dry_run_ranks": "4", "init_from": "resume"}, "set --init_from=scratch"),
+        ({"dry_run_ranks": "4", "shares": "auto"}, "set --shares=equal"),
+        ({"dry_run_ranks": "4", "dataset": "not_there"}, "set --vocab_size=50304"),
     ],
 )
 def test_what_cannot_be_dry_run_is_refused(settings, message):

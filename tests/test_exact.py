@@ -124,7 +124,7 @@ precision.seed_micro_batch, model.GPT.forward = seeded, faulty
 
 @pytest.mark.slow
 def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
-    args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--on_nan=skip"]
+    args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--skip_steps=nan"]
     layouts = ("1", "2", "3 --zero=3", "4 --zero=1", "4 --zero=3 --dp_replicate=2")
     for layout in layouts:
         processes, *flags = layout.split()

@@ -115,8 +115,9 @@ SAID = {
     "ep is 2: it must divide n_expert, 3: set --ep=1": ["--ep=2", "--n_expert=3"],
     "n_expert_active is 5: set it to at most n_expert, 4": ["--n_expert=4", "--n_expert_active=5"],
     "n_expert is -4: it must be >= 0": ["--n_expert=-4"],
-    "n_expert_active is 1: the weights of a token's experts add up to 1, so a router that chooses one expert "
-    "learns nothing: set --n_expert_active=2": ["--n_expert=4", "--n_expert_active=1"],
+    "n_expert_active is 1, but needs to be 2 or more: set --n_expert_active=2": [
+        *("--n_expert=4", "--n_expert_active=1")
+    ],
 }
 
 

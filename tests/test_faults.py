@@ -249,7 +249,7 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     def abandoned():
         return len(list(out.glob("abandoned_*")))
 
-    chosen = ["--init_from=resume", "--resume_step=3", "--max_iters=6", "--keep_last=0"]
+    chosen = ["--init_from=resume:3", "--max_iters=6", "--keep_last=0"]
     assert "step_00000003/ckpt.pt, step 3" in start(*chosen).wait().text() and abandoned() == 1
     run = start(*chosen, "--max_iters=7", is_restart=True).wait()
     assert "step_00000007/ckpt.pt, step 7\n" in run.text() and abandoned() == 1
@@ -283,7 +283,7 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(place):
     at_its_end = patch.object(folder_module, "continue_from", side_effect=KeyboardInterrupt)
     with at_its_end, pytest.raises(KeyboardInterrupt):
         enter_folder(out, found, now)
-    assert look_for_start("resume", out, 3, now)[0].step == 3
+    assert look_for_start("resume:3", out, now)[0].step == 3
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ LAYOUTS |= {"--zero=3 --tp=2 --pp=2": (8, 1e-4), "--grad_compression=fp16": (1, 
 LAYOUTS |= dict.fromkeys(["--grad_compression=bf16", "--grad_compression=int8"], (1, 0.02))
 LAYOUTS |= {"--grad_compression=powersgd:1": (1, 0.3), "--islands=2 --local_steps=4": (2, 0.3)}
 if ON_GPU:
-    LAYOUTS["--ddp_bucket_mb=0.02 --compile=True"] = 1, 1e-4
+    LAYOUTS["--compile=True"] = 1, 1e-4
 
 
 @limited(60)

@@ -136,7 +136,7 @@ def start_beside_newer(out, size):
         entries = {"ckpt.pt": {"bytes": length, "sha256": digest}}
         commit_checkpoint(unfinished, manifest_of(step, entries), keep_last=0)
     before = bytes_read("self")
-    stored, *_ = look_for_start("resume", str(out), 1, Launch())
+    stored, *_ = look_for_start("resume:1", str(out), Launch())
     enter_folder(str(out), stored, Launch())
     assert len([*out.glob("abandoned_*")]) == 5
     return bytes_read("self") - before
@@ -321,7 +321,7 @@ def test_each_rank_hashes_its_part(tmp_path, ranks, size):
 
 def part_of_model(model_args, layout, rank):
     """One rank's part of a model, made as train.py makes it, with a process group that is not connected."""
-    plan = replace(UNDIVIDED, device_type="cpu", fsdp_prefetch=1, grad_compression="none", **layout)
+    plan = replace(UNDIVIDED, device_type="cpu", **layout)
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         mesh, cpu = connect_mesh(rank, plan, timeout_s=60.0), torch.device("cpu")

@@ -67,7 +67,7 @@ def use(out):
     """What train.py, sample.py and export.py do with a folder whose newest checkpoint is step 4."""
     export.list_checkpoints(str(out))
     assert not was_entered_by(out, Launch(("agent",)))
-    stored, *_ = look_for_start("resume", str(out), -1, Launch())
+    stored, *_ = look_for_start("resume", str(out), Launch())
     source = open_checkpoint(stored)
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
@@ -108,7 +108,7 @@ def test_no_code_of_a_file_runs(copy_of, at, kind):
             check_law(path.name, use, out)
             (out / "alone.pt").write_bytes(evil)
             with pytest.raises(ValueError, match="alone.pt is not a checkpoint"):
-                look_for_start(str(out / "alone.pt"), str(out), -1, Launch())
+                look_for_start(str(out / "alone.pt"), str(out), Launch())
         path.write_bytes(content)
     assert not [*Path().rglob("PWNED"), *out.rglob("PWNED")]
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(copy_of, at, capsys):
     newest = step_folders(out)[0]
     at.set(manifest, "sha256_of", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(SystemExit):
-        look_for_start("auto", str(out), -1, Launch())
+        look_for_start("auto", str(out), Launch())
     assert re.match(f"error: {newest}/ckpt.pt cannot be read .*may be intact: ", capsys.readouterr().err)
     _, *lines = export.list_checkpoints(str(out)).splitlines()
     assert lines and all("ckpt.pt cannot be read (Permission denied)" in line for line in lines)
@@ -212,6 +212,6 @@ def test_names_are_printed_visibly(at):
     (at.path / name).mkdir()
     (at.path / name / "ckpt.pt").touch()
     with pytest.raises(ValueError, match="no checkpoint to resume from") as error:
-        look_for_start("resume", "out", -1, Launch())
+        look_for_start("resume", "out", Launch())
     assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
     assert console.visible("a\tb\n\x9b\u202e", but="\n") == "a\\tb\n\\x9b\\u202e"

@@ -111,13 +111,13 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work, faul
 
 def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
     """
-    The restart count of rank 0's agent stays 0: what --resume_step chose at the start must not be chosen
+    The restart count of rank 0's agent stays 0: what resume:STEP chose at the start must not be chosen
     again. The losses are those of a run on one process, also after a worker was killed.
     """
     job = [*JOB, "--learning_rate=1e-4"]
     zygote.start([*job, "--max_iters=25", "--keep_last=0", "--out_dir=out"], work).wait()
     h, out = hosts(2), work / "out"
-    chosen = ["--init_from=resume", "--resume_step=10", "--max_iters=1000000", "--keep_last=0"]
+    chosen = ["--init_from=resume:10", "--max_iters=1000000", "--keep_last=0"]
     chosen += ["--dist_timeout_s=60"]
     script = [str(REPO / "train.py"), *job, *chosen, "--out_dir=out"]
     nodes = [*TORCHRUN, "--nnodes=1:2", *ELASTIC[1:], *script]

@@ -21,7 +21,6 @@ from isogpt.launch.start_checks import check_start
 from isogpt.monitor.log import Logger
 from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.watchdog import is_out_of_memory, line_of
-from isogpt.training.settings import read_prompt
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------------
@@ -84,16 +83,6 @@ def test_forms_of_running_out_of_memory():
 
 # ------------------------------------------------------------------------------------------------------------
 # sample.py
-
-
-def test_prompts_of_sample_py(at, monkeypatch):
-    """A file's text is not changed, but for its byte order mark."""
-    monkeypatch.setenv("HOME", str(at.path))
-    Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
-    assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
-    Path("p.txt").write_text("A", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt must name a file of text in UTF-8: .*$"):
-        read_prompt("FILE:p.txt")
 
 
 def test_weights_that_are_not_finite_generate_nothing(at, capsys, trained):

@@ -144,7 +144,7 @@ def test_only_the_newest_waits_and_what_is_copied_is_not_deleted(tmp_path, at):
 
 def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at):
     """
-    After resume_step: a later start would return to them. Their files are kept, and they do not
+    After resume:STEP: a later start would return to them. Their files are kept, and they do not
     replace one of keep_last.
     """
     copied = copies(tmp_path, keep_last=3)
@@ -273,10 +273,10 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
         with pytest.raises(ValueError, match=problem):
             Mirror(url, tmp_path, 1).begin()
     for arguments, advice in {
-        "--mirror=/mnt/disk": "mirror is '/mnt/disk', not a URL: set --mirror=s3://bucket/run or",
-        "--mirror=s3://bucket/run --save_checkpoint=False": "what save_checkpoint writes: set --save",
-        "--mirror=file://out": "mirror is in out_dir out and would be lost with it: set a URL",
-        f"--mirror=file://{tmp_path}/a/b/.. --out_dir=./a": "mirror is in out_dir ./a",
+        "--mirror=/mnt/disk": "mirror is '/mnt/disk', but needs a URL, such as s3://bucket/run or",
+        "--mirror=s3://bucket/run --save_checkpoint=False": "needs save_checkpoint: set --mirror=",
+        "--mirror=file://out": "mirror is 'file://out', but needs a place outside of out_dir out: set",
+        f"--mirror=file://{tmp_path}/a/b/.. --out_dir=./a": "needs a place outside of out_dir ./a",
     }.items():
         with pytest.raises(ValueError, match=re.escape(advice)):
             accepted("train.py", *arguments.split())

@@ -138,7 +138,7 @@ def test_the_newer_of_folder_and_mirror_continues(start, run, at, capsys):
     flip(Path("new/step_00000008/ckpt.pt"))  # the mirror's copy of the same step is intact
     assert start().resumed.stored.step == 8
     assert {p.name for p in Path("new").iterdir()} == {"step_00000008", "damaged_step_00000008"}
-    assert start(out_dir="other", resume_step=4).resumed.stored.step == 4
+    assert start(out_dir="other", init_from="resume:4").resumed.stored.step == 4
 
 
 def test_a_mirror_that_cannot_be_read(start, url, run, at, capsys):
@@ -238,8 +238,8 @@ def test_scripts_read_a_url_or_refuse_it(url, at, capsys):
     printed = capsys.readouterr()
     assert ": step 8, val loss" in printed.err and len(printed.out.splitlines()) > 1
     assert not Path("out").exists()
-    with pytest.raises(ValueError, match="a dry run reads no weights"):
-        check_training(train_defaults(dry_run_ranks=2, init_from="s3://a/b"))
+    with pytest.raises(ValueError, match="weights, which a dry run does not read: set --init_from=scratch"):
+        check_training(train_defaults(dry_run_ranks="2", init_from="s3://a/b"))
 
 
 def test_no_credentials_are_recorded():

@@ -42,7 +42,7 @@ def write(path, content):
 def start(init_from, out_dir="none"):
     """What train.py starts from, or the message."""
     try:
-        stored, *_ = look_for_start(init_from, out_dir, -1, Launch())
+        stored, *_ = look_for_start(init_from, out_dir, Launch())
         return open_checkpoint(stored) if stored else GPT.from_pretrained(init_from)
     except ValueError as e:
         return str(e)
@@ -56,7 +56,7 @@ def start(init_from, out_dir="none"):
 def test_a_folder_with_the_name_of_a_start(at, name):
     """`--init_from=scratch`, the default, does not read a folder `scratch`."""
     write(Path(name, "model.pt"), {"weight": torch.zeros(2)})
-    assert look_for_start(name, "out", -1, Launch())[:2] == (None, False)
+    assert look_for_start(name, "out", Launch())[:2] == (None, False)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])

@@ -77,7 +77,7 @@ CASES = {
         "--zero=3 --cpu_offload=True --dtype=float16", limit=HALF, gpu=T4, waits=OFFLOAD_SCALED
     ),
     # architectures and optimizers
-    "muon": daily(f"{MUON} --on_spike=skip"),
+    "muon": daily(f"{MUON} --skip_steps=spikes"),
     "muon bf16 stream": daily(f"{MUON} --dtype=bfloat16 --residual_dtype=bfloat16", limit=HALF),
     "muon fp16": Case(f"{MUON} --dtype=float16", limit=0.05, gpu=T4),
     "muon zero 3 bf16": Case(f"{MUON} --zero=3 --dtype=bfloat16", limit=HALF),
@@ -93,7 +93,7 @@ CASES = {
     "check_ranks": Case("--check_ranks_interval=2", waits=2),
     "save_interval": Case("--save_interval=1", waits=2),
     # two processes
-    "2 ddp": daily("--on_spike=skip", 2),
+    "2 ddp": daily("--skip_steps=spikes", 2),
     "2 ddp fp16 hook": Case("--dtype=float16 --grad_compression=fp16", 2, HALF, T4),
     "2 zero 1 whole split": Case("--zero=1 --eval_iters=0 --eval_datasets=tiny", 2),
     "2 zero 3 fp16": daily("--zero=3 --dtype=float16", 2, HALF, T4),

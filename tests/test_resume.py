@@ -82,7 +82,7 @@ def test_resume_from_a_chosen_step(zygote, work):
     out = work / "out"
     shutil.copytree(work / "straight", out, symlinks=True)
     for number, last in enumerate((4, 7)):
-        chosen = ["--init_from=resume", "--resume_step=2", f"--max_iters={last}"]
+        chosen = ["--init_from=resume:2", f"--max_iters={last}"]
         run = zygote.train([*args, "--out_dir=out", *chosen], work)
         assert "step_00000002/ckpt.pt, step 2" in run.text() and "iter 2: loss" in run.text()
         steps = [r["iter"] for r in records(out) if "loss" in r and "event" not in r]
@@ -154,7 +154,7 @@ def test_tensorboard_has_each_step_once(zygote, work):
 
     args = ["--tensorboard_log=True", "--out_dir=out", "--save_interval=5", "--keep_last=0"]
     zygote.train([*args, "--max_iters=12"], work, nproc=2)
-    zygote.train([*args, "--init_from=resume", "--resume_step=5", "--max_iters=17"], work)
+    zygote.train([*args, "--init_from=resume:5", "--max_iters=17"], work)
     events = EventAccumulator(str(work / "out" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [e.step for e in events.Scalars("loss")] == list(range(18))
     for name, key in (("loss", "loss"), ("val/loss", "val_loss")):
@@ -197,7 +197,7 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
     args = ["--dtype=float16", "--save_interval=5", "--max_iters=11", "--keep_last=0"]
     zygote.train([*args, "--out_dir=straight"], work)
     shutil.copytree(work / "straight", work / "out", symlinks=True)
-    chosen = ["--dtype=auto", "--out_dir=out", "--init_from=resume", "--resume_step=5"]
+    chosen = ["--dtype=auto", "--out_dir=out", "--init_from=resume:5"]
     run = zygote.train([*args, *chosen], work)
     assert "float16" in run.text(), "on a resume, dtype auto is the dtype of the run"
     assert_same_run(work / "out", work / "straight")

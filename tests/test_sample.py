@@ -44,12 +44,15 @@ def test_a_sample_is_the_same_on_any_number_of_ranks_in_any_batch_and_when_it_go
 
 
 def test_a_prompt_from_a_pipe(zygote, trained):
-    """A pipe can be read only once: all ranks get what rank 0 reads."""
+    """
+    A pipe can be read only once: all ranks get what rank 0 reads. The text is not changed, but for its byte
+    order mark.
+    """
     prompt, name = "hello there " * 3, trained / "pipe"
     os.mkfifo(name)
     args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
     run = zygote.start(args, trained, 2, script="sample.py")
-    name.write_text(prompt)  # a second reader would wait for a second writer
+    name.write_bytes(b"\xef\xbb\xbf" + prompt.encode())  # a second reader would wait for a second writer
     assert run.wait().samples().count(prompt) == 2
 
 

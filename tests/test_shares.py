@@ -212,8 +212,8 @@ def test_a_slow_rank_gets_fewer_rows(zygote, work):
 NOT_A_LIST = "choose from equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
 MISTAKES = {
     **{value: f"shares is '{value}'; {NOT_A_LIST}" for value in ("fast", "2,,1", "2,0", "nan,1")},
-    "2,1 --pp=2": "the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",
-    "auto --zero=2": "to measure each rank: set a list such as --shares=2,1, or --shares=equal",
+    "2,1 --pp=2": "shares is '2,1', but needs pp 1: set --shares=equal",
+    "auto --zero=2": "but needs zero 0 or 1, and tp, cp and ep 1: set --shares=equal",
     "2,1": "a number for each data-parallel rank, 1 in all: set --shares=2 or the like, or --shares=equal",
 }
 

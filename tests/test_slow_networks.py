@@ -115,7 +115,7 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
 @pytest.mark.parametrize("flags", [ISLANDS, ["--grad_compression=powersgd:1"], [INT8]], ids=str)
 def test_a_resume_after_a_skipped_step(zygote, work, flags):
     """At the step, an average of the islands was due, or errors were compressed that were not finite."""
-    flags = [*flags, "--on_nan=skip", "--dist_timeout_s=60", "--eval_interval=4"]
+    flags = [*flags, "--skip_steps=nan", "--dist_timeout_s=60", "--eval_interval=4"]
     for out, last in (("whole", 8), ("cut", 3), ("cut", 8)):
         args = [*flags, f"--out_dir={out}", f"--max_iters={last}", "--init_from=auto"]
         start_faulty(zygote, args, work, 2, NAN=[3, 1]).wait()
@@ -147,7 +147,7 @@ def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(
     flags = [*FOUR, INT8, "--out_dir=out"]
     zygote.train([*flags, *ISLANDS, "--eval_interval=5", "--max_iters=5"], shared_work, 4)
     losses = [column(shared_work / "out", "val_loss")[5]]
-    resume = [*flags, "--init_from=resume", "--resume_step=5"]
+    resume = [*flags, "--init_from=resume:5"]
     for nproc, layout in ((1, []), (2, ISLANDS), (2, ["--zero=3", "--grad_compression=none"])):
         run = zygote.train([*resume, *layout, "--eval_only=True"], shared_work, nproc)
         losses.append(float(re.search(r"val loss ([\d.]+)", run.text())[1]))
@@ -164,13 +164,14 @@ def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(
 
 MISTAKES = {
     "--grad_compression=zip": "grad_compression is 'zip'; choose from none, fp16, bf16, int8, powersgd:RANK",
-    "--grad_compression=powersgd:0": "powersgd:RANK such as powersgd:4",
-    "--grad_compression=topk:2": "topk:FRACTION such as topk:0.01",
-    "--zero=3 --grad_compression=int8": "set --dp_replicate= to the number of replicas",
+    "--grad_compression=powersgd:0": "powersgd:RANK and topk:FRACTION",
+    "--grad_compression=topk:2": "topk:FRACTION, such as topk:0.01",
+    "--zero=3 --grad_compression=int8": "zero 0 or 1, or dp_replicate: set --grad_compression=none",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
-    "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
-    "--local_steps=4": "set --islands= to their number, or 0 for one on each machine",
-    "--islands=9": "a step reads only 8 sequences: set --gradient_accumulation_steps=3",
+    "--grad_compression=int8 --dtype=float16": "dtype float32 or bfloat16: set --grad_compression=fp16",
+    "--islands=2 --grad_compression=topk:0.1": "but needs islands 1: set --grad_compression=int8",
+    "--local_steps=4": "local_steps is 4, but needs islands: set --local_steps=1",
+    "--islands=9": "a step reads 8 sequences: set --gradient_accumulation_steps=3",
 }
 
 

@@ -52,16 +52,16 @@ ALONE = [64, 66, 67, 68, 70 + ENOUGH]
 
 
 @pytest.mark.parametrize(
-    "fault, on_spike, steps",
-    [("LARGE", "report", [64, 66]), ("LARGE", "skip", ALONE), ("HIGH", "skip", ALONE)],
+    "fault, skip_steps, steps",
+    [("LARGE", "none", [64, 66]), ("LARGE", "spikes", ALONE), ("HIGH", "spikes", ALONE)],
 )
-def test_a_gradient_or_a_loss_alone_is_a_spike(zygote, work, fault, on_spike, steps):
+def test_a_gradient_or_a_loss_alone_is_a_spike(zygote, work, fault, skip_steps, steps):
     """
-    It is reported and with skip not taken. After three in succession ENOUGH steps are taken, which set new
-    limits; a spike that is taken raises them.
+    It is reported, or not taken. After three in succession ENOUGH steps are taken, which set new limits; a
+    spike that is taken raises them.
     """
-    due, is_skipped = {*ALONE, 69}, on_spike == "skip"
-    args = [f"--on_spike={on_spike}", "--out_dir=out", f"--max_iters={max(due)}"]
+    due, is_skipped = {*ALONE, 69}, skip_steps == "spikes"
+    args = [f"--skip_steps={skip_steps}", "--out_dir=out", f"--max_iters={max(due)}"]
     run = start_faulty(zygote, args, work, **{fault: [[step, 0] for step in due]}).wait()
     spikes = [r for r in records(work / "out") if r.get("event") == "spike"]
     assert {r["iter"]: r["skipped"] for r in spikes} == dict.fromkeys(steps, is_skipped)
@@ -78,7 +78,7 @@ SKIPPED = POISONED[:-1]  # after three in succession, the next steps are taken
 SAVED = 160
 LAST = 190
 SPIKY = [
-    *("--on_spike=skip", "--learning_rate=3e-3", "--warmup_iters=5", "--lr_decay_iters=1000"),
+    *("--skip_steps=spikes", "--learning_rate=3e-3", "--warmup_iters=5", "--lr_decay_iters=1000"),
     *(f"--max_iters={LAST}", f"--save_interval={SAVED}", "--keep_last=9"),
 ]
 

@@ -137,9 +137,9 @@ def test_a_compiled_model_is_not_compiled_again(by_block):
 def test_a_skipped_step_and_a_resume(zygote, work):
     """A step that is skipped updates nothing; steps that a resume repeats are measured again."""
     args = ["--stats_interval=2", "--max_iters=7", "--save_interval=3", "--keep_last=0", "--out_dir=out"]
-    start_faulty(zygote, [*args, "--on_nan=skip", "--eval_interval=3"], work, NAN=[4, 0]).wait()
+    start_faulty(zygote, [*args, "--skip_steps=nan", "--eval_interval=3"], work, NAN=[4, 0]).wait()
     found = statistics_of(work / "out")
-    zygote.train([*args, "--init_from=resume", "--resume_step=3"], work)
+    zygote.train([*args, "--init_from=resume:3"], work)
     again = statistics_of(work / "out")
     assert [*found] == [*again] == [0, 2, 4, 6]
     assert again[0] == found[0] and again[2] == found[2]

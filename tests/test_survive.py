@@ -153,7 +153,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
     """The weights are bit for bit those of a run without that step, whose checkpoint excludes it."""
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
         out, without = work / f"out{nproc}{zero}", work / f"without{nproc}"
-        common = ["--max_iters=6", f"--zero={zero}", "--on_nan=skip", f"--out_dir={out}"]
+        common = ["--max_iters=6", f"--zero={zero}", "--skip_steps=nan", f"--out_dir={out}"]
         run = faulty(common, nproc, **{kind: [[2, nproc - 1], [4, 0]]}).wait()
         assert run.text().count("the step is skipped") == 2
         found = events(out, "not_finite")
@@ -243,7 +243,7 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
 
 def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(faulty, zygote, work):
     """By torchrun, by hand and to an older step; as if they had been left out from the start."""
-    args = ["--save_interval=3", "--max_iters=14", "--on_nan=skip", "--keep_last=9", "--init_from=auto"]
+    args = ["--save_interval=3", "--max_iters=14", "--skip_steps=nan", "--keep_last=9", "--init_from=auto"]
     nan = [[step, 1] for step in (7, 8, 9)]
     run = faulty([*args, "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     said = "; each resume leaves out steps 7, 8, 9; no checkpoint was lost: resume with --init_from=resume"
@@ -254,7 +254,7 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
     zygote.start([*torchrun, *TINY, *args, "--out_dir=restarted"], work, script=FORKED, env=env).wait()
     zygote.train([*args, "--max_iters=4", "--out_dir=clean"], work, 2)
     shutil.copy(work / "out/excluded_steps.json", work / "clean")
-    for folder, flags in (("out", []), ("clean", []), ("out", ["--init_from=resume", "--resume_step=6"])):
+    for folder, flags in (("out", []), ("clean", []), ("out", ["--init_from=resume:6"])):
         zygote.train([*args, f"--out_dir={folder}", *flags], work, 2)
         losses = column(work / folder, "loss")
         assert sorted(losses) == [s for s in range(15) if s not in (7, 8, 9)]
@@ -264,7 +264,7 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
 
 def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(faulty, work):
     nan = [[step, 0] for step in (2, 3, 4)]
-    run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
+    run = faulty(["--skip_steps=nan", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     assert run.text().count("; start again with a lower --learning_rate\n") == 1
     assert not (work / "out/excluded_steps.json").exists()
@@ -367,7 +367,7 @@ def test_slow_ranks_are_detected(monkeypatch):
 
 
 def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
-    args = ["--out_dir=out", "--on_nan=skip", "--max_iters=8", "--alert_command=cat >> alerts.jsonl"]
+    args = ["--out_dir=out", "--skip_steps=nan", "--max_iters=8", "--alert_command=cat >> alerts.jsonl"]
     faulty(args, 2, NAN=[[3, 1]]).wait()
     told = [json.loads(line) for line in (work / "alerts.jsonl").read_text().splitlines()]
     assert sorted(t["event"] for t in told) == ["end", "not_finite", "start"]

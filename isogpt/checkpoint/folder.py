@@ -43,7 +43,7 @@ EXCLUDED = "excluded_steps.json"  # the steps that each resume leaves out
 
 
 def look_for_start(
-    init_from: str, out_dir: str, resume_step: int, launch: Launch, mirror: str = ""
+    init_from: str, out_dir: str, launch: Launch, mirror: str = ""
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run (all ranks). A restart of the launch that entered the
@@ -57,16 +57,18 @@ def look_for_start(
         ValueError: there is nothing to resume from (on all ranks). Exits as `find_checkpoint` does.
     """
     weights_from = init_from.removeprefix("auto:")
+    command, _, chosen = init_from.partition(":")
+    step = int(chosen) if command == "resume" and chosen else -1
     is_restart = broadcast(is_main() and was_entered_by(Path(out_dir), launch))
-    if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
-        newest, reports = find_newest(out_dir, -1 if is_restart else resume_step, mirror)
+    if is_restart or command in ("resume", "auto"):
+        newest, reports = find_newest(out_dir, -1 if is_restart else step, mirror)
         if newest:
             return newest, True, reports
-        if reports or init_from == "resume":
-            which = "checkpoint" if resume_step == -1 else f"step {resume_step}"
+        if reports or command == "resume":
+            which = "checkpoint" if step == -1 else f"step {step}"
             raise no_checkpoint(out_dir, reports, f"{which} to resume from")
     # these are not paths, even if a folder here has such a name
-    if weights_from in ("scratch", "resume", "auto", *GPT2) or is_url(weights_from):
+    if weights_from in ("scratch", "auto", *GPT2) or is_url(weights_from):
         return None, False, []
     best, reports = find_checkpoint(weights_from, best=True)
     if reports and not best:
@@ -164,7 +166,7 @@ def claim_folder(
 
 def is_sharded(plan: Plan, mesh: Mesh) -> bool:
     """Whether ranks hold different parts of the state, so that each writes its part."""
-    has_errors = keeps_errors(plan.grad_compression) and plan.world_size > 1
+    has_errors = keeps_errors(plan.replica_compression) and plan.world_size > 1
     return plan.zero > 0 or mesh.splits_model or mesh.islands > 1 or has_errors
 
 

@@ -168,7 +168,7 @@ def no_checkpoint(out_dir: str, damaged: list[str], what: str = "checkpoint") ->
     if damaged:
         why = "; ".join(damaged)
     elif steps := steps_in(out_dir):
-        why = f"it contains {shortened([*map(str, steps)], 4)}: set --resume_step= to one of these steps"
+        why = f"it contains {shortened([*map(str, steps)], 4)}: set --init_from=resume:{steps[0]} or the like"
     else:
         runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
         here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"

@@ -117,12 +117,10 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     """
     init_from, out_dir, launch = config["init_from"], config["out_dir"], ranks.launch
     name = init_from.removeprefix("auto:")
-    if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from != "resume":
+    if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from.split(":")[0] != "resume":
         init_from = f"auto:{name}"  # Slurm has requeued the job, perhaps on a machine with an empty disk
     with exit_together():  # what these raise, they raise on all ranks
-        stored, is_resume, reports = look_for_start(
-            init_from, out_dir, config["resume_step"], launch, config["mirror"]
-        )
+        stored, is_resume, reports = look_for_start(init_from, out_dir, launch, config["mirror"])
     if not stored and is_url(name):
         (stored, reports), name = fetch_weights(name, out_dir), without_credentials(name)
     if ranks.is_main:

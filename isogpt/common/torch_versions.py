@@ -12,7 +12,7 @@ The rest needs no branch, since the code is in a form that both versions compute
 - inductor of 2.11 cannot divide a long cumsum over a GPU's blocks: running_sum in nn/generation.py;
 - before 2.13, fused AdamW ignores grad_scale on MPS: clips_on_device in training/optim.py.
 
-Refused at the start, in training/degrees.py: zbv with 2.11 on CPUs, where a rank cannot send to itself.
+Refused at the start, in training/settings.py: zbv with 2.11 on CPUs, where a rank cannot send to itself.
 """
 
 import torch

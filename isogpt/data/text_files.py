@@ -9,9 +9,10 @@ def read_text(path: Path) -> str:
     Return the text of a file with '\\n' line endings and no byte order mark. Raises ValueError if the file is
     in neither encoding.
     """
-    with open(path, "rb") as file:
-        is_utf16 = file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE)
+    content = path.read_bytes()  # once: it may be a pipe
+    is_utf16 = content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
     try:
-        return path.read_text(encoding="utf-16" if is_utf16 else "utf-8-sig")
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeError as e:
         raise ValueError(f"{path} is not text in UTF-8 ({e}): save it as UTF-8") from e

@@ -15,12 +15,12 @@ from isogpt.options.values import as_typed
 # is what the runs of a group differ in
 NOT_COMPARED = {
     *("seed", "out_dir", "eval_interval", "log_interval", "sample_interval", "stats_interval"),
-    *("save_interval", "always_save_checkpoint", "save_checkpoint", "keep_last", "mirror", "resume_step"),
-    *("wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "print_result", "profile"),
+    *("save_interval", "always_save_checkpoint", "save_checkpoint", "keep_last", "mirror"),
+    *("wandb_log", "wandb_project", "wandb_run_name", "tensorboard_log", "profile"),
     *("time_limit_s", "dist_timeout_s", "check_layout", "check_ranks_interval", "eval_datasets"),
 }
 # settings that a command for more seeds does not repeat
-NOT_REPEATED = {"seed", "out_dir", "resume_step", "wandb_log", "wandb_project", "wandb_run_name"}
+NOT_REPEATED = {"seed", "out_dir", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
 TO_LOSS = {"iter": "steps_to_loss", "tokens": "tokens_to_loss", "seconds": "seconds_to_loss"}
 CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does

@@ -15,7 +15,7 @@ from isogpt.launch.together import do_together, exit_together, is_main
 from isogpt.monitor.records import FINAL
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_files import MetricsFile, Plot, Result, ResultLine
+from isogpt.monitor.sink_files import MetricsFile, Plot, Result
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
 
@@ -151,8 +151,6 @@ class Logger:
             sinks = [MetricsFile(out_dir, owner), result, InThread(Plot(out_dir))] if owner else [result]
             if owner and config["tensorboard_log"]:
                 sinks.append(TensorBoard(out_dir, self.progress))
-            if config["print_result"]:
-                sinks.append(ResultLine(result))
             self.sinks[-1:-1] = sinks
 
 

@@ -21,7 +21,6 @@ from isogpt.launch.together import exit_together
 from isogpt.monitor.log import Logger
 from isogpt.options.values import as_typed
 from isogpt.parallel.plan import Plan
-from isogpt.training.settings import problem_of_samples
 
 LINES, COLUMNS = 2, 70  # shown of a sample
 TOKENS = 150  # generated for a sample; if a token is a character, two lines
@@ -85,9 +84,14 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
     interval, seed = config["sample_interval"], config["seed"]
     if not interval:
         return Sampler(0, None, seed)
-    if problem := problem_of_samples(plan):  # the setting may come from a config that fits other layouts
+    divided = [f"zero {plan.zero}"] if plan.zero >= 2 else []
+    divided += [f"{name} {getattr(plan, name)}" for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
+    if divided:  # the setting may come from a config that fits other layouts
         if ranks.is_main:
-            console.print_line(f"note:    {problem}")
+            console.print_line(
+                "note:    sample_interval needs the whole model on one process, but "
+                f"{', '.join(divided)} divides it, so no samples are written. Run sample.py on a checkpoint"
+            )
         return Sampler(0, None, seed)
     with exit_together():
         try:

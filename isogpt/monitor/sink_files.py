@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,7 +65,6 @@ class Result:
 
     def __init__(self, out_dir: str, progress: Progress, data: Dataset, owner: str) -> None:
         self.folder, self.progress, self.data, self.owner = Path(out_dir), progress, data, owner
-        self.content: dict = {}  # of result.json; empty until the run ends
         self.facts = {"parameters": None, "commit": "", "changed": False}  # of the event start or resume
 
     def write(self, record: dict, text: str) -> None:
@@ -74,10 +72,10 @@ class Result:
         if "parameters" in record:
             self.facts = {name: record[name] for name in self.facts}
         if record.get("event") in FINAL:
-            self.content = as_json(self.summary(record))
+            content = as_json(self.summary(record))
             if self.owner:
                 check_owner(self.folder, self.owner)
-                write_whole(self.folder / RESULT, json.dumps(self.content, indent=2) + "\n")
+                write_whole(self.folder / RESULT, json.dumps(content, indent=2) + "\n")
 
     def summary(self, ending: dict) -> dict:
         """Return what result.json contains, from the event that ends the run; None: not known."""
@@ -98,19 +96,6 @@ class Result:
             "exit_reason": ending["event"].replace("end", "complete"),
             "reason": ending.get("reason", ""),
         }
-
-
-class ResultLine:
-    """Prints the result as a line of JSON, with print_result, after what other sinks print at the end."""
-
-    def __init__(self, result: Result) -> None:
-        self.result = result
-
-    def write(self, record: dict, text: str) -> None:
-        """Print the line when the run ends."""
-        if record.get("event") in FINAL:
-            line = json.dumps(self.result.content)
-            console.print_line(console.erase_line(sys.stdout) + line, patience_s=console.PATIENCE_S)
 
 
 class Plot:

@@ -26,12 +26,11 @@ class StepPolicy:
     succession that are not finite end the run.
 
     Args:
-        on_nan: stop or skip, if the loss or the gradient is not finite.
-        on_spike: report or skip, if one of them is far above those of the last steps.
+        skip_steps: which steps are left out: none, those whose loss or gradient is not finite (nan), or also
+            those in which one of them is far above the last ones (spikes).
     """
 
-    on_nan: str
-    on_spike: str
+    skip_steps: str
     state: TrainState
     reader: Reader
     report: RunReport
@@ -72,12 +71,12 @@ class StepPolicy:
             self.not_finite = [] if has_overflowed else [*self.not_finite, step]
             return has_overflowed
         self.not_finite = []
-        is_taken = bool(numbers.is_update(skips_spikes=self.on_spike == "skip"))
+        is_taken = bool(numbers.is_update(skips_spikes=self.skip_steps == "spikes"))
         names = ("loss", "loss_limit", "grad_norm", "grad_norm_limit")
         facts = {name: getattr(numbers, name).mean().item() for name in names}
         if not numbers.is_update(skips_spikes=True):
             values = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-            follows = "; --on_spike=skip would leave it out" if is_taken else ": the step is skipped"
+            follows = "; --skip_steps=spikes would leave it out" if is_taken else ": the step is skipped"
             text = f"warning: step {step} is a spike: {values}{follows}"
             self.logger.event("spike", text, **facts, skipped=not is_taken)
         if is_taken:
@@ -124,7 +123,7 @@ class StepPolicy:
             f"{norm:.3g}; largest gradients {gradients}; rows start at token {rows}"
         )
         facts = {"loss": loss.tolist(), "grad_norm": norm, "ranks": guilty, "windows": windows}
-        is_end = self.on_nan == "stop" or len(self.not_finite) == PATIENCE
+        is_end = self.skip_steps == "none" or len(self.not_finite) == PATIENCE
         text = "" if is_end else f"warning: {problem}: the step is skipped"
         self.logger.event("not_finite", text, **facts, largest_gradients=dict(largest))
         if is_end:
@@ -137,12 +136,12 @@ class StepPolicy:
         """
         Return what a user can do when the run ends. If steps were skipped, exclude them from each resume.
         """
-        folder, skip = self.saver.run_folder, self.on_nan == "skip"
-        advice = "a lower --learning_rate" if skip else "a lower --learning_rate, or --on_nan=skip"
+        folder, skips = self.saver.run_folder, self.skip_steps != "none"
+        advice = "a lower --learning_rate" if skips else "a lower --learning_rate, or --skip_steps=nan"
         if not is_run(str(folder.path)):
             return f"start again with {advice}"
         advice = f"no checkpoint was lost: resume with --init_from=resume and {advice}"
-        if skip:
+        if skips:
             exclude_steps(folder, self.state.progress.excluded.union(self.not_finite))
             advice = f"each resume leaves out steps {', '.join(map(str, self.not_finite))}; {advice}"
         return advice

@@ -44,7 +44,7 @@ LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
 MOST = dict.fromkeys(("n_head", "n_embd", "n_kv_head"), 2**25)
 MOST |= {"n_layer": 10_000, "n_hidden": 2**27, "n_expert": 2**16, "block_size": 2**31, "vocab_size": 2**31}
 # the fields that a run may set anew for weights that exist; the others describe the weights
-OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss", "residual_dtype")
+OF_THE_RUN = ("block_size", "dropout", "residual_dtype")
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 

@@ -5,7 +5,7 @@ The range of its values is in square brackets at the end of the comment that des
 
     grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
     beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
-    on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+    zero = 0  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters [0 | 1 | 2 | 3]
     max_iters = 600000  # number of the last step, perhaps computed as 3e9 / 491520 [>= 0, fractions]
 """
 

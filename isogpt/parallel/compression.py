@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
-from isogpt.parallel.data_parallel import compresses_gradients, in_buckets, tied_over_ranks, views_of
+from isogpt.parallel.data_parallel import in_buckets, tied_over_ranks, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -176,9 +176,9 @@ def make_compression(model: nn.Module, mesh: Mesh, plan: Plan) -> Compression | 
     Make the Compression of a plan; None if gradients are not compressed. `restart` is called when the model
     contains the weights to start from.
     """
-    if not compresses_gradients(plan) or mesh.replicas.size == 1:
+    if plan.replica_compression == "none" or mesh.replicas.size == 1:
         return None
-    kind, _, amount = plan.grad_compression.partition(":")
+    kind, _, amount = plan.replica_compression.partition(":")
     return Compression(model, mesh, kind, float(amount or 0))
 
 

@@ -23,11 +23,6 @@ def uses_ddp(plan: Plan, mesh: Mesh) -> bool:
     return plan.zero < 2 and plan.pp == 1 and not plan.exact and mesh.replicas.size > 1
 
 
-def compresses_gradients(plan: Plan) -> bool:
-    """Whether replicas send compressed gradients. With islands, the changes of weights are compressed."""
-    return plan.grad_compression != "none" and plan.islands == 1
-
-
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
     """
     Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered
@@ -44,7 +39,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    reduces_replicas = not (plan.exact or compresses_gradients(plan))
+    reduces_replicas = plan.replica_compression == "none" and not plan.exact
     settings = {"mesh": mesh.fsdp_mesh(mesh.shards, reduces_replicas), "offload_policy": offload}
     blocks = list(dict.fromkeys(model.transformer.h))
     if name := shared_parameter(model, [[block] for block in blocks]):

@@ -27,47 +27,45 @@ class LayoutError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """
-    How a step is divided and what it computes. Fields that are settings of train.py use the same names, but
-    leave nothing open: `zero` is 3 with fsdp, `islands` is a number, and `dtype` is the dtype to compute in.
+    How a step is divided and what it computes; by default, nothing is divided. Fields that are settings of
+    train.py use the same names, but leave nothing open: `zero` is 3 with fsdp, `islands` is a number, and
+    `dtype` is the dtype to compute in.
     """
 
     # ranks
     world_size: int = 1
     device_type: str = "cpu"
-    dtype: str
+    dtype: str = "float32"
     # model
     model_args: dict = field(default_factory=dict)  # fields of GPTConfig; {}: the model is not known
     counts: ModelCounts | None = None  # of the model's parameters; None: not known
-    # step
-    batch_size: int
-    gradient_accumulation_steps: int
-    micro_batch: int  # most sequences in a micro-batch: batch_size, or fewer where memory is short
-    optimizer: str
+    # step; 0: it takes none
+    batch_size: int = 0
+    gradient_accumulation_steps: int = 0
+    micro_batch: int = 0  # most sequences in a micro-batch: batch_size, or fewer where memory is short
+    optimizer: str = "adamw"
     # division
-    zero: int
-    dp_replicate: int
-    tp: int
-    pp: int
-    pp_schedule: str
-    cp: int
-    shares: str
-    ep: int
-    grad_sync: str
-    cpu_offload: bool
-    grad_compression: str
-    islands: int
-    local_steps: int
-    outer_lr: float
-    outer_momentum: float
-    outer_compression: str
-    ddp_bucket_mb: float
-    fsdp_prefetch: int
-    activation_checkpointing: str
-    compile: bool
-    cuda_graphs: bool
-    exact: bool
-    # choice of a layout
-    kept: list[str] = field(default_factory=list)  # settings that keep their values even at the defaults
+    zero: int = 0
+    dp_replicate: int = 1
+    tp: int = 1
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+    cp: int = 1
+    shares: str = "equal"
+    ep: int = 1
+    grad_sync: str = "auto"
+    cpu_offload: bool = False
+    grad_compression: str = "none"
+    islands: int = 1
+    local_steps: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    cuda_graphs: bool = False
+    exact: bool = False
+    # settings that a planner must not change, although they have their default
+    fixed: list[str] = field(default_factory=list)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -92,6 +90,11 @@ class Plan:
         return self.torch_dtype if is_cast else torch.float32
 
     @property
+    def replica_compression(self) -> str:
+        """How replicas compress gradients; with islands, only the islands compress what they send."""
+        return self.grad_compression if self.islands == 1 else "none"
+
+    @property
     def sequences(self) -> int:
         """Sequences of a step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps
@@ -106,39 +109,26 @@ class Plan:
         choices are the smaller micro-batch after running out of memory, and the layout of --layout=auto.
         """
         without_effect = ("micro_batch", "outer_lr", "outer_momentum")
-        coefficients = ("balance_loss", "router_z_loss")
-        model_args = {name: value for name, value in self.model_args.items() if name not in coefficients}
-        settings = {name: value for name, value in asdict(self).items() if name not in without_effect}
-        return settings | {"model_args": model_args, "counts": repr(self.counts)}
+        facts = {name: value for name, value in asdict(self).items() if name not in without_effect}
+        return facts | {"counts": repr(self.counts)}
 
 
-# a single process that takes no steps: nothing is divided, and what only training reads is None. sample.py
-# divides the model of this plan, and a planner keeps the settings that differ from it
-UNDIVIDED = Plan(
-    **dict.fromkeys(field.name for field in fields(Plan))
-    | {
-        "world_size": 1,
-        "dtype": "float32",
-        "model_args": {},
-        "kept": [],
-        "zero": 0,
-        "dp_replicate": 1,
-        "tp": 1,
-        "pp": 1,
-        "pp_schedule": "1f1b",
-        "cp": 1,
-        "ep": 1,
-        "islands": 1,
-        "activation_checkpointing": "none",
-        "cuda_graphs": False,
-        "exact": False,
-    }
-)
+# a single process, which divides nothing and takes no steps
+UNDIVIDED = Plan()
 
 
 def normalized(config: dict) -> dict:
-    """The settings of train.py with `zero` instead of `fsdp`, which is short for zero=3."""
-    return config | {"zero": 3, "fsdp": False} if config["fsdp"] else config
+    """
+    Return the settings of train.py with `zero` instead of `fsdp`, which is short for zero=3.
+
+    Raises:
+        ValueError: both are set.
+    """
+    if not config["fsdp"]:
+        return config
+    if config["zero"] not in (0, 3):
+        raise ValueError(f"fsdp is short for zero=3, but zero is {config['zero']}: set --fsdp=False")
+    return config | {"zero": 3, "fsdp": False}
 
 
 def plan_of(config: dict, islands: int, **decided: Any) -> Plan:
@@ -149,8 +139,9 @@ def plan_of(config: dict, islands: int, **decided: Any) -> Plan:
         islands: the number of islands. A single island takes no outer steps.
         decided: fields of Plan that are not settings, or that the settings leave open.
     """
-    values = {field.name: config[field.name] for field in fields(Plan) if field.name in config}
-    values |= {"zero": normalized(config)["zero"], "micro_batch": config["batch_size"], "islands": islands}
+    config = normalized(config)
+    settings = {field.name: config[field.name] for field in fields(Plan) if field.name in config}
+    settings |= {"micro_batch": config["batch_size"], "islands": islands}
     if islands == 1:
-        values |= {"local_steps": 1, "outer_compression": "none"}
-    return Plan(**values | decided)
+        settings["local_steps"] = 1
+    return Plan(**settings | decided)

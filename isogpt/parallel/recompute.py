@@ -9,8 +9,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
-from isogpt.parallel.mesh import splits_backward
-
 # FSDP's hooks mark gathers for the profiler, and a recomputed forward pass gathers at different times
 SAC_IGNORED_OPS.update(
     (
@@ -53,15 +51,7 @@ def recompute(model: nn.Module, mode: str) -> None:
         block.seams = replace(block.seams, block=recomputed_block)
 
 
-def fits_schedule(mode: str, pp: int, pp_schedule: str) -> bool:
-    """
-    Whether a pipeline's schedule allows this recomputation: what 'selective' has kept can be used only once,
-    so a second backward pass would find nothing.
-    """
-    return mode != "selective" or pp == 1 or not splits_backward(pp_schedule)
-
-
 def recompute_every(mode: str) -> int:
-    """Return K if one block in K is recomputed, 0 for 'none'. Setting.problem checks the mode."""
+    """Return K if one block in K is recomputed, 0 for 'none'. settings.py checks the mode."""
     known = {"none": 0, "full": 1, "selective": 1}
     return known[mode] if mode in known else int(mode.removeprefix("every:"))

@@ -47,7 +47,7 @@ SETTINGS = FIXED | {
     "check_ranks_interval": 0,
     "profile": False,
     "decay_lr": False,
-    "on_nan": "skip",
+    "skip_steps": "nan",
     "data_order": "random",
     "log_interval": 10**9,
 }
@@ -113,7 +113,7 @@ def gb_of(values: object) -> float:
 
 def start(config: dict, script: str) -> None:
     """
-    With the setting dry_run_ranks, run `script` again, as one of so many ranks, print what its second step
+    With the setting dry_run_ranks, run `script` again, as one of these ranks, print what its second step
     has taken, and exit. Returns in that run, and without the setting.
 
     Raises:
@@ -127,7 +127,8 @@ def start(config: dict, script: str) -> None:
     folder = tempfile.TemporaryDirectory(prefix="isogpt-dry-run-", ignore_cleanup_errors=True)
     settings["out_dir"] = settings["dataset"] = folder.name
     run = DryRun(folder, settings["max_iters"])
-    pretend(config["dry_run_rank"], config["dry_run_ranks"], run)
+    rank, _, ranks = config["dry_run_ranks"].rpartition("/")
+    pretend(int(rank or 0), int(ranks), run)
     sys.argv += [f"--{name}={value}" for name, value in settings.items()]
     warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
     with folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

@@ -18,10 +18,9 @@ from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS
 # settings of train.py with which a launch only takes steps and logs each
 FIXED = {"log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
 FIXED |= dict.fromkeys(("max_iters", "time_limit_s", "sample_interval", "stats_interval"), 0)
-FIXED |= dict.fromkeys(("dry_run_ranks", "dry_run_rank"), 0)
-FIXED |= dict.fromkeys(("max_tokens", "max_epochs"), 0.0)
 FIXED |= dict.fromkeys(("eval_only", "save_checkpoint", "wandb_log", "tensorboard_log"), False)
 FIXED |= dict.fromkeys(("out_dir", "mirror", "eval_datasets", "alert_command"), "")
+FIXED |= dict.fromkeys(("dry_run_ranks", "max_tokens"), "")
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     if plan.cuda_graphs and plan.device_type == "cuda":
         gradients += 4 * n  # those of the graph, and those to which these are added
     if plan.zero >= 2:
-        # of the blocks, ZeRO-3 has gathered the one that computes, and those that arrive
-        blocks = min(1 + plan.fsdp_prefetch, part.layers)
+        # of the blocks, ZeRO-3 has gathered the one that computes, and the next one
+        blocks = min(2, part.layers)
         gathered = n - (part.layers - blocks) * (part.block + part.block_experts)
         # with exact, autocast converts what has been gathered
         weights = on_device * own + (4 if plan.exact else size) * (n if plan.zero == 2 else gathered)
@@ -195,7 +195,7 @@ def state_bytes(plan: Plan, part: RankPart) -> dict[str, float]:
     fewer = (of_others - of_blocks) * part.layers * (part.block - part.block_embeddings)
     moments = of_others * part.dense - fewer, of_blocks * part.experts
     optimizer = on_device * (shard(plan, *moments) if plan.zero >= 1 else sum(moments))
-    if plan.islands == 1 < plan.world_size and keeps_errors(plan.grad_compression):
+    if plan.world_size > plan.islands and keeps_errors(plan.replica_compression):
         optimizer += 4 * kept
     if plan.islands > 1:  # weights and momentum of the outer step, and the change that is sent
         optimizer += 12 * kept

@@ -37,7 +37,6 @@ from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.speed.workload import Workload
 from isogpt.training import layout_check, settings
-from isogpt.training.degrees import check_degrees
 from isogpt.training.layout_check import Trial, difference_of, small_plan
 from isogpt.training.optim import describe_updates, make_optimizers
 
@@ -86,8 +85,7 @@ def verdict(problem: str) -> Answer:
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
     """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
-    settings.check_layout(plan)
-    check_degrees(plan)
+    settings.check_plan(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
     return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
 
@@ -280,8 +278,8 @@ def compare_resume(launches: Launches, trial: Trial) -> Answer:
     run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
     run |= {"save_checkpoint": True, "always_save_checkpoint": True}
     steps = []
-    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": 3}):
-        code, errors = launches.start(run | start)
+    for start in ("scratch", "resume:3"):
+        code, errors = launches.start(run | {"init_from": start})
         if code:
             return REFUSED, reason_for(code, errors)
         steps.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})

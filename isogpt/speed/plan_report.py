@@ -105,7 +105,7 @@ def row_of(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
 def length_text(settings: dict, step_s: float) -> str:
     """How long the whole run takes; "" if that is not set, or in epochs of data that a plan does not read."""
     limits = limits_of(settings, train_tokens=0)
-    if settings["max_epochs"] or not limits.max_iters:
+    if settings["max_tokens"].endswith("epochs") or not limits.max_iters:
         return ""
     steps = int(limits.max_iters) + 1  # as in nanoGPT
     return f", {count_text(steps, 'step')} in {duration(steps * step_s)} without evaluations and checkpoints"

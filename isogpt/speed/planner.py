@@ -26,12 +26,10 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED, Plan, plan_of
-from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware, hardware_of
 from isogpt.speed.prediction import IDLE, Prediction, predict
 from isogpt.training import precision
-from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import check_layout, fit_model_args
+from isogpt.training.settings import check_plan, fit_model_args
 
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
@@ -60,8 +58,7 @@ def make_plan(
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
-        check_degrees(plan)
-        parse_shares(plan.shares, make_mesh(0, plan).data_size)
+        check_plan(plan)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
     if config["layout"] == "auto":
         plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
@@ -157,15 +154,13 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
     """The value of a setting, if it is not the default or was typed, else `values`."""
     value = getattr(plan, name)
-    return values if value == getattr(UNDIVIDED, name) and name not in plan.kept else [value]
+    return values if value == getattr(UNDIVIDED, name) and name not in plan.fixed else [value]
 
 
 def is_valid(plan: Plan) -> bool:
     """Whether train.py accepts a plan."""
     with suppress(ValueError):
-        check_layout(plan)
-        check_degrees(plan)
-        parse_shares(plan.shares, make_mesh(0, plan).data_size)
+        check_plan(plan)
         return True
     return False
 
@@ -203,9 +198,8 @@ def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
     layout the fastest prediction; those that do not fit are last.
 
     Raises:
-        ValueError: there are no layouts, or the settings do not fit the model.
+        ValueError: there are no layouts.
     """
-    check_degrees(plan)
     predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
     ranking = sorted(filter(None, predictions), key=min)
     if not ranking:

@@ -24,6 +24,7 @@ IDLE = {"gpipe": 1, "1f1b": 1, "interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv"
 # a GPU's memory traffic as a multiple of what the formulas count: eager is fitted to published runs, compiled
 # to the time of Triton's kernels in GPT-2's step on an H200 (docs/scaling.md, docs/benchmarks.md)
 EAGER, COMPILED = 1.8, 0.72
+BUCKET = 25 * 2**20 / 4  # elements that DistributedDataParallel reduces together
 
 Passes = tuple[float, float]  # seconds of a forward pass and of a backward pass
 
@@ -204,13 +205,13 @@ def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: 
         computed: the computation of a micro-step, which hides a part of them.
     """
     part, replicas, shards = part_of(plan, 0), mesh.replicas, mesh.shards
-    bucket, gather = plan.ddp_bucket_mb * 2**20 / 4, 0.0
-    total = parameters_s(hw, Role(mesh, ("islands",)), "reduce", part, 4, bucket) / plan.local_steps
+    gather = 0.0
+    total = parameters_s(hw, Role(mesh, ("islands",)), "reduce", part, 4, BUCKET) / plan.local_steps
     if plan.zero < 2:
         reductions = micro_steps if plan.grad_sync == "every" else 1
-        reduction = parameters_s(hw, replicas, "reduce", part, 4, bucket)
+        reduction = parameters_s(hw, replicas, "reduce", part, 4, BUCKET)
         if plan.zero == 1:
-            total += parameters_s(hw, replicas, "gather", part, 4, bucket)
+            total += parameters_s(hw, replicas, "gather", part, 4, BUCKET)
     else:
         reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
         piece = (part.dense + part.experts) / (part.layers + 1)

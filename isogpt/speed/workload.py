@@ -19,8 +19,7 @@ from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
-from isogpt.training.degrees import check_degrees
-from isogpt.training.settings import check_layout, model_args_of
+from isogpt.training.settings import check_plan, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65
@@ -129,12 +128,11 @@ class Workload:
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            kept=[name for name in LAYOUT if name in self.config],
+            fixed=[name for name in LAYOUT if name in self.config],
             model_args=args,
             counts=count_on_meta(self.gpt, args),
         )
-        check_layout(plan)
-        check_degrees(plan)
+        check_plan(plan)
         mesh = make_mesh(0, plan)
         share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
         return replace(plan, micro_batch=max(share.rows_of))

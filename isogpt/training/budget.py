@@ -20,30 +20,29 @@ class Limits(NamedTuple):
 
 def limits_of(config: dict, train_tokens: int) -> Limits:
     """
-    Return the limits that train.py's settings describe. max_tokens or max_epochs, if it is set, takes the
-    place of max_iters and lr_decay_iters.
+    Return the limits that train.py's settings describe. max_tokens, if it is set, takes the place of
+    max_iters and lr_decay_iters.
 
     Args:
         train_tokens: how many tokens the training split contains: one epoch.
     """
-    tokens, of_what = config["max_tokens"], ""
-    if config["max_epochs"]:
-        tokens, of_what = config["max_epochs"] * train_tokens, f" of {train_tokens:,} tokens"
-    if not tokens:
+    number, unit = split_budget(config["max_tokens"])
+    if not number:
         return Limits(config["max_iters"], config["lr_decay_iters"], [])
-    tokens_per_step = math.prod(
-        config[name] for name in ("gradient_accumulation_steps", "batch_size", "block_size")
-    )
-    steps = steps_of(tokens, tokens_per_step)
+    names = ("gradient_accumulation_steps", "batch_size", "block_size")
+    tokens_per_step = math.prod(config[name] for name in names)
+    tokens = number * train_tokens if unit else number
+    steps = max(1, round(tokens / tokens_per_step))
     last = steps - 1  # max_iters + 1 steps are trained
-    name = "max_epochs" if config["max_epochs"] else "max_tokens"
+    of_what = f" {unit} of {train_tokens:,} tokens" if unit else ""
     note = (
-        f"{name} {config[name]:,.15g}{of_what} are {count_text(steps, 'step')} of {tokens_per_step:,} "
-        f"tokens: max_iters {last}, lr_decay_iters {last}"
+        f"max_tokens {number:,.15g}{of_what} are {count_text(steps, 'step')} of {tokens_per_step:,} tokens: "
+        f"max_iters {last}, lr_decay_iters {last}"
     )
     return Limits(last, last, [note])
 
 
-def steps_of(tokens: float, tokens_per_step: int) -> int:
-    """The number of steps that comes closest to this many tokens, at least one."""
-    return max(1, round(tokens / tokens_per_step))
+def split_budget(max_tokens: str) -> tuple[float, str]:
+    """The number of a budget such as 3e9 or 2epochs, and its unit: epochs, or "" for tokens; 0: no budget."""
+    number = max_tokens.removesuffix("epochs")
+    return float(number or 0), max_tokens[len(number) :]

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from isogpt.training import optim
+from isogpt.training.budget import split_budget
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,7 @@ class Schedule:
     cooldown_iters: int | float
     lr_schedule: str  # cosine, linear or wsd
     decay_lr: bool
-    max_tokens: float  # if it or max_epochs is set, lr_decay_iters follows from it, see budget.py
-    max_epochs: float
+    max_tokens: str  # if it is set, lr_decay_iters follows from it, see budget.py
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -74,11 +74,10 @@ class Schedule:
 
     def to_continue(self, step: int) -> str:
         """What to type to continue a complete run, which is at `step`, with twice as many steps."""
-        longer = 2 * step / (self.lr_decay_iters + 1)  # than the budget, if there is one
-        if self.max_tokens:
-            return f"--max_tokens={longer * self.max_tokens:.6g}"
-        if self.max_epochs:
-            return f"--max_epochs={longer * self.max_epochs:.6g}"
+        budget, unit = split_budget(self.max_tokens)
+        if budget:
+            longer = 2 * step / (self.lr_decay_iters + 1)
+            return f"--max_tokens={longer * budget:.6g}{unit}"
         options = f"--max_iters={2 * step}"
         if self.decay_lr and self.lr_decay_iters < 2 * step:  # otherwise, the rate would stay at min_lr
             options += f" --lr_decay_iters={2 * step}"
