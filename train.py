@@ -177,8 +177,6 @@ try:
     watchdog = Watchdog(out_dir, ranks, dist_timeout_s, logger)
     # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
     watchdog.start()
-    if exact:  # the bits of some CPU kernels depend on the number of threads
-        precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
         sys.excepthook = watchdog.hook  # again, since init_process_group replaces it
@@ -200,20 +198,16 @@ plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtyp
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
-precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
-logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
+# TF32, deterministic algorithms, FlashAttention-3; with exact, a fixed number of threads
+logger.notes += precision.set_up(ranks.device, plan, deterministic, start.previous_dtype)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 recorded = settings.without_secrets(recorded)  # no tokens, since checkpoints and logs are passed on
-# with exact, the bits depend on the kind of device
-kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
 # sentences for the user, as the next functions do
 not_continued = progress.begin(config, data, start.resumed)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
-logger.notes += precision.differences_of_devices(kinds) + not_continued + differences
-logger.notes += limits.notes + schedule.notes(config)
+logger.notes += not_continued + differences + limits.notes + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
 # for the message after an out-of-memory error, and a smaller micro-batch at the next start
 watchdog.reader = reader
@@ -228,7 +222,7 @@ flops_per_token = raw_model.flops_per_token()
 splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)
 recompute.recompute(raw_model, plan.activation_checkpointing)
 # torch.compile of the model or its blocks, which takes place at the first call
-compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
+compilation.compile_model(raw_model, ranks.device, plan, mesh)
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
 dry_run.begin(raw_model, plan, mesh, progress)  # in a dry run: from here on, only counts memory
@@ -278,7 +272,7 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print(*banner.about_model(data, plan, parameter_count, start.description))
-logger.print(*banner.about_ranks(ranks, plan, mesh, compile_note), *checked)
+logger.print(*banner.about_ranks(ranks, plan, mesh), *checked)
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print(*banner.about_step(config, reader), *banner.about_machine(ranks, plan, peak))
 logger.print(*(f"note:    {note}" for note in logger.notes))

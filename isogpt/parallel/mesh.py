@@ -157,7 +157,7 @@ class Mesh:
         """
         return index, 2 * self.cp - 1 - index
 
-    def own_positions(self, length: int) -> Tensor | None:
+    def positions(self, length: int) -> Tensor | None:
         """
         The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all.
         """
@@ -180,8 +180,8 @@ class Mesh:
                 float_sums.FloatSums.micro_batch.
         """
         # fully_shard needs a mesh even for a single rank
-        kept = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}
-        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
+        needed = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}
+        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or needed.get(a)}
         if len(sizes) > 1 or self.shards_parameters:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:

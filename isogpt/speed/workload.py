@@ -121,7 +121,6 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
-        precision.check_residual_dtype(settings["residual_dtype"], dtype)
         args = self.model_args()
         plan = plan_of(
             settings,
@@ -133,6 +132,7 @@ class Workload:
             model_args=args,
             counts=count_on_meta(self.gpt, args),
         )
+        precision.check_dtypes(plan, settings["residual_dtype"])
         check_layout(plan)
         check_degrees(plan)
         mesh = make_mesh(0, plan)

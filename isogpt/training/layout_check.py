@@ -385,7 +385,7 @@ class Trial:
         compute them with the same micro-batches.
         """
         places = range(0, self.share.sequences, ROWS)
-        island = self.share.island.places
+        island = self.share.island
         total = torch.zeros((), device=self.device)
         for kind, (x, y) in enumerate(batches):
             precision.seed_micro_batch(self.draw, 0, kind, Mesh())
@@ -462,7 +462,7 @@ class Trial:
 
     def own_positions(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The positions of a micro-batch that this rank reads, (ROWS, T / cp) inputs and targets."""
-        positions = self.mesh.own_positions(self.length)
+        positions = self.mesh.positions(self.length)
         x, y = batch
         return (x, y) if positions is None else (x[:, positions], y[:, positions])
 
