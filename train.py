@@ -268,7 +268,7 @@ profiler = profiling.start_profiler(out_dir, limits.max_iters - state.step + 1, 
 clock = make_clock(ranks, plan, raw_model, profile, profiler)
 watchdog.clock, watchdog.saver = clock, saver
 if pipeline:
-    pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
+    pipeline.prepare(share, scaler, gradients, clock.part)  # clock.part times its stages
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print(*banner.about_model(data, plan, parameter_count, start.description))

@@ -55,8 +55,8 @@ BREAKS = {
         "q, k, v mixed": (
             "isogpt.parallel.attach",
             "divide_parameters",
-            "row.sections(config, p.size(row.dim))",
-            "(p.size(row.dim),)",
+            "stacked * (n // sum(stacked))",
+            "(n,)",
         ),
         "norm": (GRADIENTS, "norm_share", ".sum() / n", ".sum()"),
         "bias twice": (

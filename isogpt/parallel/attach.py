@@ -26,11 +26,6 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import LayoutError
 
 
-def one_matrix(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The sections of a parameter in which nothing is stacked, see `Split`."""
-    return (length,)
-
-
 @dataclass(frozen=True)
 class Attachment:
     """
@@ -40,7 +35,8 @@ class Attachment:
         modules: pattern of the modules' names.
         dim: the dimension along which the modules' parameters are divided. Parameters with fewer dimensions
             stay whole, such as the bias of a Linear whose columns are divided. None: all stay whole.
-        sections: what is stacked along `dim`, see `Split`: maps (config, length) to the sections.
+        sections: the sizes of what is stacked along `dim`, see `Split`, which repeat up to the parameter's
+            size: sections(config) -> sizes. None: nothing is stacked.
         becomes: makes the module that replaces it, with the same parameters under the same names:
             becomes(ranks, module) -> module.
         inputs: a forward pre-hook that also gets the ranks: inputs(ranks, module, args) -> args.
@@ -49,7 +45,7 @@ class Attachment:
 
     modules: str
     dim: int | None = None
-    sections: Callable[[GPTConfig, int], tuple[int, ...]] = one_matrix
+    sections: Callable[[GPTConfig], tuple[int, ...]] | None = None
     becomes: Callable[[Any, nn.Module], nn.Module] | None = None
     inputs: Callable | None = None
     output: Callable | None = None
@@ -91,9 +87,11 @@ def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mes
     """Keep this rank's part of each parameter of a module, if the parameter has the dimension of the row."""
     for name, p in list(module.named_parameters(recurse=False)):
         if row.dim < p.dim():
-            sections = row.sections(config, p.size(row.dim))
-            split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
             shape = list(p.shape)
+            n = shape[row.dim]
+            stacked = row.sections(config) if row.sections else (n,)
+            sections = stacked * (n // sum(stacked))
+            split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
             shape[row.dim] = sum(length for _, length in split.ranges())
             part = nn.Parameter(torch.empty(shape, device=p.device), requires_grad=p.requires_grad)
             part.splits = (*splits_of(p), split)

@@ -231,18 +231,12 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     leave. Within an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3
     shard them, and ep divides experts.
     """
-    degrees = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
-    replicate, shard = plan.world_size // prod(degrees.values()), 1
+    sizes = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
+    replicate, shard = plan.world_size // prod(sizes.values()), 1
     if plan.zero >= 2:
         replicate, shard = plan.dp_replicate, replicate // plan.dp_replicate
-    return Mesh(
-        rank,
-        **degrees,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        timeout_s=timeout_s,
-        shards_parameters=plan.zero >= 2,
-    )
+    sizes |= {"dp_replicate": replicate, "dp_shard": shard}
+    return Mesh(rank, **sizes, timeout_s=timeout_s, shards_parameters=plan.zero >= 2)
 
 
 def connect_mesh(rank: int, plan: Plan, timeout_s: float) -> Mesh:

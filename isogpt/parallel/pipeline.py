@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
@@ -20,7 +21,7 @@ from isogpt.parallel.data_parallel import shared_parameter
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
-from isogpt.parallel.plan import LayoutError
+from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.shares import Share
 
 Timer = Callable[[str], AbstractContextManager]  # such as Clock.part: times a block of code under a name
@@ -177,36 +178,19 @@ class Pipeline(nn.Module):
 
     Args:
         model: the model that `split_layers` has divided.
-        dtype: the dtype of what stages send to each other.
         tp_parts: how many parts a sequence is divided into.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        pp_schedule: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp_parts: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, device: torch.device, tp_parts: int) -> None:
         super().__init__()
-        self.model, self.mesh, self.pp_schedule = model, mesh, pp_schedule
-        self.dtype, self.device, self.tp_parts = dtype, device, tp_parts
+        self.model, self.mesh, self.plan, self.device, self.tp_parts = model, mesh, plan, device, tp_parts
         self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
         self.group, self.stages = mesh.group("pp"), list(model.stages)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         # the rank of the group that holds each stage
-        self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, pp_schedule)}
+        self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
-    def prepare(
-        self,
-        share: Share,
-        scaler: torch.amp.GradScaler,
-        sums: FloatSums | ExactSums,
-        timer: Timer,
-        autocast: AbstractContextManager,
-    ) -> None:
+    def prepare(self, share: Share, scaler: GradScaler, sums: FloatSums | ExactSums, timer: Timer) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
 
@@ -214,6 +198,8 @@ class Pipeline(nn.Module):
 
         # if a stage fails, the library would log the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
+        plan = self.plan
+        autocast = torch.autocast(self.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
         stages, options = [], dict(group=self.group, timer=timer, autocast=autocast, sums=sums)
         for stage in self.stages:
             arrives = self.sent_before(stage.block_numbers.start, share.rows)
@@ -227,8 +213,8 @@ class Pipeline(nn.Module):
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
         self.scaler, self.sums = scaler, sums
-        self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
-            stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
+        self.schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])(
+            stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0],
             share.micro_steps,
             loss_fn=scaled_loss,
             scale_grads=False,
@@ -244,7 +230,7 @@ class Pipeline(nn.Module):
             tokens = torch.empty(rows, c.block_size // self.mesh.cp, dtype=torch.int64)
             if block == 0:
                 return (tokens,)
-            hidden = torch.empty(self.shape(tokens), dtype=self.dtype, requires_grad=True)
+            hidden = torch.empty(self.shape(tokens), dtype=self.plan.stream_dtype, requires_grad=True)
             if not c.n_expert:
                 return (hidden,)
             return hidden, torch.empty(block, rows, c.n_expert + 2, requires_grad=True)
@@ -292,7 +278,7 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             before, after = (self.owners.get(stage.number + i, me) for i in (-1, 1))
             if before != me:
-                x = torch.empty(self.shape(idx), dtype=self.dtype, device=self.device)
+                x = torch.empty(self.shape(idx), dtype=self.plan.stream_dtype, device=self.device)
                 dist.recv(x, group=self.group, group_src=before)
             x = stage(x, positions=positions, caches=caches)
             if after != me:

@@ -120,12 +120,10 @@ def uneven_share(
     size = len(speeds) // islands
     by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
     counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
-    micro_steps, rows_of = 1, []
-    for n, of_island in zip(counts, by_island, strict=True):
-        micro_steps = max(micro_steps, divide_rows(n, of_island, batch_size)[0])
-    for n, of_island in zip(counts, by_island, strict=True):
-        rows_of += divide_rows(n, of_island, batch_size, micro_steps)[1]
-    return Share(sequences, data_rank, micro_steps, tuple(rows_of), counts)
+    parts = list(zip(counts, by_island, strict=True))
+    micro_steps = max(divide_rows(n, of_island, batch_size)[0] for n, of_island in parts)
+    rows_of = [divide_rows(n, of_island, batch_size, micro_steps)[1] for n, of_island in parts]
+    return Share(sequences, data_rank, micro_steps, sum(rows_of, ()), counts)
 
 
 def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:

@@ -4,7 +4,7 @@ namely some of the attention heads, of the hidden features, and of the vocabular
 rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are also
 divided.
 
-The table PLAN says what happens to each module; attach.py explains how it is applied.
+The table ATTACHMENTS says what happens to each module; attach.py explains how it is applied.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
 from isogpt.parallel.attach import Attachment, attach, check_seam, replace_seams
@@ -97,7 +96,7 @@ class RowParallelExperts(ExpertLinear):
         return 1 / self.ranks.count * super().expert_biases(dtype, n_expert)
 
 
-def own_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+def tp_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Position embeddings are looked up for the positions that this rank holds: (T,) -> (T / tp,)."""
     (positions,) = args
     return (positions.chunk(ranks.count)[ranks.index] if ranks.splits_sequence else positions,)
@@ -115,7 +114,7 @@ def sum_of_experts(ranks: TensorRanks, dropout: nn.Module, args: tuple[Tensor]) 
     return (ranks.sum(y),)
 
 
-def share_of_routing(
+def divided_routing(
     ranks: TensorRanks, moe: nn.Module, args: tuple, result: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """All ranks route the whole sequence: the sum of their shares is the result of one process."""
@@ -149,35 +148,25 @@ def vocabulary_parallel_loss(
     return summed_loss(Gather.apply(x, ranks.group), weight, targets, cap, part)
 
 
-def heads_of_qkv(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The heights of q, k and v, which are stacked."""
-    return config.qkv_rows
-
-
-def features_of_experts(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The heights of the experts that are stacked; with expert parallelism, of some experts."""
-    return (config.n_hidden,) * (length // config.n_hidden)
-
-
 ATTENTION, MLP = r"transformer\.h\.\d+\.attn", r"transformer\.h\.\d+\.mlp"
 # Column-parallel layers (rows of the weight, dimension 0) come before row-parallel layers (columns of the
 # weight, dimension 1). Parameters for which no dimension is given here are on every rank.
-PLAN = (
+ATTACHMENTS = (
     Attachment(r"transformer\.wte", dim=0, becomes=VocabularyEmbedding),
-    Attachment(r"transformer\.wpe", inputs=own_positions),
+    Attachment(r"transformer\.wpe", inputs=tp_positions),
     Attachment(ATTENTION, inputs=whole_sequence),
-    Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=heads_of_qkv),
+    Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=lambda config: config.qkv_rows),
     Attachment(rf"{ATTENTION}\.c_proj", dim=1, becomes=RowParallelLinear),
     Attachment(MLP, inputs=whole_sequence),
     Attachment("lm_head", dim=0, output=all_logits),
 )
-MLP_PLAN = (
+OF_MLP = (
     Attachment(rf"{MLP}\.(c_gate|c_fc)", dim=0),
     Attachment(rf"{MLP}\.c_proj", dim=1, becomes=RowParallelLinear),
 )
-EXPERTS_PLAN = (
-    Attachment(MLP, output=share_of_routing),
-    Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=features_of_experts),
+OF_EXPERTS = (
+    Attachment(MLP, output=divided_routing),
+    Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=lambda config: (config.n_hidden,)),
     Attachment(rf"{MLP}\.experts\.c_proj", dim=1, becomes=RowParallelExperts),
     Attachment(rf"{MLP}\.dropout", inputs=sum_of_experts),
 )
@@ -194,5 +183,5 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     c = model.config
     ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
     check_seam(model, "loss", summed_loss, "tp")
-    attach(model, PLAN + (EXPERTS_PLAN if c.n_expert else MLP_PLAN), mesh, "tp", ranks)
+    attach(model, ATTACHMENTS + (OF_EXPERTS if c.n_expert else OF_MLP), mesh, "tp", ranks)
     replace_seams(model, loss=partial(vocabulary_parallel_loss, ranks))

@@ -119,7 +119,7 @@ def crash_line(plan: Plan, error: Exception) -> str:
     """What to say about a layout that cannot be computed."""
     advice = "To see which layouts can, run: python bench.py --check"
     if plan.tp > 1:
-        advice = f"PLAN in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
+        advice = f"ATTACHMENTS in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
     return (
         f"{layout_name(plan)} cannot compute what one process computes with this model.py: {crash_of(error)}"
         f". {advice}"
@@ -442,7 +442,7 @@ class Trial:
         kinds = [self.kind(share.first(micro_step)) for micro_step in range(share.micro_steps)]
         micro_batches = [self.own_positions(batches[kind]) for kind in kinds]
         if pipeline:
-            pipeline.prepare(share, scaler, gradients, no_timer, nullcontext())
+            pipeline.prepare(share, scaler, gradients, no_timer)
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
         if pipeline:
