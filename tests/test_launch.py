@@ -114,7 +114,7 @@ def test_dtype_choice(monkeypatch):
 def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature in ("sse2", "avx512_bf16"))
     (note,) = precision.set_up(CPU, default_plan(dtype="float16"), False, "float16")
-    assert "does not multiply float16 in hardware" in note and "set --dtype=bfloat16" in note
+    assert note == "this CPU only emulates float16, which is slow: set --dtype=bfloat16"
     assert not precision.is_emulated("float16", torch.device("cuda"))
     # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
     monkeypatch.setattr(devices, "measured_matmul", lambda device, dtype, budget: {"float32": 7.0}[dtype])

@@ -24,8 +24,8 @@ ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=5", "--
 # sequences, data ranks, batch_size, pp: the start of the warning; by hand
 UNUSED = {
     (4, 8, 12, 1): "4 of 8 data-parallel ranks read only padding",
-    (12, 2, 12, 1): "each rank computes 6 sequences at a time, fewer than batch_size, 12",
-    (12, 1, 12, 4): "each rank computes 3 sequences at a time, fewer than batch_size, 12",
+    (12, 2, 12, 1): "each rank computes 6 sequences at a time, of batch_size 12",
+    (12, 1, 12, 4): "each rank computes 3 sequences at a time, of batch_size 12",
     (9, 4, 1, 1): "",  # 3 micro-steps, 3 of 12 rows are padding
     (24, 2, 12, 1): "",
     (5, 4, 3, 1): "1 of 4 data-parallel ranks read only padding",
@@ -42,7 +42,7 @@ def test_ranks_that_are_not_used_are_reported(case):
     said = about_unused_ranks(share_of(sequences, 0, ranks, batch_size, pp), batch_size, pp)
     assert said.startswith(UNUSED[case]) and bool(said) == bool(UNUSED[case])
     if said:
-        steps, more = map(int, re.search(r"_steps=(\d+). A step then reads (\d+) seq", said).groups())
+        steps, more = map(int, re.search(r"_steps=(\d+): a step then reads (\d+) seq", said).groups())
         share = share_of(more, 0, ranks, batch_size, pp)
         assert steps * batch_size == more and not share.padding()
         assert not about_unused_ranks(share, batch_size, pp)

@@ -106,10 +106,9 @@ def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     for module_name, module in model.named_modules():
         used = getattr(module.seams, name) if hasattr(module, "seams") else known
         if used is not known:
-            used_name = getattr(used, "__name__", used)
+            names = known.__name__, getattr(used, "__name__", used)
             raise LayoutError(
-                f"{way} divides {known.__name__}, but {module_name} in model.py computes {used_name} "
-                f"instead: set --{way}=1"
+                f"{way} divides {names[0]}, but {module_name} in model.py computes {names[1]}: set --{way}=1"
             )
 
 

@@ -52,7 +52,7 @@ def why_uncompiled(device: torch.device) -> str:
     if device.type == "cpu":
         return "compile: off, since it gains nothing on a CPU"
     problem = trial_compilation(device)
-    return problem and f"compile: does not work on this machine, going on without it (slower): {problem}"
+    return problem and f"compile: fails on this machine, going on without it (slower): {problem}"
 
 
 @cache
@@ -119,12 +119,14 @@ def compile_report() -> str:
         return ""
     breaks, skips = counters["graph_break"], counters["inductor"]["cudagraph_skips"]
     failed = frames["total"] - frames["ok"]
-    text = f"compile: {count_text(graphs, 'graph')}, {count_text(sum(breaks.values()), 'graph break')}"
+    text = f"compile: {count_text(graphs, 'graph')}"
+    text += f", {count_text(sum(breaks.values()), 'graph break')}"
     if breaks:
         reasons = [" ".join(reason.split())[:100] for reason in breaks]
         text += f" ({'; '.join(reasons)})"
     if skips:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     if failed:
-        text += f", {count_text(failed, 'function')} failed to compile: TORCH_LOGS=dynamo shows why"
+        functions = count_text(failed, "function")
+        text += f", {functions} failed to compile: TORCH_LOGS=dynamo shows why"
     return text

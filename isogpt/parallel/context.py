@@ -83,7 +83,9 @@ def context_attention(
             parts.append(attend_chunk(part, k[:, :end], v[:, :end], mask, dropout))
         return torch.cat(parts, 1)
 
-    return checkpoint(attend, q, k, v, use_reentrant=False) if torch.is_grad_enabled() else attend(q, k, v)
+    if torch.is_grad_enabled():
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+    return attend(q, k, v)
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropout: float) -> Tensor:
@@ -111,9 +113,12 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     """
     check_seam(model, "attention", causal_attention, "cp")
     positions = mesh.positions(model.config.block_size).to(device)
-    order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
+    in_ranks = [c for rank in range(mesh.cp) for c in mesh.chunks(rank)]
+    order = torch.tensor(in_ranks).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk
-    chunks = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
+    chunks = []
+    for c in mesh.chunks(mesh.index("cp")):
+        chunks.append((c, last_rows_mask(size, (c + 1) * size, device)))
     ranks = ContextRanks(mesh.group("cp"), positions, order, chunks)
     replace_seams(
         model,

@@ -69,12 +69,15 @@ class LocalPart:
         """The part itself, not as a row."""
         if not self.is_row:
             return self
-        return LocalPart(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
+        pieces = tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces)
+        return LocalPart(self.shape[1:], pieces)
 
     def new_stack(self, count: int) -> "LocalPart":
         """Memory for this part in all rows of a stack of `count`."""
-        stacks = (((0, *offsets), piece.new_empty(count, *piece.shape)) for offsets, piece in self.pieces)
-        return LocalPart(torch.Size((count, *self.shape)), tuple(stacks))
+        pieces = []
+        for offsets, piece in self.pieces:
+            pieces.append(((0, *offsets), piece.new_empty(count, *piece.shape)))
+        return LocalPart(torch.Size((count, *self.shape)), tuple(pieces))
 
     @torch.no_grad()
     def put_mean(self, stack: "LocalPart") -> None:
@@ -141,7 +144,8 @@ class LocalPart:
 
     def copy(self) -> "LocalPart":
         """Copy the part to the CPU. Copies from a GPU are queued, see `copy_to_cpu`."""
-        return replace(self, pieces=tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces))
+        copies = [(offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces]
+        return replace(self, pieces=tuple(copies))
 
 
 Splits = tuple[Split, ...]  # how a parameter is split, first by expert, then by tensor parallelism
@@ -221,7 +225,8 @@ def copy_to_cpu(value: Tensor) -> Tensor:
     all copies.
     """
     on_gpu = value.device.type == "cuda"
-    return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)
+    copy = torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+    return copy.copy_(value, non_blocking=on_gpu)
 
 
 @torch.no_grad()

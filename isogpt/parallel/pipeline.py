@@ -183,7 +183,8 @@ class Pipeline(nn.Module):
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, device: torch.device, tp_parts: int) -> None:
         super().__init__()
-        self.model, self.mesh, self.plan, self.device, self.tp_parts = model, mesh, plan, device, tp_parts
+        self.model, self.mesh, self.plan = model, mesh, plan
+        self.device, self.tp_parts = device, tp_parts
         self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
         self.group, self.stages = mesh.group("pp"), list(model.stages)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
@@ -287,10 +288,12 @@ class Pipeline(nn.Module):
             if str(i) not in self.model.transformer.h._modules:
                 caches[i].length += idx.size(1)  # the other ranks' caches have grown too
         if targets is not None:
-            loss = self.model.predict(x, None, targets, target_count)[1] if self.has_last else x.new_zeros(())
+            loss = x.new_zeros(())
+            if self.has_last:
+                _, loss = self.model.predict(x, None, targets, target_count)
             return None, loss.float() * self.mesh.pp
         logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
         if self.has_last:
             logits.copy_(self.model.predict(x, None, None, None)[0])
-        dist.broadcast(logits, group=self.group, group_src=self.owners[len(self.owners) - 1])
+        dist.broadcast(logits, group=self.group, group_src=self.owners[max(self.owners)])
         return logits, None

@@ -120,10 +120,12 @@ def uneven_share(
     size = len(speeds) // islands
     by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
     counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
-    parts = list(zip(counts, by_island, strict=True))
-    micro_steps = max(divide_rows(n, of_island, batch_size)[0] for n, of_island in parts)
-    rows_of = [divide_rows(n, of_island, batch_size, micro_steps)[1] for n, of_island in parts]
-    return Share(sequences, data_rank, micro_steps, sum(rows_of, ()), counts)
+    micro_steps, rows_of = 1, ()
+    for n, of_island in zip(counts, by_island, strict=True):
+        micro_steps = max(micro_steps, divide_rows(n, of_island, batch_size)[0])
+    for n, of_island in zip(counts, by_island, strict=True):
+        rows_of += divide_rows(n, of_island, batch_size, micro_steps)[1]
+    return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
 def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:
@@ -186,14 +188,14 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     if idle > 0:
         observation = f"{idle} of {ranks} data-parallel ranks read only padding"
     elif 2 * rows <= batch_size and share.micro_steps <= pp:
-        observation = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
+        observation = f"each rank computes {rows} sequences at a time, of batch_size {batch_size}"
     else:
         return ""
     steps = ranks * pp
     return (
-        f"{observation}: a step reads {share.sequences} sequences on any number of processes, so that the "
-        f"curve stays the same. To use the ranks fully, set --gradient_accumulation_steps={steps}. A step "
-        f"then reads {steps * batch_size} sequences, which changes the curve"
+        f"{observation}: a step reads {share.sequences} sequences on any number of processes. To use "
+        f"all, set --gradient_accumulation_steps={steps}: a step then reads {steps * batch_size} "
+        "sequences, which changes the curve"
     )
 
 

@@ -99,7 +99,9 @@ class RowParallelExperts(ExpertLinear):
 def tp_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Position embeddings are looked up for the positions that this rank holds: (T,) -> (T / tp,)."""
     (positions,) = args
-    return (positions.chunk(ranks.count)[ranks.index] if ranks.splits_sequence else positions,)
+    if ranks.splits_sequence:
+        positions = positions.chunk(ranks.count)[ranks.index]
+    return (positions,)
 
 
 def whole_sequence(ranks: TensorRanks, layer: nn.Module, args: tuple) -> tuple:
@@ -142,7 +144,8 @@ def vocabulary_parallel_loss(
     """
 
     def reduce(value: Tensor, op: str) -> None:
-        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=ranks.group)
+        operator = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(value, operator, group=ranks.group)
 
     part = VocabularyPart(ranks.longest * ranks.index, ranks.longest, reduce)
     return summed_loss(Gather.apply(x, ranks.group), weight, targets, cap, part)
@@ -181,7 +184,9 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
             be of any length.
     """
     c = model.config
-    ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
+    place = mesh.group("tp"), mesh.index("tp"), mesh.tp
+    ranks = TensorRanks(*place, splits_sequence, c.vocab_size)
     check_seam(model, "loss", summed_loss, "tp")
-    attach(model, ATTACHMENTS + (OF_EXPERTS if c.n_expert else OF_MLP), mesh, "tp", ranks)
+    table = ATTACHMENTS + (OF_EXPERTS if c.n_expert else OF_MLP)
+    attach(model, table, mesh, "tp", ranks)
     replace_seams(model, loss=partial(vocabulary_parallel_loss, ranks))

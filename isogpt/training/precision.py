@@ -69,9 +69,9 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
         return best_dtype(device)
     is_nvidia = device.type == "cuda" and not torch.version.hip
     if wanted == "tf32" and not (is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)):
-        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device}")
+        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU (Ampere or later), not {device}")
     if wanted == "float16" and device.type == "mps":
-        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=bfloat16 or --dtype=float32")
+        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=bfloat16")
     return wanted
 
 
@@ -141,10 +141,8 @@ def set_up(device: torch.device, plan: Plan, deterministic: bool, previous: str 
     if previous not in (None, plan.dtype):
         notes.append(f"this run continues with dtype {plan.dtype} (was {previous}): the loss curve changes")
     if is_emulated(plan.dtype, device):
-        notes.append(
-            f"this CPU does not multiply {plan.dtype} in hardware, so steps take several times as long: set "
-            f"--dtype={best_dtype(device)}"
-        )
+        faster = best_dtype(device)
+        notes.append(f"this CPU only emulates {plan.dtype}, which is slow: set --dtype={faster}")
     if plan.exact:
         fix_threads(device)
         return notes + differences_of_devices(gather_objects(kind_of_device(device)))
@@ -159,7 +157,8 @@ def use_flash_attention_3(device: torch.device, plan: Plan) -> list[str]:
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     fits = plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"]
-    if not (is_hopper and fits and importlib.util.find_spec("flash_attn_interface")):
+    is_installed = importlib.util.find_spec("flash_attn_interface")
+    if not (is_hopper and fits and is_installed):
         return []
     try:
         attention.activate_flash_attention_impl("FA3")
@@ -193,11 +192,12 @@ def device_name(device: torch.device) -> str:
     """The model of a GPU, or of this machine's CPU with the instructions that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    models = set()
+    name = platform.processor() or platform.machine()
     with suppress(OSError):  # only Linux has this file
-        models.update(re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-    model = " and ".join(sorted(models)) or platform.processor() or platform.machine()
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+        properties = Path("/proc/cpuinfo").read_text()
+        models = {*re.findall(r"^model name\s*: (.*)", properties, re.MULTILINE)}
+        name = " and ".join(sorted(models)) or name
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def differences_of_devices(kinds: list[str]) -> list[str]:
