@@ -2,8 +2,8 @@
 How tensor, expert and context parallelism attach to a model that does not know them.
 
 Each of the ways is a table. Each of its rows names modules, and says how their parameters are divided over
-ranks and what surrounds or replaces each module: a hook on its inputs, a hook on its outputs, or a different
-module with the same parameters. `attach` applies a table in one loop. Functions that are not modules are
+ranks and what surrounds or changes each module: a hook on its inputs, a hook on its outputs, or a subclass of
+the module's class. `attach` applies a table in one loop. Functions that are not modules are
 those of model.Seams, which `replace_seams` exchanges.
 
 PyTorch's parallelize_module takes a table, too, but turns each parameter into a DTensor, which it divides in
@@ -37,8 +37,8 @@ class Attachment:
             stay whole, such as the bias of a Linear whose columns are divided. None: all stay whole.
         sections: the sizes of what is stacked along `dim`, see `Split`, which repeat up to the parameter's
             size: sections(config) -> sizes. None: nothing is stacked.
-        becomes: makes the module that replaces it, with the same parameters under the same names:
-            becomes(ranks, module) -> module.
+        becomes: the subclass that the module becomes, with the same parameters; it gets the ranks as
+            `self.ranks`.
         inputs: a forward pre-hook that also gets the ranks: inputs(ranks, module, args) -> args.
         output: a forward hook that also gets the ranks: output(ranks, module, args, result) -> result.
     """
@@ -46,7 +46,7 @@ class Attachment:
     modules: str
     dim: int | None = None
     sections: Callable[[GPTConfig], tuple[int, ...]] | None = None
-    becomes: Callable[[Any, nn.Module], nn.Module] | None = None
+    becomes: type[nn.Module] | None = None
     inputs: Callable | None = None
     output: Callable | None = None
 
@@ -64,8 +64,7 @@ def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str,
             if not re.fullmatch(row.modules, name):
                 continue
             if row.becomes:
-                old, module = module, row.becomes(ranks, module)
-                replace_module(model, old, module)
+                module.__class__, module.ranks = row.becomes, ranks
             if row.dim is not None:
                 divide_parameters(model.config, module, row, mesh, axis)
             if row.inputs:
@@ -73,14 +72,6 @@ def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str,
             if row.output:
                 module.register_forward_hook(partial(row.output, ranks))
     model.tie_weights()
-
-
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever it is: a pipeline's stage holds some modules as well."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # named_children would omit a second name
-            if child is old:
-                parent._modules[name] = new
 
 
 def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mesh: Mesh, axis: str) -> None:

@@ -83,6 +83,27 @@ class Mesh:
     shards_parameters: bool = False  # whether fully_shard divides the parameters (zero 2 and 3)
     devices: DeviceMesh | None = field(default=None, compare=False)  # the axes with more than one rank
 
+    def __post_init__(self) -> None:
+        # ranks that read different sequences of the batch
+        self.readers = Role(self, ("islands", "dp_replicate", "dp_shard", "ep"))
+        # ranks that read the same sequences, each for some of the layers, positions or features
+        self.same_sequences = Role(self, ("pp", "cp", "tp"))
+        # ranks that read the same tokens, and therefore all know their loss
+        self.same_tokens = Role(self, ("pp", "tp"))
+        # ranks over which an island's loss is summed, and over which gradients are averaged
+        self.loss = Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
+        # those of `loss` that hold the same parameters (except experts), or the same shards of them
+        self.replicas = self.loss
+        # those of `loss` that hold different shards of the parameters
+        self.shards = Role(self, ())
+        if self.shards_parameters:
+            self.replicas = Role(self, ("dp_replicate",))
+            self.shards = Role(self, ("dp_shard", "ep", "cp"))
+        # ranks that together hold each whole matrix of a pipeline's stage
+        self.matrix_parts = Role(self, (*self.shards.axes, "tp"))
+        # ranks that know the same whole matrices once those of `matrix_parts` have gathered them
+        self.matrix_workers = Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
+
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""
         return prod(getattr(self, axis) for axis in axes)
@@ -94,46 +115,6 @@ class Mesh:
             inner = self.size(*AXES[AXES.index(axis) + 1 :])
             number = number * self.size(axis) + self.rank // inner % self.size(axis)
         return number
-
-    @property
-    def readers(self) -> Role:
-        """Ranks that read different sequences of the batch."""
-        return Role(self, ("islands", "dp_replicate", "dp_shard", "ep"))
-
-    @property
-    def same_sequences(self) -> Role:
-        """Ranks that read the same sequences, each for some of the layers, positions or features."""
-        return Role(self, ("pp", "cp", "tp"))
-
-    @property
-    def same_tokens(self) -> Role:
-        """Ranks that read the same tokens, and therefore all know their loss."""
-        return Role(self, ("pp", "tp"))
-
-    @property
-    def loss(self) -> Role:
-        """Ranks over which an island's loss is summed, and over which gradients are averaged."""
-        return Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
-
-    @property
-    def replicas(self) -> Role:
-        """Those of `loss` that hold the same parameters (except experts), or the same shards of them."""
-        return Role(self, ("dp_replicate",)) if self.shards_parameters else self.loss
-
-    @property
-    def shards(self) -> Role:
-        """Those of `loss` that hold different shards of the parameters."""
-        return Role(self, ("dp_shard", "ep", "cp") if self.shards_parameters else ())
-
-    @property
-    def matrix_parts(self) -> Role:
-        """Ranks that together hold each whole matrix of a pipeline's stage."""
-        return Role(self, (*self.shards.axes, "tp"))
-
-    @property
-    def matrix_workers(self) -> Role:
-        """Ranks that know the same whole matrices once those of `matrix_parts` have gathered them."""
-        return Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
 
     def holders(self, p: Tensor) -> Role:
         """Ranks that hold the same part of a parameter, with different values on different islands."""

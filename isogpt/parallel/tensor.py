@@ -56,12 +56,8 @@ class TensorRanks:
         return ceil(self.vocab_size / self.count)
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(nn.Embedding):
     """An Embedding of which this rank holds some rows: (B, T) -> (B, T, C), or this rank's positions."""
-
-    def __init__(self, ranks: TensorRanks, wte: nn.Embedding) -> None:
-        super().__init__()
-        self.ranks, self.weight = ranks, wte.weight
 
     def forward(self, idx: Tensor) -> Tensor:
         row, n = idx - self.ranks.longest * self.ranks.index, self.weight.size(0)
@@ -69,12 +65,8 @@ class VocabularyEmbedding(nn.Module):
         return self.ranks.sum(F.embedding(row.clamp(0, n - 1), self.weight) * is_mine[..., None])
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(nn.Linear):
     """A Linear layer of which each rank holds some columns; the bias is on every rank and is added once."""
-
-    def __init__(self, ranks: TensorRanks, linear: nn.Linear) -> None:
-        super().__init__()
-        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ranks.sum(F.linear(x, self.weight))
@@ -86,10 +78,6 @@ class RowParallelExperts(ExpertLinear):
     Linear layers of experts of which each rank holds some columns. The ranks' results are added after they
     are weighted, see `sum_of_experts`, and so are the biases, which are on every rank.
     """
-
-    def __init__(self, ranks: TensorRanks, linear: ExpertLinear) -> None:
-        nn.Module.__init__(self)
-        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
 
     def expert_biases(self, dtype: torch.dtype, n_expert: int) -> Tensor:
         """This rank's share of the bias of each expert, (E, out)."""
