@@ -27,7 +27,7 @@ NOT_REDUCED = (
     "is_last = False",
 )
 DIVISOR = (SUMS, "FloatSums.__post_init__", "tokens / self.mesh.loss.size", "tokens")
-SAME_ROWS = (SHARES, "Share.first", " + sum(rows_of[:index])", "")
+SAME_ROWS = (SHARES, "Share.first", " + self.rows_before", "")
 SHARD = "fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)"
 NOT_SCATTERED = (DATA, "shard", SHARD, f"{SHARD}.set_requires_gradient_sync(False)")
 WRONG_ROWS = (

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from runs import REPO, TINY, tensors_in
+from runs import start_changed, tensors_in
 from test_layouts import WAYS, args_of
 
 
@@ -61,12 +61,9 @@ def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, source
 
 # train.py with what this process holds: sizes of parameters and of saved activations
 PROBE = """
-import os, sys
-sys.path.insert(0, os.environ["REPO"])
 import torch, model
 from isogpt.launch import together
-from isogpt.parallel import gradients
-from isogpt.parallel import local_parts
+from isogpt.parallel import gradients, local_parts
 complete, forward = gradients.complete_gradients, model.GPT.forward
 saved = {}
 def counted(self, *args):
@@ -89,26 +86,19 @@ def probed(gpt, *args):
     if together.is_main():
         torch.save(everyone, "probe.pt")
 gradients.complete_gradients, model.GPT.forward = probed, counted
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
 @pytest.fixture(scope="module")
 def probe(zygote, shared_work):
     """What PROBE gathers in step 1 from each rank: parameters, bytes of activations."""
-    (shared_work / "probe.py").write_text(PROBE)
 
     def run(model, way="one"):
         at = shared_work / f"probe-{model}-{way}"
         if not at.exists():
             shutil.copytree(shared_work / "data", at / "data")
-            args = [*TINY, *args_of(model, way), "--eval_interval=1000", "--save_checkpoint=False"]
-            env = {"REPO": str(REPO)}
-            zygote.start(
-                [*args, "--max_iters=1"], at, WAYS[way][0], "probe.py", repo=shared_work, env=env
-            ).wait()
+            args = [*args_of(model, way), "--eval_interval=1000", "--save_checkpoint=False"]
+            start_changed(zygote, PROBE, [*args, "--max_iters=1"], at, WAYS[way][0]).wait()
         return torch.load(at / "probe.pt", weights_only=True)
 
     return run

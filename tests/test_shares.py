@@ -27,9 +27,7 @@ UNUSED = {
     (12, 2, 12, 1): "each rank computes 6 sequences at a time, of batch_size 12",
     (12, 1, 12, 4): "each rank computes 3 sequences at a time, of batch_size 12",
     (9, 4, 1, 1): "",  # 3 micro-steps, 3 of 12 rows are padding
-    (24, 2, 12, 1): "",
     (5, 4, 3, 1): "1 of 4 data-parallel ranks read only padding",
-    (480, 7, 12, 1): "",
     (480, 32, 16, 1): "",  # 15 rows are nearly as fast as 16
     (13, 2, 12, 1): "",
 }
@@ -56,7 +54,6 @@ DIVIDED = {
     (48, (3, 1, 1), 48): (1, (30, 9, 9)),
     (40, (3, 1, 1), 12): (2, (12, 4, 4)),
     (3, (100, 1, 1), 8): (1, (1, 1, 1)),  # no rank without rows
-    (2, (5, 1, 1), 8): (1, (1, 1, 1)),  # one row is padding
     (9, (1.125, 1), 9): (1, (5, 4)),
 }
 

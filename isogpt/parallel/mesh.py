@@ -103,6 +103,10 @@ class Mesh:
         self.matrix_parts = Role(self, (*self.shards.axes, "tp"))
         # ranks that know the same whole matrices once those of `matrix_parts` have gathered them
         self.matrix_workers = Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
+        # which share of the batch this rank reads, of how many
+        self.data_rank, self.data_size = self.readers.index, self.readers.size
+        # whether a rank holds only some of the layers or experts, or parts of matrices
+        self.splits_model = max(self.pp, self.tp, self.ep) > 1
 
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""
@@ -120,16 +124,6 @@ class Mesh:
         """Ranks that hold the same part of a parameter, with different values on different islands."""
         return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)
 
-    @property
-    def data_rank(self) -> int:
-        """Which share of the batch this rank reads."""
-        return self.readers.index
-
-    @property
-    def data_size(self) -> int:
-        """How many shares a batch is divided into."""
-        return self.readers.size
-
     def chunks(self, index: int) -> tuple[int, int]:
         """
         Which of a sequence's 2 cp chunks rank `index` of a cp group holds: an early and a late one. Chunk i
@@ -146,11 +140,6 @@ class Mesh:
             return None
         chunks = torch.arange(length).chunk(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
-
-    @property
-    def splits_model(self) -> bool:
-        """Whether a rank holds only some of the layers or experts, or parts of matrices."""
-        return self.pp > 1 or self.tp > 1 or self.ep > 1
 
     def connect(self, device_type: str, offloads: bool = False) -> None:
         """

@@ -14,11 +14,16 @@ from isogpt.parallel.plan import Plan
 PADDING = -1  # the start of a padding row
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """
     How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows.
     Islands get sequences that follow each other in the batch, and the ranks of an island divide these.
+
+    Attributes:
+        island: the places in the batch of what this rank's island reads; without islands, all of them.
+        island_sequences: how many these are.
+        rows: this rank's rows of a micro-step.
     """
 
     sequences: int
@@ -27,36 +32,22 @@ class Share:
     rows_of: tuple[int, ...]  # rows of a micro-batch, by data rank
     islands: tuple[int, ...]  # sequences of each island; without islands, of the batch
 
-    @property
-    def ranks_of_island(self) -> int:
-        """How many ranks divide the sequences of an island."""
-        return len(self.rows_of) // len(self.islands)
-
-    @property
-    def island(self) -> range:
-        """The places in the batch of what this rank's island reads; without islands, all of them."""
-        number = self.data_rank // self.ranks_of_island
+    def __post_init__(self) -> None:
+        size = len(self.rows_of) // len(self.islands)  # ranks of an island
+        number, index = divmod(self.data_rank, size)
         start = sum(self.islands[:number])
-        return range(start, start + self.islands[number])
-
-    @property
-    def island_sequences(self) -> int:
-        """How many sequences this rank's island reads; without islands, all of the batch."""
-        return len(self.island)
-
-    @property
-    def rows(self) -> int:
-        """This rank's rows of a micro-step."""
-        return self.rows_of[self.data_rank]
+        self.island_sequences = self.islands[number]
+        self.island = range(start, start + self.island_sequences)
+        rows_of = self.rows_of[number * size :][:size]
+        self.rows, self.rows_before = rows_of[index], sum(rows_of[:index])
+        self.island_rows = sum(rows_of)
 
     def first(self, micro_step: int) -> int:
         """
         The place in the batch of this rank's first row of a micro-step. Beyond the end of the batch, or of
         the island's part of it, it is the place that the row would have.
         """
-        index = self.data_rank % self.ranks_of_island
-        rows_of = self.rows_of[self.data_rank - index :][: self.ranks_of_island]
-        return self.island.start + micro_step * sum(rows_of) + sum(rows_of[:index])
+        return self.island.start + micro_step * self.island_rows + self.rows_before
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
