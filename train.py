@@ -215,7 +215,7 @@ del run.start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside the logger and the sampler)
 if pipeline:
-    pipeline.prepare(reader.share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
+    pipeline.prepare(reader.share, scaler, gradients, clock.part)  # clock.part times its stages
 is_complete = report.is_complete()  # a complete run was resumed: says what to set
 if not is_complete:
     # with DDP, a discarded forward and backward pass, after which the order of its buckets is final: without

@@ -18,7 +18,7 @@ ZERO1 = "torch.distributed.optim.zero_redundancy_optimizer"
 
 NOT_REDUCED = (SUMS, "FloatSums.micro_batch", "is_last and self.plan", "False and self.plan")
 DIVISOR = (SUMS, "FloatSums.__post_init__", "tokens / self.mesh.loss.size", "tokens")
-SAME_ROWS = (SHARES, "Share.first", " + sum(island.rows_of[: island.rank])", "")
+SAME_ROWS = (SHARES, "Share.first", " + self.rows_before", "")
 SHARD = "fully_shard(block, mp_policy=policy, **of_blocks)"
 NOT_SCATTERED = (DATA, "shard", SHARD, f"{SHARD}.set_requires_gradient_sync(False)")
 WRONG_ROWS = (
@@ -46,8 +46,8 @@ BREAKS = {
         "q, k, v mixed": (
             "isogpt.parallel.attach",
             "divide_parameters",
-            "row.sections(config, p.size(row.dim))",
-            "(p.size(row.dim),)",
+            "stacked * (n // sum(stacked))",
+            "(n,)",
         ),
         "norm": (SUMS, "FloatSums.norm_share", ".sum() / n", ".sum()"),
         "bias twice": (

@@ -209,9 +209,9 @@ def test_the_dtype_of_the_residual_stream_in_a_plan(stream, dtype, changes, expe
 def test_a_stream_in_bfloat16_needs_computation_in_bfloat16(dtype):
     said = f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is '{dtype}': set "
     with pytest.raises(ValueError, match=re.escape(f"{said}--residual_dtype=float32, or --dtype=bfloat16")):
-        precision.check_residual_dtype("bfloat16", dtype)
-    precision.check_residual_dtype("float32", dtype)
-    precision.check_residual_dtype("bfloat16", "bfloat16")
+        precision.check_dtypes(default_plan(dtype=dtype), "bfloat16")
+    precision.check_dtypes(default_plan(dtype=dtype), "float32")
+    precision.check_dtypes(default_plan(dtype="bfloat16"), "bfloat16")
     with pytest.raises(ValueError, match="residual_dtype is 'fp8'; choose from float32 and bfloat16"):
         GPTConfig(residual_dtype="fp8")
 

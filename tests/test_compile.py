@@ -1,7 +1,7 @@
 """torch.compile on a CPU, where train.py does not use it: gradients, graphs, and the line about them."""
 
-import ast
 import json
+import re
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -229,14 +229,9 @@ def test_a_function_has_the_gradients_of_eager_mode(one_rank):
 
 def test_every_function_is_compared(one_rank):
     """Of isogpt/ and model.py. A new one belongs in `functions`."""
-    defined = {
-        node.name
-        for path in [REPO / "model.py", *(REPO / "isogpt").glob("**/*.py")]
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).endswith("Function") for base in node.bases)
-    }
-    assert defined == {function.__name__ for function in functions()}
+    sources = [path.read_text() for path in [REPO / "model.py", *(REPO / "isogpt").glob("**/*.py")]]
+    defined = re.findall(r"^class (\w+)\([\w.]*Function\):", "\n".join(sources), re.MULTILINE)
+    assert {*defined} == {function.__name__ for function in functions()}
 
 
 @pytest.mark.parametrize("changes", [{}, NANOCHAT, LLAMA | {"n_expert": 4}])
@@ -264,22 +259,21 @@ def test_a_step_that_cannot_be_compiled_runs_without(capsys):
     assert line.startswith("note: compile: failed, generating without it (slower): ") and "no ptxas" in line
 
 
-@pytest.mark.parametrize("device, splits_model", [("cpu", False), ("meta", True)])
-def test_generation_that_is_not_compiled_says_so(device, splits_model):
-    model = small_gpt()
-    assert compile_generation(model, torch.device(device), splits_model).startswith("compile: off, since ")
-    assert model.seams.advance is None
+def test_generation_that_is_not_compiled_says_so(monkeypatch):
+    """On a CPU, on several processes, and on a machine without a compiler."""
 
-
-def test_generation_on_a_machine_without_a_compiler(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("no compiler")
 
-    model = small_gpt()
     monkeypatch.setattr(torch, "compile", broken)
-    note = compile_generation(model, torch.device("meta"), splits_model=False)
-    assert note.endswith(", generating without it (slower): RuntimeError: no compiler")
+    compilation.trial_compilation.cache_clear()
+    model, meta = small_gpt(), torch.device("meta")
+    for device, splits_model in ((torch.device("cpu"), False), (meta, True)):
+        assert compile_generation(model, device, splits_model).startswith("compile: off, since ")
+    note = compile_generation(model, meta, splits_model=False)
+    assert note.endswith(", going on without it (slower): RuntimeError: no compiler")
     assert model.seams.advance is None
+    compilation.trial_compilation.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])

@@ -162,12 +162,13 @@ def test_a_process_that_is_new(tmp_path):
 def test_flash_attention_3_is_used_where_it_fits(monkeypatch, gpu):
     """A stand-in for the package, and PyTorch tries cuDNN no more."""
     calls, package = [], "flash_attn_interface"
+    monkeypatch.setattr(precision, "set_numerics", lambda *_: None)
     monkeypatch.setitem(sys.modules, package, None)  # it cannot be imported
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
 
     def notes(device="cuda", deterministic=False, dtype="bfloat16", dropout=0.0):
         plan = default_plan(dtype=dtype, model_args={"dropout": dropout})
-        return precision.use_flash_attention_3(torch.device(device), plan, deterministic)
+        return precision.set_up(torch.device(device), plan, deterministic, None)
 
     assert notes() == []
     monkeypatch.setattr(precision.importlib.util, "find_spec", package.__eq__)

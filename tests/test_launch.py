@@ -104,8 +104,8 @@ def test_dtype_choice(monkeypatch):
     assert precision.resolve_dtype("auto", CPU, previous="tf32") == "bfloat16", "unless this device lacks it"
     assert precision.resolve_dtype("float16", CPU, previous="float32") == "float16"
     changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
-    assert precision.notes_about_dtype("float32", CPU, previous="bfloat16") == [changed]
-    assert precision.notes_about_dtype("bfloat16", CPU) == []
+    assert precision.set_up(CPU, default_plan(dtype="float32"), False, "bfloat16") == [changed]
+    assert precision.set_up(CPU, default_plan(dtype="bfloat16"), False, None) == []
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
     assert precision.resolve_dtype("auto", CPU) == "float32"
     assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
@@ -113,9 +113,9 @@ def test_dtype_choice(monkeypatch):
 
 def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature in ("sse2", "avx512_bf16"))
-    (note,) = precision.notes_about_dtype("float16", CPU)
-    assert "does not multiply float16 in hardware" in note and "set --dtype=bfloat16" in note
-    assert precision.notes_about_dtype("float16", torch.device("cuda")) == []
+    (note,) = precision.set_up(CPU, default_plan(dtype="float16"), False, "float16")
+    assert note == "this CPU only emulates float16, which is slow: set --dtype=bfloat16"
+    assert not precision.is_emulated("float16", torch.device("cuda"))
     # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
     monkeypatch.setattr(devices, "measured_matmul", lambda device, dtype, budget: {"float32": 7.0}[dtype])
     assert peak_of(CPU, "float16") == (7.0, "measured matmul in float32")
@@ -135,11 +135,14 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
     model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
     compiled, problem = [], "RuntimeError: the other rank's problem"
     monkeypatch.setattr(GPT, "compile", lambda self: compiled.append(self))
-    assert "off" in compilation.compile_model(model, CPU, default_plan(), Mesh())
+    plan, other = default_plan(), torch.device("xpu")
+    compilation.compile_model(model, CPU, plan, Mesh())
+    assert "off" in compilation.compile_note(CPU, plan)
     monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: torch.full(a, 1.0, **k))
     monkeypatch.setattr(torch, "compile", lambda f: f)
     monkeypatch.setattr(compilation, "gather_objects", lambda mine: [mine, problem])
-    message = compilation.compile_model(model, SimpleNamespace(type="xpu"), default_plan(), Mesh())
+    compilation.compile_model(model, other, plan, Mesh())
+    message = compilation.compile_note(other, plan)
     assert not compiled and problem in message and "without it" in message
 
 

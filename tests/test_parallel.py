@@ -1,14 +1,13 @@
 """
-Tensor, pipeline, context and expert parallelism: what a rank holds, exported weights, sampled text. The
-curves are in test_layouts.py, faults and messages in test_split.py. measure/random_layouts.py draws more
-layouts.
+Tensor, pipeline, context and expert parallelism: what a rank holds, and sampled text. The curves are in
+test_layouts.py, faults and messages in test_split.py. measure/random_layouts.py draws more layouts.
 """
 
 import shutil
 
 import pytest
 import torch
-from runs import REPO, TINY, tensors_in
+from runs import start_changed
 from test_layouts import WAYS, args_of
 
 
@@ -21,24 +20,6 @@ def slow_after(n, cases):
 def ran(trained):
     """The folder of a run of a model in a way, see test_layouts.py."""
     return lambda model, way="one": trained(args_of(model, way), WAYS[way][0])
-
-
-@pytest.mark.slow
-def test_export_puts_the_parts_together(zygote, shared_work, ran):
-    """
-    Shards of tp x pp hold what export.py puts together: nanoGPT's ckpt.pt, near the weights of one process.
-    """
-    out = shared_work / "exported"
-    shutil.copytree(ran("gpt2", "tp2-pp2-zbv"), out, symlinks=True)
-    shards = tensors_in(out)
-    zygote.start([out, "--to=ckpt.pt"], shared_work, script="export.py").wait()
-    weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
-    one = torch.load(ran("gpt2") / "ckpt.pt", weights_only=True)["model"]
-    assert weights.keys() == one.keys()
-    for name, value in weights.items():
-        stored = name.replace("lm_head.weight", "transformer.wte.weight")
-        assert torch.equal(value, shards[f"model.{stored}"])
-        torch.testing.assert_close(value, one[name], atol=1e-4, rtol=1e-3)
 
 
 SAMPLES = [("llama", "one", "tp2-pp2"), ("gpt2-moe", "ep2-fsdp", "pp2"), ("gpt2-moe", "one", "tp2")]
@@ -61,8 +42,6 @@ def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, source
 
 # train.py with what this process holds: sizes of parameters and of saved activations
 PROBE = """
-import os, sys
-sys.path.insert(0, os.environ["REPO"])
 import torch, model
 from isogpt.launch import together
 from isogpt.parallel import gradients
@@ -99,17 +78,13 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 @pytest.fixture(scope="module")
 def probe(zygote, shared_work):
     """What PROBE gathers in step 1 from each rank: parameters, bytes of activations."""
-    (shared_work / "probe.py").write_text(PROBE)
 
     def run(model, way="one"):
         at = shared_work / f"probe-{model}-{way}"
         if not at.exists():
             shutil.copytree(shared_work / "data", at / "data")
-            args = [*TINY, *args_of(model, way), "--eval_interval=1000", "--save_checkpoint=False"]
-            env = {"REPO": str(REPO)}
-            zygote.start(
-                [*args, "--max_iters=1"], at, WAYS[way][0], "probe.py", repo=shared_work, env=env
-            ).wait()
+            args = [*args_of(model, way), "--eval_interval=1000", "--save_checkpoint=False"]
+            start_changed(zygote, PROBE, [*args, "--max_iters=1"], at, WAYS[way][0]).wait()
         return torch.load(at / "probe.pt", weights_only=True)
 
     return run

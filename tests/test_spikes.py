@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -30,8 +31,7 @@ def test_the_limits_are_those_of_the_last_taken_steps():
         assert recent.limits()[0] == pytest.approx(limit, rel=1e-12) and loss < limit
         recent.add(loss, 2 * loss)
     assert recent.limits()[1] == pytest.approx(2 * recent.limits()[0])
-    again = RecentSteps()
-    again.rewind(json.loads(json.dumps(recent.describe())))
+    again = RecentSteps(**json.loads(json.dumps(asdict(recent))))
     assert again == recent and len(again.losses) == WINDOW
 
 

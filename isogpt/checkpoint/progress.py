@@ -100,7 +100,7 @@ class Progress:
         self.seconds_before, self.began = ours.get("seconds"), time.perf_counter()
         self.totals = Totals(**ours.get("totals", {}))
         self.position = ours.get("position", self.step * self.tokens_per_step)
-        self.recent_steps.rewind(ours.get("recent_steps", {}))
+        self.recent_steps = RecentSteps(**ours.get("recent_steps", {}))
 
     @property
     def seconds(self) -> float | None:
@@ -138,4 +138,4 @@ class Progress:
         names = ("best_step", "measures", "tokens", "seconds", "position", "wandb_id")
         described = {name: getattr(self, name) for name in names} | self.data
         described |= {"shares": list(self.shares), "totals": asdict(self.totals)}
-        return described | {"recent_steps": self.recent_steps.describe()}
+        return described | {"recent_steps": asdict(self.recent_steps)}

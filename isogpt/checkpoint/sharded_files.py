@@ -154,7 +154,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return plans, dcp.Metadata({})  # DCP sends it to all ranks; Writer takes self.metadata
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].piece(index.offset)
+        return dict(self.state_dict[index.fqn].pieces)[tuple(index.offset)]
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):

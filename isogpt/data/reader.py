@@ -163,7 +163,7 @@ class Reader:
                 receives the error, and padding takes the place of the micro-batch, since ranks that compute a
                 model together need the same number of them.
         """
-        positions = self.mesh.own_positions(self.block_size)
+        positions = self.mesh.positions(self.block_size)
         vocab_size = self.plan.model_args["vocab_size"]
         # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"

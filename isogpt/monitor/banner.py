@@ -10,6 +10,7 @@ from isogpt.data.reader import Reader
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
 from isogpt.nn.counts import Counts, ModelCounts
+from isogpt.parallel.compilation import compile_note
 from isogpt.parallel.mesh import AXES, Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
@@ -54,11 +55,11 @@ def topology(ranks: Ranks) -> str:
     return f"{ranks.world_size} = {nodes} x {processes}"
 
 
-def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> Iterator[str]:
+def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh) -> Iterator[str]:
     """The processes, and how they divide the work."""
     sharding = f", zero {plan.zero}" if plan.zero else ""
     where = f"{topology(ranks)} on {ranks.device.type}, {ranks.network}"
-    yield f"ranks:   {where}, {plan.dtype}{sharding}; {compile_note}"
+    yield f"ranks:   {where}, {plan.dtype}{sharding}; {compile_note(ranks.device, plan)}"
     degrees = [f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1]
     if degrees:
         yield f"mesh:    {' x '.join(degrees)}"

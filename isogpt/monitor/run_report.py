@@ -24,7 +24,7 @@ from isogpt.monitor.samples import how_to_sample
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.parallel.compare_weights import weights_digest
-from isogpt.parallel.compilation import compile_note, compile_report
+from isogpt.parallel.compilation import compile_report
 from isogpt.parallel.parallelize import take_routing
 from isogpt.run.resolve import Run
 from isogpt.speed.clock import Clock, over_ranks
@@ -269,7 +269,7 @@ def open_report(
     flops_per_step = tokens_per_step * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
     logger.print(
         *banner.about_model(run.data, plan, run.start.description),
-        *banner.about_ranks(ranks, plan, run.mesh, compile_note(state.model, ranks.device, plan)),
+        *banner.about_ranks(ranks, plan, run.mesh),
         *run.checked,
         f"optim:   {describe_updates(state.model, state.optimizers, run.mesh)}",
         *banner.about_step(run.config, reader),

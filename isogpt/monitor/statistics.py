@@ -150,7 +150,7 @@ class LayerStatistics:
         with exit_together():
             self.batches = [*self.reader.evaluation("train", self.sequences)]
         self.group, length = mesh.group("cp"), self.reader.block_size
-        self.queries = (mesh.own_positions(length) if self.group else torch.arange(length)).to(device)
+        self.queries = (mesh.positions(length) if self.group else torch.arange(length)).to(device)
         self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
         names = {p: short_name(name) for name, p in self.raw_model.named_parameters()}
         groups = parameters_by_replica_count(self.raw_model, mesh).items()

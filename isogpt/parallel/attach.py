@@ -1,10 +1,10 @@
 """
 How tensor, expert and context parallelism attach to a model that does not know them.
 
-A plan is a table. Each of its rows names modules, and says how their parameters are divided over ranks and
-what surrounds or replaces each module: a hook on its inputs, a hook on its outputs, or a different module
-with the same parameters. `attach` applies a plan in one loop. Functions that are not modules are those of
-model.Seams, which `replace_seams` exchanges.
+Each of the ways is a table. Each of its rows names modules, and says how their parameters are divided over
+ranks and what surrounds or changes each module: a hook on its inputs, a hook on its outputs, or a subclass of
+the module's class. `attach` applies a table in one loop. Functions that are not modules are
+those of model.Seams, which `replace_seams` exchanges.
 
 PyTorch's parallelize_module takes a table, too, but turns each parameter into a DTensor, which it divides in
 one piece. Here, q, k and v are stacked in one parameter but divided separately, and so are experts. Besides,
@@ -12,7 +12,6 @@ a DTensor costs a Linear 0.4 ms of a CPU in each forward and backward pass (64 x
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,56 +26,45 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import LayoutError
 
 
-def one_matrix(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The sections of a parameter in which nothing is stacked, see `Split`."""
-    return (length,)
-
-
 @dataclass(frozen=True)
 class Attachment:
     """
-    A row of a plan.
+    A row of a table.
 
     Args:
         modules: pattern of the modules' names.
         dim: the dimension along which the modules' parameters are divided. Parameters with fewer dimensions
             stay whole, such as the bias of a Linear whose columns are divided. None: all stay whole.
-        sections: what is stacked along `dim`, see `Split`: maps (config, length) to the sections.
-        becomes: makes the module that replaces it, with the same parameters under the same names:
-            becomes(ranks, module) -> module.
+        sections: the sizes of what is stacked along `dim`, see `Split`, which repeat up to the parameter's
+            size: sections(config) -> sizes. None: nothing is stacked.
+        becomes: the subclass that the module becomes, with the same parameters; it gets the ranks as
+            `self.ranks`.
         inputs: a forward pre-hook that also gets the ranks: inputs(ranks, module, args) -> args.
         output: a forward hook that also gets the ranks: output(ranks, module, args, result) -> result.
     """
 
     modules: str
     dim: int | None = None
-    sections: Callable[[GPTConfig, int], tuple[int, ...]] = one_matrix
-    becomes: Callable[[Any, nn.Module], nn.Module] | None = None
+    sections: Callable[[GPTConfig], tuple[int, ...]] | None = None
+    becomes: type[nn.Module] | None = None
     inputs: Callable | None = None
     output: Callable | None = None
 
 
-def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, ranks: Any) -> None:
+def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str, ranks: Any) -> None:
     """
-    Apply a plan to a model on the meta device, in place.
+    Apply a table to a model on the meta device, in place.
 
     Args:
         axis: the axis of the mesh along which ranks hold different parts of a divided parameter.
         ranks: what the hooks and the new modules know of the ranks; their first argument.
     """
-    places = defaultdict(list)  # (parent, name) of each module: a pipeline's stage holds some modules as well
-    for parent in model.modules():
-        for name, child in parent._modules.items():  # named_children would omit a second name
-            places[child].append((parent, name))
     for name, module in list(model.named_modules()):  # of a pipeline's stage: the modules that it contains
-        for row in plan:
+        for row in table:
             if not re.fullmatch(row.modules, name):
                 continue
             if row.becomes:
-                old, module = module, row.becomes(ranks, module)
-                places[module] = places.pop(old)
-                for parent, child_name in places[module]:
-                    parent.add_module(child_name, module)
+                module.__class__, module.ranks = row.becomes, ranks
             if row.dim is not None:
                 divide_parameters(model.config, module, row, mesh, axis)
             if row.inputs:
@@ -90,9 +78,12 @@ def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mes
     """Keep this rank's part of each parameter of a module, if the parameter has the dimension of the row."""
     for name, p in list(module.named_parameters(recurse=False)):
         if row.dim < p.dim():
-            sections = row.sections(config, p.size(row.dim))
+            shape = list(p.shape)
+            n = shape[row.dim]
+            stacked = row.sections(config) if row.sections else (n,)
+            sections = stacked * (n // sum(stacked))
             split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
-            shape = [split.length() if dim == row.dim else n for dim, n in enumerate(p.shape)]
+            shape[row.dim] = sum(length for _, length in split.ranges())
             part = nn.Parameter(torch.empty(shape, device=p.device), requires_grad=p.requires_grad)
             part.splits = (*splits_of(p), split)
             setattr(module, name, part)
@@ -106,9 +97,9 @@ def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     for module_name, module in model.named_modules():
         used = getattr(module.seams, name) if hasattr(module, "seams") else known
         if used is not known:
+            names = known.__name__, getattr(used, "__name__", used)
             raise LayoutError(
-                f"{way} divides {known.__name__}, but {module_name} in model.py computes "
-                f"{getattr(used, '__name__', used)} instead: set --{way}=1"
+                f"{way} divides {names[0]}, but {module_name} in model.py computes {names[1]}: set --{way}=1"
             )
 
 

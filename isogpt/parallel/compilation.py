@@ -16,16 +16,15 @@ from isogpt.parallel.plan import Plan
 
 def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> None:
     """
-    Compile the model in place (all ranks), if the plan says so; parameters keep their names. The model stays
-    uncompiled on a CPU, where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial
-    compilation fails on any rank, for instance because there is no C compiler.
+    Compile the model in place (all ranks), if the plan says so and `why_uncompiled` knows no reason
+    against it; parameters keep their names.
 
     With FSDP, and where ranks divide the model, each block is compiled separately. So it is in all layouts
     with exact, because they must compile the same parts. With cuda_graphs, the kernels of a forward or
     backward pass are recorded in a CUDA graph and launched together; gradients must be allocated beforehand,
     see gradients.FloatSums.allocate.
     """
-    if not plan.compile or device.type == "cpu" or trial_compilation(device):
+    if not plan.compile or why_uncompiled(device):
         return
     # functions that fail to compile later run uncompiled, with a warning
     torch._dynamo.config.suppress_errors = True
@@ -38,27 +37,36 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
 
 
-def compile_note(model: nn.Module, device: torch.device, plan: Plan) -> str:
-    """A sentence for the user about what `compile_model` has done."""
+def compile_note(device: torch.device, plan: Plan) -> str:
+    """What `compile_model` has done, for the user."""
     if not plan.compile:
         return "compile: off"
+    return why_uncompiled(device) or "compile: the first step takes about a minute longer"
+
+
+def why_uncompiled(device: torch.device) -> str:
+    """
+    Why models stay uncompiled on this device, for the user; '' if they do not (all ranks, the first time). On
+    a CPU, compilation takes 10 s and gains nothing.
+    """
     if device.type == "cpu":
         return "compile: off, since it gains nothing on a CPU"
-    if not is_compiled(model):
-        problem = trial_compilation(device)
-        return f"compile: does not work on this machine, training without it (slower): {problem}"
-    return "compile: the first step takes about a minute longer"
+    problem = trial_compilation(device)
+    return problem and f"compile: fails on this machine, going on without it (slower): {problem}"
 
 
 @cache
 def trial_compilation(device: torch.device) -> str:
-    """Compile a small function (all ranks). Returns the first problem of any rank, or ''."""
+    """
+    Compile a small function (all ranks, once). Returns the first problem of any rank, such as a missing C
+    compiler, or ''.
+    """
     problem = ""
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda t: (t.sin() * t).sum())(x).backward()
     except Exception as e:  # a broken compiler installation can raise nearly anything
-        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        problem = f"{type(e).__name__}: {e}".partition("\n")[0]
     return next(filter(None, gather_objects(problem)), "")
 
 
@@ -73,15 +81,13 @@ def compile_generation(model: nn.Module, device: torch.device, splits_model: boo
     Returns:
         '', or the reason why the model generates without compiled steps.
     """
-    if device.type == "cpu":
-        return "compile: off, since it gains nothing on a CPU"
     if splits_model:
         return "compile: off, since several processes divide the model"
-    if problem := trial_compilation(device):
-        return f"compile: does not work on this machine, generating without it (slower): {problem}"
-    advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, mode="reduce-overhead")
-    replace_seams(model, advance=advance)
-    return ""
+    problem = why_uncompiled(device)
+    if not problem:
+        advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        replace_seams(model, advance=advance)
+    return problem
 
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
@@ -108,15 +114,19 @@ def compile_report() -> str:
     """Describe what torch.compile has compiled so far and what failed; '' if it has compiled nothing."""
     from torch._dynamo.utils import counters
 
-    graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]
+    graphs, frames = counters["stats"]["unique_graphs"], counters["frames"]
     if not graphs and not frames["total"]:
         return ""
-    text = f"compile: {count_text(graphs, 'graph')}, {count_text(sum(breaks.values()), 'graph break')}"
-    if breaks:
-        text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
-    if skips := counters["inductor"]["cudagraph_skips"]:
-        text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
+    breaks, skips = counters["graph_break"], counters["inductor"]["cudagraph_skips"]
     failed = frames["total"] - frames["ok"]
+    text = f"compile: {count_text(graphs, 'graph')}"
+    text += f", {count_text(sum(breaks.values()), 'graph break')}"
+    if breaks:
+        reasons = [" ".join(reason.split())[:100] for reason in breaks]
+        text += f" ({'; '.join(reasons)})"
+    if skips:
+        text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     if failed:
-        text += f", {count_text(failed, 'function')} failed to compile: TORCH_LOGS=dynamo shows why"
+        functions = count_text(failed, "function")
+        text += f", {functions} failed to compile: TORCH_LOGS=dynamo shows why"
     return text

@@ -30,16 +30,16 @@ class ContextRanks:
     Args:
         positions: the positions that this rank holds, (T / cp,).
         order: the places of chunks 0, 1, ... in what Gather returns.
-        own: the numbers of this rank's two chunks, each with a `last_rows_mask`.
+        chunks: the numbers of this rank's two chunks, each with a `last_rows_mask`.
     """
 
     group: dist.ProcessGroup | None
     positions: Tensor
     order: list[int]
-    own: list[tuple[int, CausalBias | None]]
+    chunks: list[tuple[int, CausalBias | None]]
 
 
-def own_positions(ranks: ContextRanks, start: int, end: int, device: torch.device) -> Tensor:
+def cp_positions(ranks: ContextRanks, start: int, end: int, device: torch.device) -> Tensor:
     """The positions of a sequence that this rank holds, (T / cp,)."""
     return ranks.positions
 
@@ -72,18 +72,20 @@ def context_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys = Gather.apply(torch.cat((k, v), -1), ranks.group)  # (B, T, K, 2 D), in the order of the ranks
-        chunks = keys.chunk(len(ranks.order), 1)
-        k, v = torch.cat([chunks[place] for place in ranks.order], 1).chunk(2, -1)  # (B, T, K, D) each
+        in_ranks = keys.chunk(len(ranks.order), 1)
+        k, v = torch.cat([in_ranks[place] for place in ranks.order], 1).chunk(2, -1)  # (B, T, K, D) each
         groups = q.size(2) // k.size(2)
         k, v = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (k, v))
         size = q.size(1) // 2  # positions of a chunk
         parts = []
-        for part, (c, mask) in zip(q.split(size, 1), ranks.own, strict=True):
+        for part, (c, mask) in zip(q.split(size, 1), ranks.chunks, strict=True):
             end = (c + 1) * size
             parts.append(attend_chunk(part, k[:, :end], v[:, :end], mask, dropout))
         return torch.cat(parts, 1)
 
-    return checkpoint(attend, q, k, v, use_reentrant=False) if torch.is_grad_enabled() else attend(q, k, v)
+    if torch.is_grad_enabled():
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+    return attend(q, k, v)
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropout: float) -> Tensor:
@@ -110,14 +112,17 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     ranks).
     """
     check_seam(model, "attention", causal_attention, "cp")
-    positions = mesh.own_positions(model.config.block_size).to(device)
-    order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
+    positions = mesh.positions(model.config.block_size).to(device)
+    in_ranks = [c for rank in range(mesh.cp) for c in mesh.chunks(rank)]
+    order = torch.tensor(in_ranks).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk
-    chunks = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
+    chunks = []
+    for c in mesh.chunks(mesh.index("cp")):
+        chunks.append((c, last_rows_mask(size, (c + 1) * size, device)))
     ranks = ContextRanks(mesh.group("cp"), positions, order, chunks)
     replace_seams(
         model,
-        positions=partial(own_positions, ranks),
+        positions=partial(cp_positions, ranks),
         attention=partial(context_attention, ranks),
         tokens_per_expert=partial(sum_of_counts, ranks),
     )

@@ -2,7 +2,7 @@
 Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of
 each block. One all-to-all sends tokens to the ranks that hold their experts, and one sends the results back.
 
-The table PLAN says how the experts' parameters are divided; attach.py explains how it is applied.
+The table ATTACHMENTS says how the experts' parameters are divided; attach.py explains how it is applied.
 """
 
 from functools import partial
@@ -28,26 +28,27 @@ def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, cou
         counts: how many rows each expert gets from this rank, (E,).
     """
     ranks = dist.get_world_size(group)
-    counts_here = torch.empty_like(counts)  # rows for this rank's experts, from each rank
-    dist.all_to_all_single(counts_here, counts, group=group)
-    counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
+    incoming = torch.empty_like(counts)  # rows for this rank's experts, from each rank
+    dist.all_to_all_single(incoming, counts, group=group)
+    incoming = incoming.view(ranks, -1)  # (ranks, E / ranks)
     # the copy waits for a GPU
-    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
+    sent, received = torch.stack((counts.view(ranks, -1).sum(1), incoming.sum(1))).tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
-    expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
-    order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)
+    expert = torch.arange(incoming.size(1), device=x.device).repeat(ranks)  # (E,)
+    expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))  # of each row
+    order = expert.argsort(stable=True)
     place = order.argsort()
-    y = experts(Reorder.apply(rows, order, place), counts_here.sum(0))
+    y = experts(Reorder.apply(rows, order, place), incoming.sum(0))
     return all_to_all_single_autograd(Reorder.apply(y, place, order), sent, received, group)
 
 
 # experts are stacked along this dimension
-PLAN = (Attachment(r"transformer\.h\.\d+\.mlp\.experts\.c_\w+", dim=0),)
+ATTACHMENTS = (Attachment(r"transformer\.h\.\d+\.mlp\.experts\.c_\w+", dim=0),)
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     """Keep only this rank's experts in a model on the meta device, in place (all ranks)."""
-    attach(model, PLAN, mesh, "ep", ranks=None)
+    attach(model, ATTACHMENTS, mesh, "ep", ranks=None)
     replace_seams(model, experts=partial(exchange_tokens, mesh.group("ep")))
     # FloatSums.finish reduces the experts' gradients, over fewer ranks than DDP
     model._ddp_params_and_buffers_to_ignore = [

@@ -1,7 +1,7 @@
 """The part of each parameter that this rank holds, described in the same way for every layout."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -34,20 +34,15 @@ class Split:
             yield first + start, min(ceil(n / self.count), n - start)
             first += n
 
-    def length(self) -> int:
-        """This rank's length along the dimension."""
-        return sum(length for _, length in self.ranges())
-
     def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
         """Yield the parts of a piece in each section, with their offsets in the whole parameter."""
-        dim = self.dim
-        first, end = offsets[dim], offsets[dim] + piece.size(dim)
-        start = 0  # where a section begins in this rank's part
+        dim, n = self.dim, piece.size(self.dim)
+        start = -offsets[dim]  # where a section begins in the piece
         for begin, length in self.ranges():
-            low, high = max(start, first), min(start + length, end)
+            low, high = max(start, 0), min(start + length, n)
             if low < high:
                 whole_offsets = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
-                yield whole_offsets, piece.narrow(dim, low - first, high - low)
+                yield whole_offsets, piece.narrow(dim, low, high - low)
             start += length
 
 
@@ -74,12 +69,15 @@ class LocalPart:
         """The part itself, not as a row."""
         if not self.is_row:
             return self
-        return LocalPart(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
+        pieces = tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces)
+        return LocalPart(self.shape[1:], pieces)
 
     def new_stack(self, count: int) -> "LocalPart":
         """Memory for this part in all rows of a stack of `count`."""
-        stacks = (((0, *offsets), piece.new_empty(count, *piece.shape)) for offsets, piece in self.pieces)
-        return LocalPart(torch.Size((count, *self.shape)), tuple(stacks))
+        pieces = []
+        for offsets, piece in self.pieces:
+            pieces.append(((0, *offsets), piece.new_empty(count, *piece.shape)))
+        return LocalPart(torch.Size((count, *self.shape)), tuple(pieces))
 
     @torch.no_grad()
     def put_mean(self, stack: "LocalPart") -> None:
@@ -92,14 +90,13 @@ class LocalPart:
         This part of a tensor that consists of copies of a smaller tensor of this shape, one below the other,
         as pieces of the smaller tensor.
         """
-        pieces = []
+        pieces, height = [], shape[0]
         for (first, *others), piece in self.pieces:
-            start = 0
-            while start < len(piece):
-                row = (first + start) % shape[0]
-                end = min(start + shape[0] - row, len(piece))
-                pieces.append(((row, *others), piece[start:end]))
-                start = end
+            row = first % height
+            ends = tuple(range(height - row, len(piece), height))  # of copies
+            for copy in piece.tensor_split(ends):
+                pieces.append(((row, *others), copy))
+                row = 0
         return LocalPart(shape, tuple(pieces))
 
     def size(self) -> torch.Size:
@@ -124,10 +121,6 @@ class LocalPart:
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def piece(self, offsets: Offsets) -> Tensor:
-        """The piece at these offsets."""
-        return dict(self.pieces)[tuple(offsets)]
-
     def places(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """(piece, where it is in the whole tensor) for each piece."""
         for offsets, piece in self.pieces:
@@ -151,8 +144,8 @@ class LocalPart:
 
     def copy(self) -> "LocalPart":
         """Copy the part to the CPU. Copies from a GPU are queued, see `copy_to_cpu`."""
-        copies = tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces)
-        return LocalPart(self.shape, copies, self.is_row)
+        copies = [(offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces]
+        return replace(self, pieces=tuple(copies))
 
 
 Splits = tuple[Split, ...]  # how a parameter is split, first by expert, then by tensor parallelism
@@ -196,8 +189,7 @@ def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, devic
 
     A single collective adds the ranks' pieces: all other places contain zeros, so nothing is rounded.
     """
-    new = torch.zeros if group else torch.empty
-    stacked = new(len(parts), *parts[0].shape, device=device)
+    stacked = torch.zeros(len(parts), *parts[0].shape, device=device)
     for part, whole in zip(parts, stacked, strict=True):
         for piece, place in part.cut(whole):
             place.copy_(piece)
@@ -233,7 +225,8 @@ def copy_to_cpu(value: Tensor) -> Tensor:
     all copies.
     """
     on_gpu = value.device.type == "cuda"
-    return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)
+    copy = torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+    return copy.copy_(value, non_blocking=on_gpu)
 
 
 @torch.no_grad()

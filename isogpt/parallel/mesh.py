@@ -83,6 +83,31 @@ class Mesh:
     shards_parameters: bool = False  # whether fully_shard divides the parameters (zero 2 and 3)
     devices: DeviceMesh | None = field(default=None, compare=False)  # the axes with more than one rank
 
+    def __post_init__(self) -> None:
+        # ranks that read different sequences of the batch
+        self.readers = Role(self, ("islands", "dp_replicate", "dp_shard", "ep"))
+        # ranks that read the same sequences, each for some of the layers, positions or features
+        self.same_sequences = Role(self, ("pp", "cp", "tp"))
+        # ranks that read the same tokens, and therefore all know their loss
+        self.same_tokens = Role(self, ("pp", "tp"))
+        # ranks over which an island's loss is summed, and over which gradients are averaged
+        self.loss = Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
+        # those of `loss` that hold the same parameters (except experts), or the same shards of them
+        self.replicas = self.loss
+        # those of `loss` that hold different shards of the parameters
+        self.shards = Role(self, ())
+        if self.shards_parameters:
+            self.replicas = Role(self, ("dp_replicate",))
+            self.shards = Role(self, ("dp_shard", "ep", "cp"))
+        # ranks that together hold each whole matrix of a pipeline's stage
+        self.matrix_parts = Role(self, (*self.shards.axes, "tp"))
+        # ranks that know the same whole matrices once those of `matrix_parts` have gathered them
+        self.matrix_workers = Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
+        # which share of the batch this rank reads, of how many
+        self.data_rank, self.data_size = self.readers.index, self.readers.size
+        # whether a rank holds only some of the layers or experts, or parts of matrices
+        self.splits_model = max(self.pp, self.tp, self.ep) > 1
+
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""
         return prod(getattr(self, axis) for axis in axes)
@@ -95,59 +120,9 @@ class Mesh:
             number = number * self.size(axis) + self.rank // inner % self.size(axis)
         return number
 
-    @property
-    def readers(self) -> Role:
-        """Ranks that read different sequences of the batch."""
-        return Role(self, ("islands", "dp_replicate", "dp_shard", "ep"))
-
-    @property
-    def same_sequences(self) -> Role:
-        """Ranks that read the same sequences, each for some of the layers, positions or features."""
-        return Role(self, ("pp", "cp", "tp"))
-
-    @property
-    def same_tokens(self) -> Role:
-        """Ranks that read the same tokens, and therefore all know their loss."""
-        return Role(self, ("pp", "tp"))
-
-    @property
-    def loss(self) -> Role:
-        """Ranks over which an island's loss is summed, and over which gradients are averaged."""
-        return Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
-
-    @property
-    def replicas(self) -> Role:
-        """Those of `loss` that hold the same parameters (except experts), or the same shards of them."""
-        return Role(self, ("dp_replicate",)) if self.shards_parameters else self.loss
-
-    @property
-    def shards(self) -> Role:
-        """Those of `loss` that hold different shards of the parameters."""
-        return Role(self, ("dp_shard", "ep", "cp") if self.shards_parameters else ())
-
-    @property
-    def matrix_parts(self) -> Role:
-        """Ranks that together hold each whole matrix of a pipeline's stage."""
-        return Role(self, (*self.shards.axes, "tp"))
-
-    @property
-    def matrix_workers(self) -> Role:
-        """Ranks that know the same whole matrices once those of `matrix_parts` have gathered them."""
-        return Role(self, (*self.replicas.axes, *self.matrix_parts.axes))
-
     def holders(self, p: Tensor) -> Role:
         """Ranks that hold the same part of a parameter, with different values on different islands."""
         return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of the batch this rank reads."""
-        return self.readers.index
-
-    @property
-    def data_size(self) -> int:
-        """How many shares a batch is divided into."""
-        return self.readers.size
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
@@ -157,7 +132,7 @@ class Mesh:
         """
         return index, 2 * self.cp - 1 - index
 
-    def own_positions(self, length: int) -> Tensor | None:
+    def positions(self, length: int) -> Tensor | None:
         """
         The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all.
         """
@@ -165,11 +140,6 @@ class Mesh:
             return None
         chunks = torch.arange(length).chunk(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
-
-    @property
-    def splits_model(self) -> bool:
-        """Whether a rank holds only some of the layers or experts, or parts of matrices."""
-        return self.pp > 1 or self.tp > 1 or self.ep > 1
 
     def connect(self, device_type: str, offloads: bool = False) -> None:
         """
@@ -180,8 +150,10 @@ class Mesh:
                 gradients.FloatSums.micro_batch.
         """
         # fully_shard needs a mesh even for a single rank
-        kept = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}
-        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
+        needed = ["dp_shard"] if self.shards_parameters else []
+        if needed and offloads:
+            needed.append("dp_replicate")
+        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or a in needed}
         if len(sizes) > 1 or self.shards_parameters:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:
@@ -231,18 +203,12 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     leave. Within an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3
     shard them, and ep divides experts.
     """
-    degrees = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
-    replicate, shard = plan.world_size // prod(degrees.values()), 1
+    sizes = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
+    replicate, shard = plan.world_size // prod(sizes.values()), 1
     if plan.zero >= 2:
         replicate, shard = plan.dp_replicate, replicate // plan.dp_replicate
-    return Mesh(
-        rank,
-        **degrees,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        timeout_s=timeout_s,
-        shards_parameters=plan.zero >= 2,
-    )
+    sizes |= {"dp_replicate": replicate, "dp_shard": shard}
+    return Mesh(rank, **sizes, timeout_s=timeout_s, shards_parameters=plan.zero >= 2)
 
 
 def connect_mesh(rank: int, plan: Plan, timeout_s: float) -> Mesh:

@@ -69,9 +69,7 @@ def make_pipeline(
     """Make the pipeline that calls a model from `split_model` whose layers are divided; None if pp is 1."""
     if mesh.pp == 1:
         return None
-    return Pipeline(
-        model, mesh, plan.pp_schedule, plan.stream_dtype, device, mesh.tp if splits_sequence else 1
-    )
+    return Pipeline(model, mesh, plan, device, tp_parts=mesh.tp if splits_sequence else 1)
 
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:

@@ -13,15 +13,15 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
 from isogpt.parallel.data_parallel import shared_parameter
 from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
-from isogpt.parallel.plan import LayoutError
+from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.shares import Share
 
 Timer = Callable[[str], AbstractContextManager]  # such as Clock.part: times a block of code under a name
@@ -85,8 +85,11 @@ def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
 
 def edges_of(stage: int, n: int, tied: bool) -> set[str]:
     """The modules that one of n stages contains besides blocks; a tied wte and head are at both ends."""
-    names = {"wte", "wpe", "ln_0"} if stage == 0 else set()
-    names |= {"ln_f", "lm_head"} if stage == n - 1 else set()
+    names = set()
+    if stage == 0:
+        names |= {"wte", "wpe", "ln_0"}
+    if stage == n - 1:
+        names |= {"ln_f", "lm_head"}
     return names | {"wte", "lm_head"} if tied and names else names
 
 
@@ -98,12 +101,14 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, number: int, n_stages: int, blocks: range) -> None:
         super().__init__()
-        self.is_first, self.is_last = number == 0, number == n_stages - 1
+        self.number, self.is_first, self.is_last = number, number == 0, number == n_stages - 1
+        self.block_numbers = blocks
         self.blocks = nn.ModuleDict({str(i): model.transformer.h[i] for i in blocks})
-        modules = dict(model.transformer.items()) | {"lm_head": model.lm_head}
-        self.edges = nn.ModuleDict(
-            {name: modules[name] for name in edges_of(number, n_stages, model.config.tied) if name in modules}
-        )
+        self.edges, names = nn.ModuleDict(), edges_of(number, n_stages, model.config.tied)
+        # in the model's order, in which FSDP gathers the parameters on all ranks
+        for name, module in [*model.transformer.items(), ("lm_head", model.lm_head)]:
+            if name in names:
+                self.edges[name] = module
         self.methods = [model]  # in a list: the model is not a part of the stage
 
     def forward(
@@ -135,16 +140,6 @@ class Stage(nn.Module):
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
-    """
-    Return, on the meta device, what experts in the first `blocks` blocks return for `rows` sequences; empty
-    without experts.
-    """
-    if not config.n_expert or not blocks:
-        return []
-    return [torch.empty(blocks, rows, config.n_expert + 2, device="meta", requires_grad=True)]
-
-
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
@@ -154,12 +149,12 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
         raise LayoutError(f"blocks of two pipeline stages share {name}: set --pp=1")
     numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
     stages = [Stage(model, number, n, runs[number]) for number in numbers]
-    for i in {*range(model.config.n_layer)} - {i for number in numbers for i in runs[number]}:
-        del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would renumber the others
-    kept = {name for stage in stages for name in stage.edges}
-    for name in {"wte", "wpe", "ln_0", "ln_f"}.intersection(model.transformer) - kept:
-        del model.transformer[name]
-    if "lm_head" not in kept:
+    held = {name for stage in stages for name in (*stage.blocks, *stage.edges)}
+    for name in {*model.transformer.h._modules} - held:
+        del model.transformer.h._modules[name]  # deleting from a ModuleList would renumber the others
+    for name in edges_of(0, 1, tied=False) - held:
+        model.transformer._modules.pop(name, None)
+    if "lm_head" not in held:
         model.lm_head = None
     # the stages' parameters are the model's: named_parameters lists each parameter once
     model.stages = nn.ModuleList(stages)
@@ -183,42 +178,20 @@ class Pipeline(nn.Module):
 
     Args:
         model: the model that `split_layers` has divided.
-        dtype: the dtype of what stages send to each other.
         tp_parts: how many parts a sequence is divided into.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        pp_schedule: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        tp_parts: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, device: torch.device, tp_parts: int) -> None:
         super().__init__()
-        self.model, self.mesh, self.pp_schedule = model, mesh, pp_schedule
-        self.dtype, self.device, self.tp_parts = dtype, device, tp_parts
+        self.model, self.mesh, self.plan = model, mesh, plan
+        self.device, self.tp_parts = device, tp_parts
         self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
-        self.group = mesh.group("pp")
-        self.stages = list(model.stages)
-        owners = {
-            s: dist.get_global_rank(self.group, r)
-            for r in range(mesh.pp)
-            for s in stages_of(r, mesh.pp, pp_schedule)
-        }
-        self.owners = [owners[s] for s in sorted(owners)]  # the rank that holds each stage
-        self.numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
+        self.group, self.stages = mesh.group("pp"), list(model.stages)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
+        # the rank of the group that holds each stage
+        self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
-    def prepare(
-        self,
-        share: Share,
-        scaler: torch.amp.GradScaler,
-        sums: FloatSums | ExactSums,
-        timer: Timer,
-        autocast: AbstractContextManager,
-    ) -> None:
+    def prepare(self, share: Share, scaler: GradScaler, sums: FloatSums | ExactSums, timer: Timer) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
 
@@ -226,32 +199,14 @@ class Pipeline(nn.Module):
 
         # if a stage fails, the library would log the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
-        tokens = torch.empty(
-            share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta"
-        )
-        hidden = torch.empty(self.shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
-        stages = []
-        for number, module in zip(self.numbers, self.stages, strict=True):
-            blocks = [int(i) for i in module.blocks]
-            arrives = (
-                hidden if number else tokens,
-                *routing_shapes(blocks[0], share.rows, self.model.config),
-            )
-            leaves = (hidden, *routing_shapes(blocks[-1] + 1, share.rows, self.model.config))
-            stages.append(
-                TimedStage(
-                    module,
-                    number,
-                    len(self.owners),
-                    self.device,
-                    arrives,
-                    leaves,
-                    group=self.group,
-                    timer=timer,
-                    autocast=autocast,
-                    sums=sums,
-                )
-            )
+        plan = self.plan
+        autocast = torch.autocast(self.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
+        stages, options = [], dict(group=self.group, timer=timer, autocast=autocast, sums=sums)
+        for stage in self.stages:
+            arrives = self.sent_before(stage.block_numbers.start, share.rows)
+            leaves = self.sent_before(stage.block_numbers.stop, share.rows)
+            place = (stage.number, len(self.owners), self.device)
+            stages.append(TimedStage(stage, *place, arrives, leaves, **options))
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
@@ -259,12 +214,27 @@ class Pipeline(nn.Module):
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
         self.scaler, self.sums = scaler, sums
-        self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
-            stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
+        self.schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])(
+            stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0],
             share.micro_steps,
             loss_fn=scaled_loss,
             scale_grads=False,
         )
+
+    def sent_before(self, block: int, rows: int) -> tuple[Tensor, ...]:
+        """
+        Return, on the meta device, what the stage that begins with this block receives for `rows` sequences:
+        token ids, or a hidden state and, with experts, what those of the blocks before have returned.
+        """
+        c = self.config
+        with torch.device("meta"):
+            tokens = torch.empty(rows, c.block_size // self.mesh.cp, dtype=torch.int64)
+            if block == 0:
+                return (tokens,)
+            hidden = torch.empty(self.shape(tokens), dtype=self.plan.stream_dtype, requires_grad=True)
+            if not c.n_expert:
+                return (hidden,)
+            return hidden, torch.empty(block, rows, c.n_expert + 2, requires_grad=True)
 
     def shape(self, idx: Tensor) -> tuple[int, int, int]:
         """The shape of what stages send to each other for these token ids."""
@@ -301,22 +271,26 @@ class Pipeline(nn.Module):
         Run GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the
         same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
-        positions, x, me = self.model.next_positions(idx.size(1), caches, idx.device), idx, dist.get_rank()
-        for number, stage in zip(self.numbers, self.stages, strict=True):
-            if number and self.owners[number - 1] != me:
-                x = torch.empty(self.shape(idx), dtype=self.dtype, device=self.device)
-                dist.recv(x, self.owners[number - 1], group=self.group)
+        x, me = idx, self.mesh.index("pp")
+        positions = self.model.next_positions(idx.size(1), caches, idx.device)
+        for stage in self.stages:
+            before, after = (self.owners.get(stage.number + i, me) for i in (-1, 1))
+            if before != me:
+                x = torch.empty(self.shape(idx), dtype=self.plan.stream_dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=before)
             x = stage(x, positions=positions, caches=caches)
-            if not stage.is_last and self.owners[number + 1] != me:
-                dist.send(x.contiguous(), self.owners[number + 1], group=self.group)
+            if after != me:
+                dist.send(x.contiguous(), group=self.group, group_dst=after)
         for i in range(len(caches or ())):
             if str(i) not in self.model.transformer.h._modules:
                 caches[i].length += idx.size(1)  # the other ranks' caches have grown too
         if targets is not None:
-            loss = self.model.predict(x, None, targets, target_count)[1] if self.has_last else x.new_zeros(())
+            loss = x.new_zeros(())
+            if self.has_last:
+                _, loss = self.model.predict(x, None, targets, target_count)
             return None, loss.float() * self.mesh.pp
         logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
         if self.has_last:
             logits.copy_(self.model.predict(x, None, None, None)[0])
-        dist.broadcast(logits, self.owners[-1], group=self.group)
+        dist.broadcast(logits, group=self.group, group_src=self.owners[max(self.owners)])
         return logits, None

@@ -18,7 +18,7 @@ SAC_IGNORED_OPS.update(
 )
 aten = torch.ops.aten
 # 'selective' keeps the results of matmuls and attention, which are expensive to recompute
-KEPT = [
+SAVED = [
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -41,7 +41,7 @@ def recompute(model: nn.Module, mode: str) -> None:
     """
     every, options = recompute_every(mode), {}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED)
 
     # not a partial of `checkpoint`, which torch.compile skips
     def recomputed_block(compute: Callable, *args: object) -> Tensor:

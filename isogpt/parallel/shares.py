@@ -1,11 +1,10 @@
 """How the sequences of a step are divided over the data-parallel ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import count, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,62 +14,47 @@ from isogpt.parallel.plan import Plan
 PADDING = -1  # the start of a padding row
 
 
-class Island(NamedTuple):
-    """Ranks that read a part of the batch together; without islands, all ranks read all of it."""
-
-    places: range  # of the part in the batch
-    rows_of: tuple[int, ...]  # rows of a micro-batch, by rank of the island
-    rank: int  # this rank's number among them
-
-
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """
     How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows.
     Islands get sequences that follow each other in the batch, and the ranks of an island divide these.
+
+    Attributes:
+        island: the places in the batch of what this rank's island reads; without islands, all of them.
+        island_sequences: how many these are.
+        rows: this rank's rows of a micro-step.
     """
 
     sequences: int
     data_rank: int
     micro_steps: int
     rows_of: tuple[int, ...]  # rows of a micro-batch, by data rank
-    islands: tuple[int, ...] = ()  # sequences of each island; (): there are no islands
+    islands: tuple[int, ...]  # sequences of each island; without islands, of the batch
 
-    @property
-    def island(self) -> Island:
-        """This rank's island."""
-        counts = self.islands or (self.sequences,)
-        size = len(self.rows_of) // len(counts)
-        number, rank = divmod(self.data_rank, size)
-        start = sum(counts[:number])
-        rows_of = self.rows_of[number * size : (number + 1) * size]
-        return Island(range(start, start + counts[number]), rows_of, rank)
-
-    @property
-    def island_sequences(self) -> int:
-        """How many sequences this rank's island reads; without islands, all of the batch."""
-        return len(self.island.places)
-
-    @property
-    def rows(self) -> int:
-        """This rank's rows of a micro-step."""
-        return self.rows_of[self.data_rank]
+    def __post_init__(self) -> None:
+        size = len(self.rows_of) // len(self.islands)  # ranks of an island
+        number, index = divmod(self.data_rank, size)
+        start = sum(self.islands[:number])
+        self.island_sequences = self.islands[number]
+        self.island = range(start, start + self.island_sequences)
+        rows_of = self.rows_of[number * size :][:size]
+        self.rows, self.rows_before = rows_of[index], sum(rows_of[:index])
+        self.island_rows = sum(rows_of)
 
     def first(self, micro_step: int) -> int:
         """
         The place in the batch of this rank's first row of a micro-step. Beyond the end of the batch, or of
         the island's part of it, it is the place that the row would have.
         """
-        island = self.island
-        before = micro_step * sum(island.rows_of) + sum(island.rows_of[: island.rank])
-        return island.places.start + before
+        return self.island.start + micro_step * self.island_rows + self.rows_before
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
         This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
         end of the batch, or of the island's part of it.
         """
-        first, end = self.first(micro_step), self.island.places.stop
+        first, end = self.first(micro_step), self.island.stop
         picked = starts[min(first, end) : min(first + self.rows, end)]
         return np.pad(picked, (0, self.rows - len(picked)), constant_values=PADDING)
 
@@ -100,10 +84,12 @@ def share_of(
     """
     if len(set(speeds)) > 1:
         return uneven_share(sequences, data_rank, batch_size, speeds, islands)
+    bounds = [i * sequences // islands for i in range(islands + 1)]
+    counts = tuple(end - start for start, end in pairwise(bounds))
     most = quotient_up(sequences, data_size)
     micro_steps = multiple_up(quotient_up(most, batch_size), pp)
     rows = quotient_up(most, micro_steps)
-    return Share(sequences, data_rank, micro_steps, (rows,) * data_size, equal_islands(sequences, islands))
+    return Share(sequences, data_rank, micro_steps, (rows,) * data_size, counts)
 
 
 def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
@@ -112,8 +98,25 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     the layout: the ranks take turns. 8 micro-batches on 3 ranks are 3 micro-steps, and one rank reads only
     padding in the last micro-step.
     """
-    micro_steps = multiple_up(quotient_up(sequences, batch_size * data_size), pp)
-    return Share(sequences, data_rank, micro_steps, (batch_size,) * data_size)
+    share = share_of(sequences, data_rank, data_size, batch_size, pp)
+    return replace(share, rows_of=(batch_size,) * data_size)
+
+
+def uneven_share(
+    sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
+) -> Share:
+    """
+    `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
+    """
+    size = len(speeds) // islands
+    by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
+    counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
+    micro_steps, rows_of = 1, ()
+    for n, of_island in zip(counts, by_island, strict=True):
+        micro_steps = max(micro_steps, divide_rows(n, of_island, batch_size)[0])
+    for n, of_island in zip(counts, by_island, strict=True):
+        rows_of += divide_rows(n, of_island, batch_size, micro_steps)[1]
+    return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
 def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:
@@ -130,33 +133,6 @@ def quotient_up(n: int, divisor: int) -> int:
 def multiple_up(n: int, factor: int) -> int:
     """The smallest multiple of `factor` that is at least n."""
     return quotient_up(n, factor) * factor
-
-
-def equal_islands(sequences: int, islands: int) -> tuple[int, ...]:
-    """The sequences of each island, which differ by at most one; () for a single island."""
-    if islands == 1:
-        return ()
-    bounds = [i * sequences // islands for i in range(islands + 1)]
-    return tuple(end - start for start, end in pairwise(bounds))
-
-
-def uneven_share(
-    sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
-) -> Share:
-    """
-    `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
-    """
-    size = len(speeds) // islands
-    speeds_by_island = [speeds[i * size : (i + 1) * size] for i in range(islands)]
-    counts = (sequences,)
-    if islands > 1:
-        _, counts = divide_rows(sequences, tuple(map(sum, speeds_by_island)), sequences)
-    parts = list(zip(counts, speeds_by_island, strict=True))
-    micro_steps = max(divide_rows(n, island_speeds, batch_size)[0] for n, island_speeds in parts)
-    rows_of = []
-    for n, island_speeds in parts:
-        rows_of += divide_rows(n, island_speeds, batch_size, micro_steps)[1]
-    return Share(sequences, data_rank, micro_steps, tuple(rows_of), counts if islands > 1 else ())
 
 
 @lru_cache
@@ -196,22 +172,21 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     user or a measurement has chosen are not judged, nor are more rows than half of batch_size: the batch_size
     of a plan, which divides the global batch, may exceed what a rank computes (15 rows of 16).
     """
-    if share.islands or len(set(share.rows_of)) > 1:
+    if len(share.islands) > 1 or len(set(share.rows_of)) > 1:
         return ""
     ranks, rows = len(share.rows_of), share.rows
-    working = min(ranks, quotient_up(share.sequences, rows))
-    if working < ranks:
-        observation = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
-        aim = "To use all ranks"
+    idle = ranks - quotient_up(share.sequences, rows)
+    if idle > 0:
+        observation = f"{idle} of {ranks} data-parallel ranks read only padding"
     elif 2 * rows <= batch_size and share.micro_steps <= pp:
-        observation = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
-        aim = f"To compute {batch_size} at a time, which is faster for each sequence"
+        observation = f"each rank computes {rows} sequences at a time, of batch_size {batch_size}"
     else:
         return ""
+    steps = ranks * pp
     return (
-        f"{observation}: a step reads {share.sequences} sequences on any number of processes, so that the "
-        f"curve stays the same. {aim}, set --gradient_accumulation_steps={ranks * pp}. A step then reads "
-        f"{ranks * pp * batch_size} sequences, which changes the curve"
+        f"{observation}: a step reads {share.sequences} sequences on any number of processes. To use "
+        f"all, set --gradient_accumulation_steps={steps}: a step then reads {steps * batch_size} "
+        "sequences, which changes the curve"
     )
 
 
@@ -229,18 +204,15 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
         speeds = tuple(map(float, shares.split(",")))
     except ValueError:
         speeds = (math.nan,)
-    if not all(0 < speed < math.inf for speed in speeds):
-        raise ValueError(
-            f"shares is {shares!r}; choose from equal, auto, and positive numbers, one for each "
-            "data-parallel rank, such as 2,1,1"
-        )
-    if data_size not in (None, len(speeds)):
-        example = spell_shares((*speeds, *(1.0,) * data_size)[:data_size])
-        raise ValueError(
-            f"shares is {shares!r}: it needs a number for each data-parallel rank, {data_size} in all: set "
-            f"--shares={example} or the like, or --shares=equal"
-        )
-    return speeds
+    is_complete = data_size in (None, len(speeds))
+    if is_complete and all(0 < speed < math.inf for speed in speeds):
+        return speeds
+    in_all = f", {data_size} in all" if data_size else ""
+    example = spell_shares((2, *[1] * ((data_size or 3) - 1)))
+    raise ValueError(
+        f"shares is {shares!r}: it needs a positive number for each data-parallel rank{in_all}: set "
+        f"--shares={example} or the like, or --shares=equal"
+    )
 
 
 def spell_shares(speeds: tuple[float, ...]) -> str:

@@ -4,7 +4,7 @@ namely some of the attention heads, of the hidden features, and of the vocabular
 rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are also
 divided.
 
-The table PLAN says what happens to each module; attach.py explains how it is applied.
+The table ATTACHMENTS says what happens to each module; attach.py explains how it is applied.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
 from isogpt.parallel.attach import Attachment, attach, check_seam, replace_seams
@@ -57,12 +56,8 @@ class TensorRanks:
         return ceil(self.vocab_size / self.count)
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(nn.Embedding):
     """An Embedding of which this rank holds some rows: (B, T) -> (B, T, C), or this rank's positions."""
-
-    def __init__(self, ranks: TensorRanks, wte: nn.Embedding) -> None:
-        super().__init__()
-        self.ranks, self.weight = ranks, wte.weight
 
     def forward(self, idx: Tensor) -> Tensor:
         row, n = idx - self.ranks.longest * self.ranks.index, self.weight.size(0)
@@ -70,12 +65,8 @@ class VocabularyEmbedding(nn.Module):
         return self.ranks.sum(F.embedding(row.clamp(0, n - 1), self.weight) * is_mine[..., None])
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(nn.Linear):
     """A Linear layer of which each rank holds some columns; the bias is on every rank and is added once."""
-
-    def __init__(self, ranks: TensorRanks, linear: nn.Linear) -> None:
-        super().__init__()
-        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ranks.sum(F.linear(x, self.weight))
@@ -88,19 +79,17 @@ class RowParallelExperts(ExpertLinear):
     are weighted, see `sum_of_experts`, and so are the biases, which are on every rank.
     """
 
-    def __init__(self, ranks: TensorRanks, linear: ExpertLinear) -> None:
-        nn.Module.__init__(self)
-        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
-
     def expert_biases(self, dtype: torch.dtype, n_expert: int) -> Tensor:
         """This rank's share of the bias of each expert, (E, out)."""
         return 1 / self.ranks.count * super().expert_biases(dtype, n_expert)
 
 
-def own_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+def tp_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Position embeddings are looked up for the positions that this rank holds: (T,) -> (T / tp,)."""
     (positions,) = args
-    return (positions.chunk(ranks.count)[ranks.index] if ranks.splits_sequence else positions,)
+    if ranks.splits_sequence:
+        positions = positions.chunk(ranks.count)[ranks.index]
+    return (positions,)
 
 
 def whole_sequence(ranks: TensorRanks, layer: nn.Module, args: tuple) -> tuple:
@@ -115,7 +104,7 @@ def sum_of_experts(ranks: TensorRanks, dropout: nn.Module, args: tuple[Tensor]) 
     return (ranks.sum(y),)
 
 
-def share_of_routing(
+def divided_routing(
     ranks: TensorRanks, moe: nn.Module, args: tuple, result: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """All ranks route the whole sequence: the sum of their shares is the result of one process."""
@@ -143,41 +132,32 @@ def vocabulary_parallel_loss(
     """
 
     def reduce(value: Tensor, op: str) -> None:
-        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=ranks.group)
+        operator = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(value, operator, group=ranks.group)
 
     part = VocabularyPart(ranks.longest * ranks.index, ranks.longest, reduce)
     return summed_loss(Gather.apply(x, ranks.group), weight, targets, cap, part)
 
 
-def heads_of_qkv(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The heights of q, k and v, which are stacked."""
-    return config.qkv_rows
-
-
-def features_of_experts(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The heights of the experts that are stacked; with expert parallelism, of some experts."""
-    return (config.n_hidden,) * (length // config.n_hidden)
-
-
 ATTENTION, MLP = r"transformer\.h\.\d+\.attn", r"transformer\.h\.\d+\.mlp"
 # Column-parallel layers (rows of the weight, dimension 0) come before row-parallel layers (columns of the
 # weight, dimension 1). Parameters for which no dimension is given here are on every rank.
-PLAN = (
+ATTACHMENTS = (
     Attachment(r"transformer\.wte", dim=0, becomes=VocabularyEmbedding),
-    Attachment(r"transformer\.wpe", inputs=own_positions),
+    Attachment(r"transformer\.wpe", inputs=tp_positions),
     Attachment(ATTENTION, inputs=whole_sequence),
-    Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=heads_of_qkv),
+    Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=lambda config: config.qkv_rows),
     Attachment(rf"{ATTENTION}\.c_proj", dim=1, becomes=RowParallelLinear),
     Attachment(MLP, inputs=whole_sequence),
     Attachment("lm_head", dim=0, output=all_logits),
 )
-MLP_PLAN = (
+OF_MLP = (
     Attachment(rf"{MLP}\.(c_gate|c_fc)", dim=0),
     Attachment(rf"{MLP}\.c_proj", dim=1, becomes=RowParallelLinear),
 )
-EXPERTS_PLAN = (
-    Attachment(MLP, output=share_of_routing),
-    Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=features_of_experts),
+OF_EXPERTS = (
+    Attachment(MLP, output=divided_routing),
+    Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=lambda config: (config.n_hidden,)),
     Attachment(rf"{MLP}\.experts\.c_proj", dim=1, becomes=RowParallelExperts),
     Attachment(rf"{MLP}\.dropout", inputs=sum_of_experts),
 )
@@ -192,7 +172,9 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
             be of any length.
     """
     c = model.config
-    ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
+    place = mesh.group("tp"), mesh.index("tp"), mesh.tp
+    ranks = TensorRanks(*place, splits_sequence, c.vocab_size)
     check_seam(model, "loss", summed_loss, "tp")
-    attach(model, PLAN + (EXPERTS_PLAN if c.n_expert else MLP_PLAN), mesh, "tp", ranks)
+    table = ATTACHMENTS + (OF_EXPERTS if c.n_expert else OF_MLP)
+    attach(model, table, mesh, "tp", ranks)
     replace_seams(model, loss=partial(vocabulary_parallel_loss, ranks))

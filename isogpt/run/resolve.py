@@ -12,7 +12,7 @@ from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.signals import Stop, watch_signals
 from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import do_together, exit_together, gather_objects
+from isogpt.launch.together import do_together
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import Plan
@@ -73,10 +73,6 @@ def resolve_run(
         progress: continues at the checkpoint's step, if the run is resumed.
         model_class: GPT, from the model.py of the run.
     """
-    device = ranks.device
-    with exit_together():
-        if config["exact"]:  # the bits of some CPU kernels depend on the number of threads
-            precision.fix_threads(device)
     # do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
     names = ("dataset", "block_size", "vocab_size", "eval_datasets", "data_order")
     data = do_together(open_dataset, *(config[name] for name in names))
@@ -88,17 +84,11 @@ def resolve_run(
     start = find_start(config, ranks, model_class.from_pretrained)
     plan = make_plan(config, ranks, data, start, model_class)
     mesh = connect_mesh(ranks.rank, plan, config["dist_timeout_s"])
-    checked = prove_layout(model_class, plan, mesh, device, config)
-    is_deterministic = config["deterministic"] or plan.exact
-    precision.set_numerics(device, plan.dtype, is_deterministic)
-    notes = precision.use_flash_attention_3(device, plan, is_deterministic)
-    # with exact, the bits depend on the kind of device
-    kinds = gather_objects(precision.kind_of_device(device, plan.batch_size) if plan.exact else {})
+    checked = prove_layout(model_class, plan, mesh, ranks.device, config)
+    notes = precision.set_up(ranks.device, plan, config["deterministic"], start.previous_dtype)
     not_continued = progress.begin(config, data, start.resumed)
     vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-    notes += precision.notes_about_dtype(plan.dtype, device, start.previous_dtype)
-    notes += precision.differences_of_devices(kinds) + not_continued + differences
-    notes += limits.notes + schedule.notes(config)
+    notes += not_continued + differences + limits.notes + schedule.notes(config)
     recorded = config | plan.layout_settings() | settings_of_model(plan.model_args, config)
     return Run(
         config,

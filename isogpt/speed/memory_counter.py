@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isogpt.parallel.recompute import KEPT
+from isogpt.parallel.recompute import SAVED
 
 
 def tensors_in(values: object) -> list[Tensor]:
@@ -98,7 +98,7 @@ class MemoryCounter(TorchDispatchMode):
         sources, written = ({x.untyped_storage() for x in tensors} for tensors in (inputs, results))
         for storage in sources | written:
             self.track(storage)
-        if operator in KEPT:
+        if operator in SAVED:
             self.matmuls += sum(tensor.nbytes for tensor in results)
         if torch.Tag.pointwise in operator.tags:
             self.pointwise |= dict.fromkeys(written - sources, [*map(weakref.ref, sources)])

@@ -54,7 +54,7 @@ def make_plan(
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
         )
         # the dtype of all ranks is that of one of them
-        precision.check_residual_dtype(config["residual_dtype"], plan.dtype)
+        precision.check_dtypes(plan, config["residual_dtype"])
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))

@@ -19,7 +19,7 @@ from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
-from isogpt.training.settings import check_plan, model_args_of
+from isogpt.training.settings import model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65
@@ -120,7 +120,6 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
-        precision.check_residual_dtype(settings["residual_dtype"], dtype)
         args = self.model_args()
         plan = plan_of(
             settings,
@@ -132,6 +131,7 @@ class Workload:
             model_args=args,
             counts=count_on_meta(self.gpt, args),
         )
+        precision.check_dtypes(plan, settings["residual_dtype"])
         check_plan(plan)
         mesh = make_mesh(0, plan)
         share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))

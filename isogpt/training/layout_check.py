@@ -118,7 +118,7 @@ def crash_line(plan: Plan, error: Exception) -> str:
     """What to say about a layout that cannot be computed."""
     advice = "To see which layouts can, run: python bench.py --check"
     if plan.tp > 1:
-        advice = f"PLAN in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
+        advice = f"ATTACHMENTS in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
     return (
         f"{layout_name(plan)} cannot compute what one process computes with this model.py: {crash_of(error)}"
         f". {advice}"
@@ -384,7 +384,7 @@ class Trial:
         compute them with the same micro-batches.
         """
         places = range(0, self.share.sequences, ROWS)
-        island = self.share.island.places
+        island = self.share.island
         total = torch.zeros((), device=self.device)
         for kind, (x, y) in enumerate(batches):
             precision.seed_micro_batch(self.draw, 0, kind, Mesh())
@@ -438,7 +438,7 @@ class Trial:
         kinds = [self.kind(share.first(micro_step)) for micro_step in range(share.micro_steps)]
         micro_batches = [self.own_positions(batches[kind]) for kind in kinds]
         if pipeline:
-            pipeline.prepare(share, scaler, gradients, no_timer, nullcontext())
+            pipeline.prepare(share, scaler, gradients, no_timer)
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
         if pipeline:
@@ -458,7 +458,7 @@ class Trial:
 
     def own_positions(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The positions of a micro-batch that this rank reads, (ROWS, T / cp) inputs and targets."""
-        positions = self.mesh.own_positions(self.length)
+        positions = self.mesh.positions(self.length)
         x, y = batch
         return (x, y) if positions is None else (x[:, positions], y[:, positions])
 

@@ -4,18 +4,22 @@ import importlib.util
 import os
 import platform
 import random
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import attention
 
+from isogpt.common.console import count_text
+from isogpt.launch.together import gather_objects
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
-# flags in /proc/cpuinfo, each of which says that the CPU multiplies the dtype in hardware
+# names in torch.cpu.get_capabilities, each of which says that the CPU multiplies the dtype in hardware
 CPU_FEATURES = {"bfloat16": ("avx512_bf16", "amx_bf16", "amx_tile"), "float16": ("avx512_fp16", "amx_fp16")}
 # AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -37,38 +41,15 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def multiplies_tf32(device: torch.device) -> bool:
-    """Whether a device is an NVIDIA GPU with TF32."""
-    is_nvidia = device.type == "cuda" and not torch.version.hip
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def cpu_has(feature: str) -> bool:
-    """Whether /proc/cpuinfo lists this feature. Without hardware support bfloat16 is slower than float32."""
-    return any(feature in value.split() for key, value in cpu_info() if key == "flags")
+    """Whether the CPU has a feature. Without hardware support, bfloat16 is slower than float32."""
+    return torch.cpu.get_capabilities().get(feature, False)
 
 
 def is_emulated(dtype: str, device: torch.device) -> bool:
     """Whether this x86 CPU computes in `dtype` without instructions for this dtype."""
     is_x86 = device.type == "cpu" and cpu_has("sse2")
     return is_x86 and dtype in CPU_FEATURES and not any(map(cpu_has, CPU_FEATURES[dtype]))
-
-
-def notes_about_dtype(dtype: str, device: torch.device, previous: str | None = None) -> list[str]:
-    """
-    What a user should know about the dtype: this CPU only emulates it, or it is not `previous`, the dtype of
-    the run that is resumed.
-    """
-    notes = []
-    if previous not in (None, dtype):
-        notes.append(f"this run continues with dtype {dtype} (was {previous}): the loss curve changes")
-    if not is_emulated(dtype, device):
-        return notes
-    return [
-        *notes,
-        f"this CPU does not multiply {dtype} in hardware, so steps take several times as long: set "
-        f"--dtype={best_dtype(device)}",
-    ]
 
 
 def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None) -> str:
@@ -86,27 +67,26 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
         with suppress(ValueError):  # the run was started on a different kind of device
             return resolve_dtype(previous or best_dtype(device), device)
         return best_dtype(device)
-    if wanted == "tf32" and not multiplies_tf32(device):
-        raise ValueError(
-            f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}"
-        )
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    if wanted == "tf32" and not (is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)):
+        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU (Ampere or later), not {device}")
     if wanted == "float16" and device.type == "mps":
-        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
+        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=bfloat16")
     return wanted
 
 
-def check_residual_dtype(residual_dtype: str, dtype: str) -> None:
+def check_dtypes(plan: Plan, residual_dtype: str) -> None:
     """
-    Check the setting residual_dtype, for the dtype to compute in.
-
-    Raises:
-        ValueError: it is bfloat16, but `dtype` is not: only autocast to bfloat16 leaves the stream in it.
+    Raise ValueError if the plan's device or dtype does not allow a setting: only autocast to bfloat16 leaves
+    the residual stream in bfloat16, and exact sums are float64 numbers.
     """
-    if residual_dtype == "bfloat16" and dtype != "bfloat16":
+    if residual_dtype == "bfloat16" != plan.dtype:
         raise ValueError(
-            f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is {dtype!r}: set "
+            f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is {plan.dtype!r}: set "
             "--residual_dtype=float32, or --dtype=bfloat16"
         )
+    if plan.exact and plan.device_type == "mps":
+        raise ValueError("exact needs float64, which mps lacks: set --exact=False or --device=cpu")
 
 
 def common_dtype(dtypes: list[str]) -> str:
@@ -145,23 +125,46 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def use_flash_attention_3(device: torch.device, plan: Plan, deterministic: bool) -> list[str]:
+def set_up(device: torch.device, plan: Plan, deterministic: bool, previous: str | None) -> list[str]:
     """
-    Let attention use FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) if its package is installed on a
-    machine with a Hopper GPU. It has no dropout, and its backward pass is not known to repeat its bits.
+    Set the process-wide switches of a training run: `set_numerics`, the threads and FlashAttention-3 (all
+    ranks).
+
+    Args:
+        previous: the dtype of the run that is resumed.
 
     Returns:
-        Sentences for the user.
+        Sentences for the user about numerics.
+    """
+    set_numerics(device, plan.dtype, deterministic or plan.exact)
+    notes = []
+    if previous not in (None, plan.dtype):
+        notes.append(f"this run continues with dtype {plan.dtype} (was {previous}): the loss curve changes")
+    if is_emulated(plan.dtype, device):
+        faster = best_dtype(device)
+        notes.append(f"this CPU only emulates {plan.dtype}, which is slow: set --dtype={faster}")
+    if plan.exact:
+        fix_threads(device)
+        return notes + differences_of_devices(gather_objects(kind_of_device(device)))
+    return notes if deterministic else notes + use_flash_attention_3(device, plan)
+
+
+def use_flash_attention_3(device: torch.device, plan: Plan) -> list[str]:
+    """
+    Let attention use FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) if its package is installed on a
+    machine with a Hopper GPU, and say so. It has no dropout, and its backward pass is not known to repeat its
+    bits.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    fits = plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"] and not deterministic
-    if not (is_hopper and fits and importlib.util.find_spec("flash_attn_interface")):
+    fits = plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"]
+    is_installed = importlib.util.find_spec("flash_attn_interface")
+    if not (is_hopper and fits and is_installed):
         return []
     try:
         attention.activate_flash_attention_impl("FA3")
     except Exception as e:  # a package that was built for another version of PyTorch can raise anything
-        reason = (str(e).splitlines() or [""])[0]
-        return [f"FlashAttention-3 is installed, but cannot be used: {type(e).__name__}: {reason}"]
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+        return [f"FlashAttention-3 is installed, but cannot be used: {reason}"]
     # otherwise, PyTorch tries cuDNN's attention first on Hopper (torch 2.11 and 2.13)
     torch.backends.cuda.enable_cudnn_sdp(False)
     return ["attention uses FlashAttention-3"]
@@ -173,51 +176,37 @@ def fix_threads(device: torch.device) -> None:
     kernels, such as the backward pass of LayerNorm, depend on the number of threads, which otherwise depends
     on the number of processes.
     """
-    if device.type == "mps":
-        raise ValueError(
-            "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
-        )
     if device.type == "cpu":
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP also takes a list
         torch.set_num_threads(max(1, int(threads)) if threads.isdigit() else 1)
 
 
-def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
-    """What the bits of a run with `exact` depend on besides the settings that determine the loss curve."""
-    kind = {"device": device_name(device), "PyTorch": str(torch.__version__)}
-    if device.type != "cuda":
-        kind["threads"] = str(torch.get_num_threads())
-    return kind | {"batch_size": str(batch_size)}
+def kind_of_device(device: torch.device) -> str:
+    """What the bits of a run with `exact` depend on besides its settings, the data and the programs."""
+    if device.type == "cuda":
+        return device_name(device)
+    return f"{device_name(device)}, {count_text(torch.get_num_threads(), 'thread')}"
 
 
 def device_name(device: torch.device) -> str:
     """The model of a GPU, or of this machine's CPU with the instructions that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    models = {value for key, value in cpu_info() if key == "model name"}
-    model = " and ".join(sorted(models)) or platform.processor() or platform.machine()
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):  # only Linux has this file
+        properties = Path("/proc/cpuinfo").read_text()
+        models = {*re.findall(r"^model name\s*: (.*)", properties, re.MULTILINE)}
+        name = " and ".join(sorted(models)) or name
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def cpu_info() -> list[tuple[str, str]]:
-    """Properties of each core, from /proc/cpuinfo; none where this file does not exist."""
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        pairs = [line.split(":", 1) for line in file if ":" in line]
-        return [(key.strip(), value.strip()) for key, value in pairs]
+def differences_of_devices(kinds: list[str]) -> list[str]:
+    """A sentence about the first rank of which `kind_of_device` is not rank 0's; none if all are alike."""
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            difference = f"rank 0 computes on {kinds[0]}, rank {rank} on {kind}"
+            return [f"exact: {difference}: other layouts may give other bits"]
     return []
-
-
-def differences_of_devices(kinds: list[dict[str, str]]) -> list[str]:
-    """A sentence about each difference between the ranks' results of `kind_of_device`."""
-    sentences = []
-    for name, value in kinds[0].items():
-        others = [rank for rank, kind in enumerate(kinds) if kind[name] != value]
-        if others:
-            sentences.append(
-                f"exact: {name} is not the same on all ranks ({value} on rank 0, {kinds[others[0]][name]} on "
-                f"rank {others[0]}): other layouts may give other bits"
-            )
-    return sentences
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -1,9 +1,7 @@
 """The losses and gradient norms of the last steps, and the limits beyond which a step is a spike."""
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 
 WINDOW = 128  # taken steps from which the limits are computed
 ENOUGH = 64  # with fewer there is no limit: the fall of a run's first losses is not noise
@@ -15,18 +13,16 @@ LEAST_SIGMA = 1e-3
 # batches in succession are spikes, then the reason is not one of the batches.
 PATIENCE = 3
 
-empty_window = partial(deque, maxlen=WINDOW)
-
 
 @dataclass
 class RecentSteps:
     """
-    What a run remembers of its last taken steps, equal on all ranks. A step that was skipped, or whose
-    float16 gradient overflowed, is not one of them.
+    What a run remembers of its last WINDOW taken steps, equal on all ranks; a checkpoint stores it. A step
+    that was skipped, or whose float16 gradient overflowed, is not one of them.
     """
 
-    losses: deque[float] = field(default_factory=empty_window)
-    grad_norms: deque[float] = field(default_factory=empty_window)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0  # spikes in succession that were skipped
 
     def limits(self) -> tuple[float, float]:
@@ -35,8 +31,8 @@ class RecentSteps:
 
     def add(self, loss: float, grad_norm: float) -> None:
         """Remember a step that was taken."""
-        self.losses.append(loss)
-        self.grad_norms.append(grad_norm)
+        self.losses = [*self.losses, loss][-WINDOW:]
+        self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
         self.skipped = 0
 
     def skip(self) -> bool:
@@ -47,21 +43,11 @@ class RecentSteps:
         self.skipped += 1
         if self.skipped < PATIENCE:
             return False
-        self.rewind({})
+        self.losses, self.grad_norms, self.skipped = [], [], 0
         return True
 
-    def describe(self) -> dict:
-        """What a checkpoint stores."""
-        return {"losses": list(self.losses), "grad_norms": list(self.grad_norms), "skipped": self.skipped}
 
-    def rewind(self, described: dict) -> None:
-        """Continue with what a checkpoint has stored, in place; {}: with nothing."""
-        self.losses = empty_window(described.get("losses", ()))
-        self.grad_norms = empty_window(described.get("grad_norms", ()))
-        self.skipped = described.get("skipped", 0)
-
-
-def limit_of(values: deque[float]) -> float:
+def limit_of(values: list[float]) -> float:
     """The mean plus SIGMAS standard deviations; infinity for fewer than ENOUGH values."""
     n = len(values)
     if n < ENOUGH:
