@@ -12,7 +12,8 @@ from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
 from isogpt.parallel.data_parallel import kept_weights, reshard
 from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
-from isogpt.training import optim, optimizer_state
+from isogpt.training import optimizer_state
+from isogpt.training.optimizer_class import evaluates_average, set_mode
 
 
 @dataclass
@@ -58,17 +59,17 @@ class TrainState:
         same bits as before.
         """
         islands = self.slow_network.islands
-        if not (islands or optim.average_weights(self.optimizers)):
+        if not (islands or evaluates_average(self.optimizers)):
             yield
             return
         with kept_weights(self.model):
             if islands:
                 islands.put_outer_weights()
-            optim.set_mode(self.optimizers, "eval")
+            set_mode(self.optimizers, "eval")
             try:
                 yield
             finally:
-                optim.set_mode(self.optimizers, "train")
+                set_mode(self.optimizers, "train")
 
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""

@@ -149,7 +149,7 @@ def rules_of_length(c: Settings) -> Iterator[str]:
 def rules_of_updates(c: Settings) -> Iterator[str]:
     """The optimizer and the schedule of the learning rate."""
     try:
-        classes = optim.check_optimizer(vars(c))
+        classes = optim.classes_of_users(c.optimizer)
     except ValueError as e:
         yield str(e)
         return
