@@ -66,21 +66,6 @@ class Free(torch.optim.Optimizer):
                 state["z"].sub_(p.grad, alpha=lr)
 
 
-class Counts(torch.optim.SGD):
-    steps = 0
-
-    def step(self):
-        self.steps += 1
-        super().step()
-
-
-class Moves(SGD):
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p.data = p.data - p.grad
-
-
 class Two(SGD):
     def __init__(self, params, lr, needed):
         super().__init__(params, lr)

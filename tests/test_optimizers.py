@@ -14,15 +14,12 @@ from test_layouts import args_of
 from torch import nn
 from torch._dynamo.utils import counters
 
-from isogpt.parallel import gradients
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.local_parts import Split
 from isogpt.parallel.shares import share_of_whole
 from isogpt.training import muon, optim, optimizer_state
-from isogpt.training.optimizer_class import kept_by
 from model import GPT, GPTConfig
 
-CPU = torch.device("cpu")
 FILE = (REPO / "tests/own_optimizers.py").read_text()
 SHORT = ["--max_iters=9", "--save_interval=5", "--eval_interval=5", "--warmup_iters=3", "--muon_lr=0.002"]
 
@@ -58,7 +55,8 @@ def test_a_row_of_the_rules_is_enough(zygote, work):
     """Its parameters are updated, and its state is saved."""
     args = [*SHORT, "--optimizer=plain"]
     run = start_changed(zygote, ROWS, [*args, "--out_dir=plain"], work).wait()
-    assert "optim:   RMSprop: wte, wpe, 5 vectors, 8 matrices of blocks, lr 0.001, decay 0.1\n" in run.text()
+    updates = "RMSprop, lr 0.001, decay 0.1: wte, wpe, 5 vectors, 8 matrices of blocks"
+    assert f"optim:   {updates}\n" in run.text()
     losses = column(work / "plain", "loss")
     assert losses[0] - losses[9] > 0.01
     shutil.copytree(work / "plain", work / "plain-resumed", symlinks=True)
@@ -86,14 +84,14 @@ GATED = ["--max_iters=4", "--muon_lr=0.002", "--optimizer=muon"]
 @pytest.fixture(scope="module")
 def gated(zygote, shared_work):
     run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], shared_work).wait()
-    assert "Muon: 10 matrices of blocks, lr 0.002, decay 0.1\n" in run.text()
+    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks\n" in run.text()
     return shared_work / "gated"
 
 
 @pytest.mark.parametrize("flags", ["--zero=3", "--tp=2", "--pp=2"])
 def test_muon_updates_a_linear_layer_of_any_name(zygote, work, gated, flags):
     run = start_changed(zygote, GATE, [*GATED, flags, "--out_dir=gated-2"], work, 2).wait()
-    assert "10 matrices of blocks, lr 0.002" in run.text(), "of the whole model"
+    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks" in run.text(), "of the whole model"
     assert_same_curve(work / "gated-2", gated)
 
 
@@ -144,33 +142,19 @@ def test_each_trained_parameter_is_in_one_group(at):
     updated = [p for optimizer in optimizers for p in optim.params_of(optimizer)]
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(updated) == len(trained) and {*map(id, updated)} == {*map(id, trained)}
-    matrices = {
-        name for name, p in model.named_parameters() if any(p is q for q in optim.params_of(optimizers[1]))
-    }
-    assert "transformer.h.1.gate.weight" in matrices and len(matrices) == 9
+    assert model.transformer.h[1].gate.weight in {*optim.params_of(optimizers[1])}
     line = optim.describe_updates(model, optimizers, optim.Mesh())
-    assert line.startswith("AdamW: wte, ") and line.endswith("; frozen: wpe")
-    assert (
-        "values, " in line
-        and "2 mlp.router, " in line
-        and "Muon: 9 matrices of blocks, lr 0.02, decay 0.1" in line
-    )
-
-    kept = at.context()
-    rows = (
-        optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None),
-    )
-    with kept as patch:
-        patch.setattr(optim, "RULES", rows)
-        with pytest.raises(
-            ValueError, match=r"no row of optimizer 'mine' for transformer\..*: name its role, 'vector'"
-        ):
+    assert line.endswith("Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe")
+    for kind in ("AdamW, lr 0.0006: wte, ", "values, ", "2 mlp.router, "):
+        assert kind in line
+    row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.VECTOR), torch.optim.SGD, "learning_rate", None)
+    for rows, message in (
+        ([row], r"0 rows .* transformer\.wte\.weight \(other mat"),
+        ([row, row], "2 rows .*vectors"),
+    ):
+        at.set(optim, "RULES", rows)
+        with pytest.raises(ValueError, match=message):
             optim.make_optimizers(model, train_defaults(optimizer="mine"))
-        patch.setattr(optim, "RULES", rows + rows)
-        with pytest.raises(ValueError, match="more than one row of optimizer 'mine'"):
-            optim.make_optimizers(model, train_defaults(optimizer="mine"))
-    with pytest.raises(ValueError, match=r"1 groups|0 groups of optimizers contain transformer\.wte\.weight"):
-        optim.check_updated(model, optimizers[1:])
 
 
 # shapes of parameters, and the heights of the matrices that are stacked in them
@@ -257,34 +241,20 @@ def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():
     assert all(state[name]["exp_avg"].shape == weights[name].shape for name in state)
 
 
-def test_gradients_are_cleared_where_all_parameters_of_a_kind_are_frozen():
-    """With tp and DDP, gradients are cleared by the number of ranks that hold a parameter."""
-    frozen, trained = (nn.Parameter(torch.ones(2), requires_grad=is_trained) for is_trained in (False, True))
-    trained.grad = torch.ones(2)
-    for params in ([frozen], [trained]):
-        gradients.clear_gradients(params, keeps_memory=True)
-    assert frozen.grad is None and trained.grad.tolist() == [0, 0]
-
-
 WRONG = {
     "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS and muon.FILE.py:CLASS",
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
-    "none.py:Lion": "there is no file none.py",
-    "mine.py:Lino": "but it contains no Lino: --optimizer=mine.py:SGD, --optimizer=mine.py:Adafactor, --opt",
-    "mine.py:torch": "but its torch is not one",
-    "mine.txt:Lion": "ends in .py: rename mine.txt",
+    "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
+    "mine.py:torch": "but the subclasses of torch.optim.Optimizer in mine.py are: SGD, Adafactor, Lion",
     "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
     "mine.py:Two": "optimizer Two fails: TypeError: .*missing 1 required positional argument: 'needed'",
-    "mine.py:Adafactor": "Adafactor is not element-wise: .*it keeps row_var, a tensor of shape",
-    "mine.py:Counts": "Counts changes its attribute steps, which no checkpoint would hold",
-    "mine.py:Moves": "Moves replaces a parameter's memory",
+    "mine.py:Adafactor": "Adafactor is not element-wise: it keeps (row|col)_var, neither",
 }
 
 
 @pytest.mark.parametrize("value", WRONG)
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(at, value):
-    for name in ("mine.py", "mine.txt"):
-        (at.path / name).write_text(FILE)
+    (at.path / "mine.py").write_text(FILE)
     (at.path / "bad.py").write_text("1 / 0")
     with pytest.raises(ValueError, match=WRONG[value]) as error:
         accepted("train.py", f"--optimizer={value}")
@@ -300,11 +270,3 @@ def test_what_a_class_does_not_go_with(at):
     with pytest.raises(ValueError, match=r"evaluates an average of its weights .*: set --islands=1"):
         accepted("train.py", "--optimizer=mine.py:Free", "--islands=2")
     assert optim.moments_of("muon+mine.py:Free") == (1, 1) and optim.moments_of("mine.py:SGD") == (0, 0)
-
-
-def test_what_a_class_keeps_is_found(at):
-    (at.path / "mine.py").write_text(FILE)
-    free = kept_by(optim.load_class("mine.py:Free"), 2, CPU)
-    assert [*free.state] == ["z"] and {*free.group} == {"k", "sum", "lr_max"}
-    lion = kept_by(optim.load_class("mine.py:Lion"), 1, CPU)
-    assert lion.moments == 1 and lion.state["count"] == 2 and not lion.group

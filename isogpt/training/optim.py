@@ -186,7 +186,7 @@ def make_optimizers(
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
 
     Raises:
-        ValueError: RULES does not contain exactly one row for a parameter.
+        ValueError: see `groups_by_optimizer`.
     """
     mesh = mesh or Mesh()
     on_cpu = next(model.parameters()).device.type == "cpu"  # also with cpu_offload
@@ -212,13 +212,6 @@ def make_optimizers(
         else:
             optimizer = cls(groups, **options)
         optimizers.append(optimizer)
-    updated = Counter(p for optimizer in optimizers for p in params_of(optimizer))
-    for name, p in model.named_parameters():
-        if p.requires_grad and updated[p] != 1:
-            raise ValueError(
-                f"{updated[p]} optimizers update {name} ({role_of(name, p, model)}): one row of RULES in "
-                f"isogpt/training/optim.py must contain it for optimizer {config['optimizer']!r}"
-            )
     set_mode(optimizers, "train")
     return optimizers
 
@@ -246,6 +239,9 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
 
     Returns:
         {(class of the optimizer, one of DIVIDED): groups}
+
+    Raises:
+        ValueError: RULES contains no row for a parameter, or several.
     """
     members = defaultdict(list)
     # nanoGPT numbers parameters by the order of the rules
@@ -258,6 +254,13 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
             if rule.updated_by is Muon:  # which updates matrices of equal shape together
                 stack = stack_of(name, p, module_of(name, model), model.config)
             members[rule, axes, stack].append(p)
+    rows = Counter(p for params in members.values() for p in params)
+    for name, p in model.named_parameters():
+        if p.requires_grad and rows[p] != 1:
+            raise ValueError(
+                f"RULES in isogpt/training/optim.py contains {rows[p]} rows of optimizer "
+                f"{config['optimizer']!r} for {name} ({role_of(name, p, model)}): it must contain one"
+            )
     groups = defaultdict(list)
     base = config["learning_rate"]
     for (rule, axes, stack), params in members.items():
