@@ -101,19 +101,17 @@ def restore_checkpoint(
         )
     reshard(model)
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
-    state = {}
-    if names := checkpoint.names_with_state:
-        state = optimizer_state.create_state(model, optimizers, names)
-    checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
-    optimizer_state.take_numbers(model, optimizers, state)
+    names = checkpoint.names_with_state
+    with optimizer_state.filled_state(model, optimizers if names else (), names) as state:
+        checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
 
 
 def parts_of_state(
     model: nn.Module, state: dict[str, dict[str, Tensor]], island: tuple[int, int]
 ) -> dict[str, dict[str, LocalPart]]:
     """
-    The parts of the optimizers' tensors that this rank holds, of what optimizer_state's `state_by_name` or
-    `create_state` has returned. With several islands, the parts are rows of a stack.
+    The parts of the optimizers' tensors that this rank holds, of those that optimizer_state has returned by
+    name. With several islands, the parts are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {

@@ -3,7 +3,6 @@ Muon for matrices that are stacked in a parameter, divided over ranks, or both.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,27 +14,26 @@ from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, splits_of, whole_tensors
 from isogpt.training.optimizer_class import params_of
 
-
-class Stack(NamedTuple):
-    """The shapes of a parameter and of this rank's part, and the heights of the matrices stacked in it."""
-
-    shape: torch.Size
-    part: torch.Size  # which differs if tensor parallelism divides one of two matrices of the same shape
-    rows: tuple[int, ...]
+Stack = tuple[torch.Size, torch.Size, tuple[int, ...]]
 
 
 def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -> Stack:
     """
-    The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. q, k and
-    v are stacked, and so are experts; the weight of any other layer is one matrix.
+    Describe a block's linear layer, `module`: parameters with equal descriptions are updated together. q, k
+    and v are stacked, and so are experts; the weight of any other layer is one matrix.
+
+    Returns:
+        The shape of the parameter, that of this rank's part, which differs if tensor parallelism divides one
+        of two matrices of the same shape, and the heights of the matrices that are stacked.
     """
-    shape, part = matrix_part(p, p).shape, local(p).shape
+    shape = matrix_part(p, p).shape
+    rows = shape[:1]
     if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
-        return Stack(shape, part, config.qkv_rows)
-    height = shape[0]
-    if isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
+        rows = config.qkv_rows
+    elif isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
         height = local_part_of(p, splits_of(p)).shape[0] // config.n_expert
-    return Stack(shape, part, (height,) * (shape[0] // height))
+        rows = (height,) * (shape[0] // height)
+    return shape, local(p).shape, tuple(rows)
 
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isogpt.launch.together import Gathered, gather_objects
 from isogpt.nn.experts import ExpertLinear
@@ -172,7 +173,7 @@ def make_optimizers(
     zero: int = 0,
     muon_dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
-) -> list[torch.optim.Optimizer]:
+) -> list[Optimizer]:
     """
     Make the model's optimizers, as RULES says: AdamW, then Muon.
 
@@ -189,7 +190,6 @@ def make_optimizers(
         ValueError: see `groups_by_optimizer`.
     """
     mesh = mesh or Mesh()
-    on_cpu = next(model.parameters()).device.type == "cpu"  # also with cpu_offload
     # all ranks create the process groups, even a pipeline stage that trains no matrices or no experts
     replicas = {axes: mesh.loss.without(*axes).group for axes in DIVIDED}
     of_matrices = {axes: matrix_groups(mesh, config, zero, axes) for axes in DIVIDED}
@@ -199,6 +199,7 @@ def make_optimizers(
         if cls in (AdamW, Muon):
             options["exact"] = config.get("exact", False)
         if cls is Muon:
+            on_cpu = groups[0]["params"][0].device.type == "cpu"  # also with cpu_offload
             options |= {"dtype": muon_dtype, "compiles": is_compiled(model) and not on_cpu}
             options |= of_matrices[axes]
         if zero == 1 and replicas[axes]:
@@ -263,10 +264,9 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
             )
     groups = defaultdict(list)
     base = config["learning_rate"]
+    rates = config | {"embedding_lr": config.get("embedding_lr") or base}
     for (rule, axes, stack), params in members.items():
-        rate = config[rule.rate]
-        if rule.rate == "embedding_lr" and rate == 0:
-            rate = base
+        rate = rates[rule.rate]
         group = {
             "params": params,
             "optimizer": config["optimizer"],
@@ -274,11 +274,13 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
             "lr_scale": 1.0 if rate == base else rate / base,
             "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
         }
-        groups[rule.updated_by, axes].append(group | ({"rows": stack.rows} if stack else {}))
+        if stack:
+            group["rows"] = stack[2]
+        groups[rule.updated_by, axes].append(group)
     return groups
 
 
-def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> str:
+def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) -> str:
     """
     Say in one line which optimizer updates which parameters of the whole model, with which rate and weight
     decay, and which are frozen (all ranks).
@@ -310,7 +312,7 @@ def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], 
     return "; ".join(sorted(parts, key=lambda part: part.startswith("frozen")))
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
+def set_rates(optimizers: list[Optimizer], step: int, lr: float, muon_momentum: float) -> None:
     """
     Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
     to muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
@@ -324,7 +326,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
 
 
 def clip_and_step(
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: list[Optimizer],
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
     max_norm: float,

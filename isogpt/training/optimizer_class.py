@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from isogpt.common.files import reason_of
 from isogpt.parallel.local_parts import local
 
-Class = type[torch.optim.Optimizer]
+Class = type[Optimizer]
 
 
 @cache
@@ -30,31 +32,21 @@ def load_class(place: str) -> Class:
     """
     file, _, name = place.rpartition(":")
     path = Path(file).expanduser()
-    module_name = f"optimizer_{path.stem}"
-    loader = SourceFileLoader(module_name, str(path))
-    module = module_from_spec(spec_from_file_location(module_name, loader=loader))
-    sys.modules[module_name] = module  # dataclasses and pickle look it up
+    loader = SourceFileLoader(f"optimizer_{path.stem}", str(path))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = module  # dataclasses and pickle look it up
     try:
         loader.exec_module(module)
     except Exception as e:  # whatever a user's file raises
-        raise ValueError(f"{file} of --optimizer={place} fails: {in_one_line(e)}") from e
-    base = torch.optim.Optimizer
-    classes = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isclass(value) and base in value.__mro__[1:]
-    }
+        raise ValueError(f"{file} of --optimizer={place} fails: {type(e).__name__}: {reason_of(e)}") from e
+    classes = dict(inspect.getmembers(module, inspect.isclass))
+    classes = {key: cls for key, cls in classes.items() if Optimizer in cls.__mro__[1:]}
     if name not in classes:
+        choices = ", ".join(classes) or "none"
         raise ValueError(
-            f"optimizer is {place!r}, but the subclasses of torch.optim.Optimizer in {file} are: "
-            f"{', '.join(classes) or 'none'}"
+            f"optimizer is {place!r}, but the subclasses of torch.optim.Optimizer in {file} are: {choices}"
         )
     return classes[name]
-
-
-def in_one_line(error: Exception) -> str:
-    """The kind of an error and its message, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def options_of(cls: Class, values: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +63,9 @@ def options_of(cls: Class, values: dict[str, Any]) -> dict[str, Any]:
 class Kept(NamedTuple):
     """What an optimizer keeps from step to step."""
 
-    state: tuple[str, ...]  # names of what it keeps for a parameter
-    moments: int  # how many of these are tensors in the parameter's shape
-    numbers: tuple[str, ...]  # names of the numbers in its groups that a step changes
+    state: dict[str, torch.Size]  # the shape of what it keeps for a parameter, by name
+    moments: int  # how many of these have the parameter's shape
+    numbers: list[str]  # names of the numbers in its groups that a step changes
 
 
 @cache
@@ -85,36 +77,30 @@ def kept_by(cls: Class) -> Kept:
         ValueError: it cannot be made or fails, or does not update each element independently of the others.
     """
     p = nn.Parameter(torch.ones(2, 3))
+    p.grad = torch.ones_like(p)
     try:
         optimizer = cls([{"params": [p]}], **options_of(cls, {"lr": 1e-3, "betas": (0.9, 0.95)}))
         if has_modes(cls):
             optimizer.train()
         (group,) = optimizer.param_groups
         before = dict(group)
-        p.grad = torch.ones_like(p)
         optimizer.step()
+        kept = {key: value for key, value in optimizer.state[p].items() if value is not None}
+        shapes = {key: torch.as_tensor(value).shape for key, value in kept.items()}
     except Exception as e:  # whatever a user's class raises
-        takes = "it is called with (groups, lr=..., betas=...), as far as it takes these, and step()"
-        raise ValueError(f"optimizer {cls.__name__} fails: {in_one_line(e)} ({takes})") from e
-    state = {key: value for key, value in optimizer.state[p].items() if value is not None}
-    moments = [key for key, value in state.items() if getattr(value, "shape", None) == p.shape]
-    for key in state.keys() - moments:
-        value = state[key]
-        if not (is_number(value) or (torch.is_tensor(value) and value.numel() == 1)):
-            raise ValueError(
-                f"optimizer {cls.__name__} is not element-wise: it keeps {key}, neither a number nor a "
-                "tensor of the parameter's shape"
-            )
-    numbers = [key for key, value in group.items() if is_number(value) and value != before.get(key)]
-    return Kept(tuple(state), len(moments), tuple(numbers))
+        call = f"{cls.__name__}(groups, lr=..., betas=...) or its step()"
+        raise ValueError(f"optimizer {call} fails: {type(e).__name__}: {reason_of(e)}") from e
+    if others := [key for key, shape in shapes.items() if shape != p.shape and shape.numel() != 1]:
+        raise ValueError(
+            f"optimizer {cls.__name__} is not element-wise: it keeps {others[0]}, which is neither a number "
+            "nor of a parameter's shape"
+        )
+    numbers = [key for key, value in group.items() if isinstance(value, int | float)]
+    changed = [key for key in numbers if group[key] != before.get(key)]
+    return Kept(shapes, [*shapes.values()].count(p.shape), changed)
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a Python number, or True or False."""
-    return isinstance(value, int | float)
-
-
-class OnShards(torch.optim.Optimizer):
+class OnShards(Optimizer):
     """
     An optimizer of DTensors that lets an optimizer of another class update this rank's parts as plain
     tensors. That class need not know DTensors, whose dispatch also takes longer than a small tensor's step.
@@ -122,7 +108,8 @@ class OnShards(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], cls: Class, **options: Any) -> None:
         super().__init__(groups, {})
-        self.optim = cls([{**group, "params": parts_of(group["params"])} for group in groups], **options)
+        parts = [{**group, "params": [*map(part_of, group["params"])]} for group in groups]
+        self.optim = cls(parts, **options)
         share_groups(self.optim, self)
 
     def parts(self) -> list[nn.Parameter]:
@@ -145,26 +132,25 @@ class OnShards(torch.optim.Optimizer):
             part.grad = None
 
 
-def parts_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """This rank's parts of parameters, which know their DTensors."""
-    parts = [nn.Parameter(local(p).detach()) for p in params]
-    for part, p in zip(parts, params, strict=True):
-        part.whole = p
-    return parts
+def part_of(p: nn.Parameter) -> nn.Parameter:
+    """This rank's part of a DTensor, which knows it."""
+    part = nn.Parameter(local(p).detach())
+    part.whole = p
+    return part
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def share_groups(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+def share_groups(source: Optimizer, target: Optimizer) -> None:
     """Copy what the groups of one optimizer contain besides parameters to those of another."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in group.items() if key != "params"})
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     What updates this rank's share: the optimizer in a ZeroRedundancyOptimizer or in OnShards, or the
     optimizer itself.
@@ -172,18 +158,18 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-def has_modes(cls: Class) -> bool:
+def has_modes(optimizer: Class | Optimizer) -> bool:
     """Whether an optimizer evaluates weights other than those it trains, as schedule-free optimizers do."""
-    return hasattr(cls, "eval") and hasattr(cls, "train")
+    return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
 
 
-def evaluates_average(optimizers: list[torch.optim.Optimizer]) -> bool:
+def evaluates_average(optimizers: list[Optimizer]) -> bool:
     """Whether an optimizer evaluates weights other than those it trains."""
-    return any(has_modes(type(inner_optimizer(optimizer))) for optimizer in optimizers)
+    return any(has_modes(inner_optimizer(optimizer)) for optimizer in optimizers)
 
 
 @torch.no_grad()
-def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
+def set_mode(optimizers: list[Optimizer], mode: str) -> None:
     """
     Call `eval` or `train` of the optimizers that have both, which changes the weights in place (all ranks).
 
@@ -192,7 +178,7 @@ def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
     """
     for optimizer in optimizers:
         inner = inner_optimizer(optimizer)
-        if not has_modes(type(inner)):
+        if not has_modes(inner):
             continue
         if isinstance(optimizer, OnShards):
             optimizer.parts()

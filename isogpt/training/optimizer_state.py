@@ -1,10 +1,12 @@
 """The state of the optimizers by parameter name, and as nanoGPT numbers it in a ckpt.pt."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isogpt.parallel.local_parts import like
 from isogpt.training.optimizer_class import inner_optimizer, kept_by, params_of, share_groups
@@ -13,7 +15,7 @@ GROUP = "group:"  # before the name of a number that an optimizer keeps for a gr
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
 
 
-def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
+def kind_of(optimizers: Sequence[Optimizer]) -> str:
     """The setting `optimizer` for which `optim.make_optimizers` made the optimizers."""
     return optimizers[0].param_groups[0].get("optimizer", "adamw")
 
@@ -25,8 +27,8 @@ def is_same_kind(kind: str, other: str) -> bool:
 
 
 def updates_of(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer, dict]]:
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict]]:
     """
     Yield (name, what is updated, the optimizer that does it, its group) for each parameter that this rank
     updates.
@@ -38,10 +40,10 @@ def updates_of(
                 yield names[getattr(p, "whole", p)], p, inner, group
 
 
-def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> States:
+def state_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> States:
     """
     Return the optimizers' tensors of what this rank holds: with ZeRO-1 some of the parameters, with ZeRO-2
-    and 3 a shard of each. Numbers that are not tensors are put into new ones, see `take_numbers`. Parameters
+    and 3 a shard of each. Numbers that are not tensors are put into new ones, see `filled_state`. Parameters
     that an optimizer of a user's class has not updated yet have no state.
     """
     states = {}
@@ -62,26 +64,29 @@ def as_tensor(value: Tensor | float, p: nn.Parameter) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def create_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], names: Collection[str]) -> States:
+@contextmanager
+def filled_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Collection[str]
+) -> Iterator[States]:
     """
-    Allocate the optimizers' state of the parameters with these names, by a step with gradients of 0: a
-    checkpoint must be copied to the weights and to the state, `state_by_name`, which is returned.
+    In the block, a checkpoint must be copied to the weights, and to the optimizers' state, which is yielded.
+    State that is not there yet is allocated by a step with gradients of 0.
+
+    Args:
+        names: of the parameters of which the checkpoint contains state.
     """
-    updates = [*updates_of(model, optimizers)]
-    new = [(p, inner) for name, p, inner, _ in updates if name in names and not inner.state.get(p)]
+    updates = [update for update in updates_of(model, optimizers) if update[0] in names]
+    new = [(p, inner) for _, p, inner, _ in updates if not inner.state.get(p)]
     for p, _ in new:
         p.grad = torch.zeros_like(p)
     for inner in {inner for _, inner in new}:
         inner.step()
     for p, _ in new:
         p.grad = None
-    return state_by_name(model, optimizers)
-
-
-def take_numbers(model: nn.Module, optimizers: list[torch.optim.Optimizer], filled: States) -> None:
-    """Take numbers that are not tensors from what `create_state` returned and a checkpoint has filled."""
-    for name, p, inner, group in updates_of(model, optimizers):
-        for key, value in filled.get(name, {}).items():
+    states = state_by_name(model, optimizers)
+    yield states
+    for name, p, inner, group in updates:
+        for key, value in states.get(name, {}).items():
             place = group if key.startswith(GROUP) else inner.state[p]
             key = key.removeprefix(GROUP)
             if not torch.is_tensor(place[key]):
@@ -90,7 +95,7 @@ def take_numbers(model: nn.Module, optimizers: list[torch.optim.Optimizer], fill
         share_groups(inner_optimizer(optimizer), optimizer)
 
 
-def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+def saved_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict:
     """
     Return the state for ckpt.pt: by number, in two groups, as nanoGPT stores it, if AdamW alone updates all
     parameters of a GPT-2; else by parameter name.
