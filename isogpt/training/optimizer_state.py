@@ -101,12 +101,12 @@ def saved_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict:
     parameters of a GPT-2; else by parameter name.
     """
     weights = dict(model.named_parameters())
-    first, *others = optimizers
-    is_adamw = isinstance(first, torch.optim.AdamW) and not others
-    is_numbered = [*map(id, params_of(first))] == [id(weights[name]) for name in numbered(weights)]
+    updated = [id(p) for optimizer in optimizers for p in params_of(optimizer)]
+    is_adamw = [isinstance(optimizer, torch.optim.AdamW) for optimizer in optimizers] == [True]
+    is_numbered = updated == [id(weights[name]) for name in numbered(weights)]
     if not (is_adamw and is_numbered and model.config.arch == "gpt2"):
         return {"state": state_by_name(model, optimizers)}
-    state = first.state_dict()
+    state = optimizers[0].state_dict()
     for group in state["param_groups"]:
         del group["lr_scale"], group["optimizer"]
     return state
