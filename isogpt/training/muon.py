@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.common.torch_versions import all_gather_single
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, splits_of, whole_tensors
 from isogpt.training.optimizer_class import params_of
@@ -17,22 +16,22 @@ from isogpt.training.optimizer_class import params_of
 Stack = tuple[torch.Size, torch.Size, tuple[int, ...]]
 
 
-def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -> Stack:
+def stack_of(name: str, p: nn.Parameter, model: nn.Module) -> Stack:
     """
-    Describe a block's linear layer, `module`: parameters with equal descriptions are updated together. q, k
+    Describe the weight of a linear layer of a block: those with equal descriptions are updated together. q, k
     and v are stacked, and so are experts; the weight of any other layer is one matrix.
 
     Returns:
         The shape of the parameter, that of this rank's part, which differs if tensor parallelism divides one
         of two matrices of the same shape, and the heights of the matrices that are stacked.
     """
-    shape = matrix_part(p, p).shape
+    config, shape = model.config, matrix_part(p, p).shape
     rows = shape[:1]
     if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
         rows = config.qkv_rows
-    elif isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
+    elif isinstance(model.get_submodule(name.removesuffix(".weight")), ExpertLinear):
         height = local_part_of(p, splits_of(p)).shape[0] // config.n_expert
-        rows = (height,) * (shape[0] // height)
+        rows = (height,) * (shape[0] // height)  # with expert parallelism, of some experts
     return shape, local(p).shape, tuple(rows)
 
 

@@ -154,17 +154,13 @@ def role_of(name: str, p: Tensor, model: nn.Module) -> str:
     """What a parameter of a model is: one of the roles in RULES."""
     if p.dim() < 2:
         return VECTOR
-    is_weight = p.dim() == 2 and name.endswith(".weight")
-    if is_weight and IN_A_BLOCK.match(name) and isinstance(module_of(name, model), LINEAR):
+    module, _, kind = name.rpartition(".")
+    is_linear = kind == "weight" and isinstance(model.get_submodule(module), LINEAR)
+    if is_linear and p.dim() == 2 and IN_A_BLOCK.match(name):
         return BLOCK_MATRIX
     if name == "transformer.wte.weight" and not model.config.tied:
         return TOKEN_EMBEDDING
     return OTHER_MATRIX
-
-
-def module_of(name: str, model: nn.Module) -> nn.Module:
-    """The module that holds a parameter."""
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def make_optimizers(
@@ -251,17 +247,14 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
             if not p.requires_grad or role_of(name, p, model) not in rule.roles:
                 continue
             axes = ("ep",) if is_split(p, "ep") else ()
-            stack = None
-            if rule.updated_by is Muon:  # which updates matrices of equal shape together
-                stack = stack_of(name, p, module_of(name, model), model.config)
+            # Muon updates matrices of equal shape together
+            stack = stack_of(name, p, model) if rule.updated_by is Muon else None
             members[rule, axes, stack].append(p)
     rows = Counter(p for params in members.values() for p in params)
     for name, p in model.named_parameters():
         if p.requires_grad and rows[p] != 1:
-            raise ValueError(
-                f"RULES in isogpt/training/optim.py contains {rows[p]} rows of optimizer "
-                f"{config['optimizer']!r} for {name} ({role_of(name, p, model)}): it must contain one"
-            )
+            role = role_of(name, p, model)
+            raise ValueError(f"{rows[p]} rows of RULES in {__file__} contain {name} ({role}): one must")
     groups = defaultdict(list)
     base = config["learning_rate"]
     rates = config | {"embedding_lr": config.get("embedding_lr") or base}

@@ -13,6 +13,7 @@ from isogpt.training.optimizer_class import inner_optimizer, kept_by, params_of,
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
+Update = tuple[str, nn.Parameter, Optimizer, dict]
 
 
 def kind_of(optimizers: Sequence[Optimizer]) -> str:
@@ -26,9 +27,7 @@ def is_same_kind(kind: str, other: str) -> bool:
     return len({re.sub(r"[^+]*/", "", setting) for setting in (kind, other)}) == 1
 
 
-def updates_of(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict]]:
+def updates_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Update]:
     """
     Yield (name, what is updated, the optimizer that does it, its group) for each parameter that this rank
     updates.
