@@ -5,7 +5,6 @@ Muon is in muon.py, classes of a user in optimizer_class.py, the optimizers' sta
 optimizer_state.py.
 """
 
-import inspect
 import math
 import re
 from collections import Counter, defaultdict
@@ -46,7 +45,6 @@ IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 # Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
 # than the rest of a tensor, which rounds differently (torch 2.13).
 WHOLE_VECTORS = 16
-plain_step = inspect.unwrap(torch.optim.AdamW.step)  # which does not import torch.compile to exclude itself
 
 
 class AdamW(torch.optim.AdamW):
@@ -68,7 +66,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         """Update all parameters with a gradient."""
         self.padded = []
-        plain_step(self)
+        super().step()
         for tensor, padded in self.padded:
             tensor.copy_(padded[: tensor.numel()].view_as(tensor))
 
