@@ -94,7 +94,7 @@ def restore_checkpoint(
         island: (this rank's island, number of islands); islands have separate optimizer state.
     """
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
-    if optimizers and not optimizer_state.is_same_kind(saved_by, optimizer_state.kind_of(optimizers)):
+    if optimizers and not optimizer_state.is_of_kind(optimizers, saved_by):
         raise ValueError(
             f"{checkpoint.stored.path} was saved with optimizer {saved_by!r}: set --optimizer={saved_by}, or "
             "start a new run from the weights with --init_from=FOLDER"

@@ -262,7 +262,7 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
             "params": params,
             "optimizer": config["optimizer"],
             "lr": rate,
-            "lr_scale": 1.0 if rate == base else rate / base,
+            "lr_scale": rate / base if base else 1.0,
             "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
         }
         if stack:

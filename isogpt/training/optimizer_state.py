@@ -16,15 +16,11 @@ States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
 Update = tuple[str, nn.Parameter, Optimizer, dict]
 
 
-def kind_of(optimizers: Sequence[Optimizer]) -> str:
-    """The setting `optimizer` for which `optim.make_optimizers` made the optimizers."""
-    return optimizers[0].param_groups[0].get("optimizer", "adamw")
-
-
-def is_same_kind(kind: str, other: str) -> bool:
-    """Whether two settings `optimizer` name the same classes, in files that may have been moved."""
+def is_of_kind(optimizers: Sequence[Optimizer], kind: str) -> bool:
+    """Whether these are the classes that a setting `optimizer` names, in files that may have been moved."""
+    kinds = (kind, optimizers[0].param_groups[0]["optimizer"])
     # without folders: muon+mine/lion.py:Lion -> muon+lion.py:Lion
-    return len({re.sub(r"[^+]*/", "", setting) for setting in (kind, other)}) == 1
+    return len({re.sub(r"[^+]*/", "", kind) for kind in kinds}) == 1
 
 
 def updates_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Update]:
