@@ -76,8 +76,7 @@ def filled_state(
         p.grad = torch.zeros_like(p)
     for inner in {inner for _, inner in new}:
         inner.step()
-    for p, _ in new:
-        p.grad = None
+        inner.zero_grad()
     states = state_by_name(model, optimizers)
     yield states
     for name, p, inner, group in updates:
