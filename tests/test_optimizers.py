@@ -146,8 +146,8 @@ def test_each_trained_parameter_is_in_one_group(at):
     line = optim.describe_updates(model, optimizers, optim.Mesh())
     adamw = "AdamW, lr 0.0006: wte, 20 vectors, 2 mlp.router, values"
     assert line == f"{adamw}; Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe"
-    row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.VECTOR), torch.optim.SGD, "learning_rate", None)
-    for count, described in ((1, "0 rows .*other matrices"), (2, "2 rows .*vectors")):
+    row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None)
+    for count, described in ((1, "0 rows .*vectors"), (2, "2 rows .*other matrices")):
         at.set(optim, "RULES", [row] * count)
         with pytest.raises(ValueError, match=described):
             optim.make_optimizers(model, train_defaults(optimizer="mine"))
