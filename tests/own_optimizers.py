@@ -1,7 +1,7 @@
 """Optimizers as a user would write them, for --optimizer=own_optimizers.py:CLASS."""
 
 import torch
-from torch.optim import SGD, Adafactor  # noqa: F401
+from torch.optim import LBFGS, SGD, Adafactor  # noqa: F401
 
 
 class Lion(torch.optim.Optimizer):
@@ -64,23 +64,3 @@ class Free(torch.optim.Optimizer):
                     state["z"] = p.clone()
                 p.lerp_(state["z"], share).sub_(p.grad, alpha=lr * (1 - beta * (1 - share)))
                 state["z"].sub_(p.grad, alpha=lr)
-
-
-class Counts(torch.optim.SGD):
-    steps = 0
-
-    def step(self):
-        self.steps += 1
-        super().step()
-
-
-class Moves(SGD):
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p.data = p.data - p.grad
-
-
-class Two(SGD):
-    def __init__(self, params, lr, needed):
-        super().__init__(params, lr)

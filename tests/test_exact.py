@@ -16,7 +16,7 @@ from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of_whole
 from isogpt.training import muon, precision
-from isogpt.training.optim import WHOLE_VECTORS, AdamW, make_steps_exact
+from isogpt.training.optim import AdamW
 from model import GPT, GPTConfig
 
 # rates of a recipe for short runs, at which one process and two differ by 1e-2 after 15 steps
@@ -324,22 +324,21 @@ def test_a_fused_step_on_a_shard_has_the_bits_of_the_whole():
 
     values = [gradients(4003, seed) for seed in range(3)]
 
-    def stepped(start, end, multiple):
+    def stepped(start, end, exact=True):
         p = torch.nn.Parameter(values[0][start:end].clone())
         p.grad = values[1][start:end].clone()
-        adamw = AdamW([p], lr=0.1, fused=True)
-        adamw.multiple = multiple
+        adamw = AdamW([p], lr=0.1, exact=exact)
         moments = {"exp_avg": values[2][start:end].clone(), "exp_avg_sq": p.grad.square()}
         adamw.state[p] = {"step": torch.tensor(3.0)} | moments
         adamw.step()
         return torch.stack((p.detach(), *(adamw.state[p][name] for name in moments)))
 
-    whole = stepped(0, 4003, WHOLE_VECTORS)
+    whole = stepped(0, 4003)
     for start in range(0, 4003, 13):
         end = min(start + 13, 4003)
-        assert torch.equal(stepped(start, end, WHOLE_VECTORS), whole[:, start:end])
-    assert stepped(5, 5, WHOLE_VECTORS).numel() == 0
-    usual = stepped(0, 4003, 1)
+        assert torch.equal(stepped(start, end), whole[:, start:end])
+    assert stepped(5, 5).numel() == 0
+    usual = stepped(0, 4003, exact=False)
     assert (whole - usual).abs().max() < 1e-6
 
 
@@ -359,8 +358,7 @@ def test_muon_does_not_depend_on_the_matrices_beside_it(monkeypatch, shape, rows
         params = [torch.nn.Parameter(values[i].clone()) for i in chosen]
         for i, p in zip(chosen, params, strict=True):
             p.grad = values[-i].clone()
-        optimizer = muon.Muon([{"params": params, "rows": rows, "weight_decay": 0.1}], 0.1, torch.float32)
-        make_steps_exact([optimizer])
+        optimizer = muon.Muon([{"params": params, "rows": rows, "weight_decay": 0.1}], 0.1, exact=True)
         optimizer.step()
         return dict(zip(chosen, params, strict=True))
 

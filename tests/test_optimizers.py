@@ -18,10 +18,8 @@ from isogpt.parallel.gradients import FloatSums
 from isogpt.parallel.local_parts import Split
 from isogpt.parallel.shares import share_of_whole
 from isogpt.training import muon, optim, optimizer_state
-from isogpt.training.optimizer_class import kept_by
 from model import GPT, GPTConfig
 
-CPU = torch.device("cpu")
 FILE = (REPO / "tests/own_optimizers.py").read_text()
 SHORT = ["--max_iters=9", "--save_interval=5", "--eval_interval=5", "--warmup_iters=3", "--muon_lr=0.002"]
 
@@ -57,7 +55,8 @@ def test_a_row_of_the_rules_is_enough(zygote, work):
     """Its parameters are updated, and its state is saved."""
     args = [*SHORT, "--optimizer=plain"]
     run = start_changed(zygote, ROWS, [*args, "--out_dir=plain"], work).wait()
-    assert "optim:   RMSprop: wte, wpe, 5 vectors, 8 matrices of blocks, lr 0.001, decay 0.1\n" in run.text()
+    updates = "RMSprop, lr 0.001, decay 0.1: wte, wpe, 5 vectors, 8 matrices of blocks"
+    assert f"optim:   {updates}\n" in run.text()
     losses = column(work / "plain", "loss")
     assert losses[0] - losses[9] > 0.01
     shutil.copytree(work / "plain", work / "plain-resumed", symlinks=True)
@@ -85,14 +84,14 @@ GATED = ["--max_iters=4", "--muon_lr=0.002", "--optimizer=muon"]
 @pytest.fixture(scope="module")
 def gated(zygote, shared_work):
     run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], shared_work).wait()
-    assert "Muon: 10 matrices of blocks, lr 0.002, decay 0.1\n" in run.text()
+    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks\n" in run.text()
     return shared_work / "gated"
 
 
 @pytest.mark.parametrize("flags", ["--zero=3", "--tp=2", "--pp=2"])
 def test_muon_updates_a_linear_layer_of_any_name(zygote, work, gated, flags):
     run = start_changed(zygote, GATE, [*GATED, flags, "--out_dir=gated-2"], work, 2).wait()
-    assert "10 matrices of blocks, lr 0.002" in run.text(), "of the whole model"
+    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks" in run.text(), "of the whole model"
     assert_same_curve(work / "gated-2", gated)
 
 
@@ -102,10 +101,8 @@ def test_all_ranks_create_the_same_groups(at, zero):
     calls = []
     at.set(optim.Mesh, "group", lambda mesh, *axes: calls.append(axes))
     mesh = optim.Mesh(pp=2, dp_replicate=2, ep=2, tp=2)
-    frozen, whole = tiny(n_expert=2), tiny(n_expert=2)
+    frozen, whole = tiny(n_expert=2), with_split_experts()
     frozen.transformer.h.requires_grad_(False)
-    for p in whole.transformer.h[0].mlp.experts.parameters():
-        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
     optim.make_optimizers(frozen, train_defaults(optimizer="muon"), zero, mesh=mesh)
     expected = calls.copy()
     calls.clear()
@@ -115,9 +112,7 @@ def test_all_ranks_create_the_same_groups(at, zero):
 
 def test_gradients_whose_memory_is_kept_are_set_to_zero():
     """Also if a group of parameters that as many ranks hold is frozen."""
-    model = tiny(n_expert=2)
-    for p in model.transformer.h[0].mlp.experts.parameters():
-        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    model = with_split_experts()
     plan, share = default_plan(model_args=model.describe()), share_of_whole(4, 0, 1, 2)
     sums = FloatSums(model, model, optim.Mesh(ep=2), plan, share)
     assert len(sums.by_replica_count) == 2
@@ -133,6 +128,13 @@ def tiny(**fields):
     return GPT(GPTConfig(8, 16, 2, 2, 8, **{"bias": False, **fields}), 0)
 
 
+def with_split_experts():
+    model = tiny(n_expert=2)
+    for p in model.transformer.h[0].mlp.experts.parameters():
+        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
+    return model
+
+
 def test_each_trained_parameter_is_in_one_group(at):
     model = tiny(n_expert=2, bias=True)
     model.transformer.h[1].scale = nn.Parameter(torch.zeros(()))
@@ -140,36 +142,15 @@ def test_each_trained_parameter_is_in_one_group(at):
     model.transformer.h[1].values = nn.Embedding(16, 8)
     model.transformer.wpe.requires_grad_(False)
     optimizers = optim.make_optimizers(model, train_defaults(optimizer="muon"))
-    updated = [p for optimizer in optimizers for p in optim.params_of(optimizer)]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(updated) == len(trained) and {*map(id, updated)} == {*map(id, trained)}
-    matrices = {
-        name for name, p in model.named_parameters() if any(p is q for q in optim.params_of(optimizers[1]))
-    }
-    assert "transformer.h.1.gate.weight" in matrices and len(matrices) == 9
+    assert model.transformer.h[1].gate.weight in {*optim.params_of(optimizers[1])}
     line = optim.describe_updates(model, optimizers, optim.Mesh())
-    assert line.startswith("AdamW: wte, ") and line.endswith("; frozen: wpe")
-    assert (
-        "values, " in line
-        and "2 mlp.router, " in line
-        and "Muon: 9 matrices of blocks, lr 0.02, decay 0.1" in line
-    )
-
-    kept = at.context()
-    rows = (
-        optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None),
-    )
-    with kept as patch:
-        patch.setattr(optim, "RULES", rows)
-        with pytest.raises(
-            ValueError, match=r"no row of optimizer 'mine' for transformer\..*: name its role, 'vector'"
-        ):
+    adamw = "AdamW, lr 0.0006: wte, 20 vectors, 2 mlp.router, values"
+    assert line == f"{adamw}; Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe"
+    row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None)
+    for count, described in ((1, "0 rows .*vectors"), (2, "2 rows .*other matrices")):
+        at.set(optim, "RULES", [row] * count)
+        with pytest.raises(ValueError, match=described):
             optim.make_optimizers(model, train_defaults(optimizer="mine"))
-        patch.setattr(optim, "RULES", rows + rows)
-        with pytest.raises(ValueError, match="more than one row of optimizer 'mine'"):
-            optim.make_optimizers(model, train_defaults(optimizer="mine"))
-    with pytest.raises(ValueError, match=r"1 groups|0 groups of optimizers contain transformer\.wte\.weight"):
-        optim.check_updated(model, optimizers[1:])
 
 
 # shapes of parameters, and the heights of the matrices that are stacked in them
@@ -253,28 +234,22 @@ def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():
     optimizers = optim.make_optimizers(model, train_defaults())
     state = optimizer_state.by_name(weights, optimizer_state.saved_state(model, optimizers))
     assert state.keys() == weights.keys() - {"transformer.wpe.weight"}
-    assert all(state[name]["exp_avg"].shape == weights[name].shape for name in state)
 
 
 WRONG = {
     "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS and muon.FILE.py:CLASS",
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
-    "none.py:Lion": "there is no file none.py",
-    "mine.py:Lino": "but it contains no Lino: --optimizer=mine.py:SGD, --optimizer=mine.py:Adafactor, --opt",
-    "mine.py:torch": "but its torch is not one",
-    "mine.txt:Lion": "ends in .py: rename mine.txt",
+    "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
+    "mine.py:torch": "the subclasses of torch.optim.Optimizer in mine.py are: Adafactor, Free, LBFGS, Lion",
     "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
-    "mine.py:Two": "optimizer Two fails: TypeError: .*missing 1 required positional argument: 'needed'",
-    "mine.py:Adafactor": "Adafactor is not element-wise: .*it keeps row_var, a tensor of shape",
-    "mine.py:Counts": "Counts changes its attribute steps, which no checkpoint would hold",
-    "mine.py:Moves": "Moves replaces a parameter's memory",
+    "mine.py:LBFGS": "optimizer LBFGS.* fails: TypeError: .*missing 1 required .*'closure'",
+    "mine.py:Adafactor": "Adafactor is not element-wise: it keeps row_var, which is neither",
 }
 
 
 @pytest.mark.parametrize("value", WRONG)
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(at, value):
-    for name in ("mine.py", "mine.txt"):
-        (at.path / name).write_text(FILE)
+    (at.path / "mine.py").write_text(FILE)
     (at.path / "bad.py").write_text("1 / 0")
     with pytest.raises(ValueError, match=WRONG[value]) as error:
         accepted("train.py", f"--optimizer={value}")
@@ -290,11 +265,3 @@ def test_what_a_class_does_not_go_with(at):
     with pytest.raises(ValueError, match=r"islands is 2, but needs an optimizer that .*: set --islands=1"):
         accepted("train.py", "--optimizer=mine.py:Free", "--islands=2")
     assert optim.moments_of("muon+mine.py:Free") == (1, 1) and optim.moments_of("mine.py:SGD") == (0, 0)
-
-
-def test_what_a_class_keeps_is_found(at):
-    (at.path / "mine.py").write_text(FILE)
-    free = kept_by(optim.load_class("mine.py:Free"), 2, CPU)
-    assert [*free.state] == ["z"] and {*free.group} == {"k", "sum", "lr_max"}
-    lion = kept_by(optim.load_class("mine.py:Lion"), 1, CPU)
-    assert lion.moments == 1 and lion.state["count"] == 2 and not lion.group

@@ -13,7 +13,8 @@ from isogpt.parallel.compression import Compression
 from isogpt.parallel.data_parallel import kept_weights, reshard
 from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.local_sgd import Islands
-from isogpt.training import optim, optimizer_state
+from isogpt.training import optimizer_state
+from isogpt.training.optimizer_class import evaluates_average, set_mode
 
 
 @dataclass
@@ -89,17 +90,17 @@ class TrainState:
         average; with an optimizer that has `eval`, those of its average. Afterwards, the weights have the
         same bits as before.
         """
-        if not (self.islands or optim.average_weights(self.optimizers)):
+        if not (self.islands or evaluates_average(self.optimizers)):
             yield
             return
         with kept_weights(self.model):
             if self.islands:
                 self.islands.put_outer_weights()
-            optim.set_mode(self.optimizers, "eval")
+            set_mode(self.optimizers, "eval")
             try:
                 yield
             finally:
-                optim.set_mode(self.optimizers, "train")
+                set_mode(self.optimizers, "train")
 
     def parts(self) -> dict[str, LocalPart]:
         """What this rank holds of a checkpoint, by the names that checkpoints in shards use."""
@@ -125,26 +126,24 @@ def restore_checkpoint(
         island: (this rank's island, number of islands); islands have separate optimizer state.
     """
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
-    if optimizers and not optimizer_state.is_same_kind(saved_by, optimizer_state.kind_of(optimizers)):
+    if optimizers and not optimizer_state.is_of_kind(optimizers, saved_by):
         raise ValueError(
             f"{checkpoint.stored.path} was saved with optimizer {saved_by!r}: set --optimizer={saved_by}, or "
             "start a new run from the weights with --init_from=FOLDER"
         )
     reshard(model)
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
-    state = {}
-    if names := checkpoint.names_with_state:
-        state = optimizer_state.create_state(model, optimizers, names)
-    checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
-    optimizer_state.take_numbers(model, optimizers, state)
+    names = checkpoint.names_with_state
+    with optimizer_state.filled_state(model, optimizers if names else (), names) as state:
+        checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
 
 
 def parts_of_state(
     model: nn.Module, state: dict[str, dict[str, Tensor]], island: tuple[int, int]
 ) -> dict[str, dict[str, LocalPart]]:
     """
-    The parts of the optimizers' tensors that this rank holds, of what optimizer_state's `state_by_name` or
-    `create_state` has returned. With several islands, the parts are rows of a stack.
+    The parts of the optimizers' tensors that this rank holds, of those that optimizer_state has returned by
+    name. With several islands, the parts are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {

@@ -10,7 +10,7 @@ The rest needs no branch, since the code is in a form that both versions compute
   see uses_cpu_kernels there; tests/test_compile.py compares each Function;
 - 2.11 has no rule for _foreach_lerp on DTensors: training/muon.py passes the local parts;
 - inductor of 2.11 cannot divide a long cumsum over a GPU's blocks: running_sum in nn/generation.py;
-- before 2.13, fused AdamW ignores grad_scale on MPS: clips_on_device in training/optim.py.
+- before 2.13, fused AdamW ignores grad_scale on MPS: clip_and_step in training/optim.py.
 
 Refused at the start, in training/settings.py: zbv with 2.11 on CPUs, where a rank cannot send to itself.
 """

@@ -78,7 +78,7 @@ class DryRun:
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """At the end of a step, after its last optimizer, begin to count anew, or exit."""
         if optimizer.param_groups[0]["params"][0] not in {*self.model.parameters()}:
-            return  # make_optimizers tries a class on a small parameter
+            return  # it updates the parts of another one
         self.steps[optimizer] += 1
         if len({*self.steps.values()}) > 1:
             return

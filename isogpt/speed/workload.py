@@ -19,7 +19,7 @@ from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.speed.launches import FIXED
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
-from isogpt.training.settings import model_args_of
+from isogpt.training.settings import check_plan, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65

@@ -3,48 +3,41 @@ Muon for matrices that are stacked in a parameter, divided over ranks, or both.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.common.torch_versions import all_gather_single
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, splits_of, whole_tensors
+from isogpt.training.optimizer_class import params_of
+
+Stack = tuple[torch.Size, torch.Size, tuple[int, ...]]
 
 
-class Stack(NamedTuple):
-    """The shapes of a parameter and of this rank's part, and the heights of the matrices stacked in it."""
-
-    shape: torch.Size
-    part: torch.Size  # which differs if tensor parallelism divides one of two matrices of the same shape
-    rows: tuple[int, ...]
-
-
-def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -> Stack:
+def stack_of(name: str, p: nn.Parameter, model: nn.Module) -> Stack:
     """
-    The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. q, k and
-    v are stacked, and so are experts; the weight of any other layer is one matrix.
+    Describe the weight of a linear layer of a block: those with equal descriptions are updated together. q, k
+    and v are stacked, and so are experts; the weight of any other layer is one matrix.
+
+    Returns:
+        The shape of the parameter, that of this rank's part, which differs if tensor parallelism divides one
+        of two matrices of the same shape, and the heights of the matrices that are stacked.
     """
-    shape, part = matrix_part(p, p).shape, local(p).shape
+    config, shape = model.config, matrix_part(p, p).shape
+    rows = shape[:1]
     if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
-        return Stack(shape, part, config.qkv_rows)
-    height = shape[0]
-    if isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
+        rows = config.qkv_rows
+    elif isinstance(model.get_submodule(name.removesuffix(".weight")), ExpertLinear):
         height = local_part_of(p, splits_of(p)).shape[0] // config.n_expert
-    return Stack(shape, part, (height,) * (shape[0] // height))
+        rows = (height,) * (shape[0] // height)  # with expert parallelism, of some experts
+    return shape, local(p).shape, tuple(rows)
 
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
     """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
     return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
-
-
-def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    """The parts of tensors that this rank holds."""
-    return [local(tensor) for tensor in tensors]
 
 
 class Muon(torch.optim.Muon):
@@ -58,6 +51,7 @@ class Muon(torch.optim.Muon):
 
     Args:
         compiles: whether the computations between the collectives are compiled, once for each shape.
+        exact: let the bits of a step not depend on the layout.
     """
 
     grad_scale = 1.0  # gradients are divided by this number, at least 1, see optim.clip_and_step
@@ -70,15 +64,15 @@ class Muon(torch.optim.Muon):
         group: dist.ProcessGroup | None = None,
         workers: dist.ProcessGroup | None = None,
         compiles: bool = False,
+        exact: bool = False,
     ) -> None:
         super().__init__(groups, lr)
-        self.dtype, self.group, self.workers = dtype, group, workers
-        self.separately = False  # whether the bits must not depend on the layout
-        functions = (move_momentum, orthogonalize, update) if compiles else ()
-        self.compiled = {function: torch.compile(function, dynamic=False) for function in functions}
-        for members in self.param_groups:  # a checkpoint can be saved before the first step
-            for p in members["params"]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.dtype, self.group, self.workers, self.exact = dtype, group, workers, exact
+        # with exact, one: kernels that fuse operators may round differently for the shapes of another layout
+        functions = [orthogonalize] if exact else [orthogonalize, move_momentum, update]
+        self.compiled = {f: torch.compile(f, dynamic=False) for f in functions if compiles}
+        for p in params_of(self):  # a checkpoint can be saved before the first step
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -88,20 +82,14 @@ class Muon(torch.optim.Muon):
             self._init_group(group, params, grads, buffers)
             if not params:
                 continue
-            numbers = [
-                self.grad_scale,
-                group["momentum"],
-                group["lr"],
-                1 - group["lr"] * group["weight_decay"],
-            ]
-            # kernels that fuse operators may round differently for the shapes of another layout
-            compiled = {} if self.separately else self.compiled
-            if compiled:  # as numbers, they would be constants in the code
+            lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+            numbers = [self.grad_scale, group["momentum"], lr, decay]
+            if update in self.compiled:  # as numbers, they would be constants in the code
                 numbers = [torch.full((), number, device=params[0].device) for number in numbers]
             divisor, momentum, lr, decay = numbers
             # parts, since torch 2.11 has no rule for _foreach_lerp on DTensors
-            buffers, grads = local_tensors(buffers), local_tensors(grads)
-            updates = compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
+            buffers, grads = [*map(local, buffers)], [*map(local, grads)]
+            updates = self.compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
             wholes = updates
             if self.group:
                 parts = [matrix_part(like(p, u), p) for p, u in zip(params, updates, strict=True)]
@@ -112,7 +100,7 @@ class Muon(torch.optim.Muon):
                 for part, whole in zip(parts, wholes * scales, strict=True):
                     part.put(whole)
                 wholes, scales = updates, torch.ones_like(scales[:1])
-            compiled.get(update, update)(local_tensors(params), wholes, scales, lr, decay)
+            self.compiled.get(update, update)([*map(local, params)], wholes, scales, lr, decay)
 
     def orthogonalize_together(self, wholes: Tensor, rows: tuple[int, ...]) -> Tensor:
         """
@@ -143,8 +131,10 @@ class Muon(torch.optim.Muon):
         """
         results = []
         compute = self.compiled.get(orthogonalize, orthogonalize)
-        for matrices in stacked_matrices(wholes, rows):
-            batches = matrices.split(1) if self.separately else [matrices]
+        is_even = len(set(rows)) == 1
+        stacks = [wholes.view(-1, rows[0], wholes.size(-1))] if is_even else wholes.split(rows, dim=1)
+        for matrices in stacks:
+            batches = matrices.split(1) if self.exact else [matrices]
             results.append(joined([compute(batch, self.dtype) for batch in batches], 0))
         return joined(results, 1).view(wholes.shape)
 
@@ -193,13 +183,6 @@ def scales_of(rows: tuple[int, ...], wholes: Tensor) -> Tensor:
 def joined(tensors: list[Tensor], dim: int) -> Tensor:
     """Tensors, concatenated; a single tensor is not copied."""
     return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]
-
-
-def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
-    """Views (matrices, rows, columns) of parameters in which matrices of these heights are stacked."""
-    if len(set(rows)) == 1:
-        return [wholes.view(-1, rows[0], wholes.size(-1))]
-    return list(wholes.split(rows, dim=1))
 
 
 # a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in succession to each singular value s. Each

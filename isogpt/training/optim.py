@@ -8,12 +8,11 @@ optimizer_state.py.
 import math
 import re
 from collections import Counter, defaultdict
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as update_adamw
+from torch.optim import Optimizer
 
 from isogpt.launch.together import Gathered, gather_objects
 from isogpt.nn.experts import ExpertLinear
@@ -21,87 +20,65 @@ from isogpt.parallel.compilation import is_compiled
 from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.tensor import RowParallelLinear
-from isogpt.training.muon import Muon, Stack, stack_of
+from isogpt.training.muon import Muon, stack_of
 from isogpt.training.optimizer_class import (
     Class,
     OnShards,
-    has_modes,
     inner_optimizer,
     kept_by,
     load_class,
     options_of,
-    switch,
+    params_of,
+    set_mode,
 )
-from isogpt.training.optimizer_state import held_by, what_is_kept
 from isogpt.training.step_numbers import StepNumbers
 
-BLOCK_MATRIX = "matrix of a block"  # of a linear layer, or of all experts of a block
+BLOCK_MATRIX = "matrices of blocks"  # of a linear layer, or of all experts of a block
 TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
-OTHER_MATRIX = "other matrix"  # the head, a token embedding tied to the head, position embeddings, routers
-VECTOR = "vector"  # biases, weights of norms
+OTHER_MATRIX = "other matrices"  # the head, a token embedding tied to the head, position embeddings, routers
+VECTOR = "vectors"  # biases, weights of norms
 LINEAR = (nn.Linear, ExpertLinear, RowParallelLinear)
 DIVIDED = ((), ("ep",))  # axes that have divided most parameters already, and experts
 IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 
 
 # Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
-# than the rest of a tensor, which rounds differently (torch 2.13). So with exact, the step pads to them.
+# than the rest of a tensor, which rounds differently (torch 2.13).
 WHOLE_VECTORS = 16
-ADAMW_OPTIONS = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
 
 
 class AdamW(torch.optim.AdamW):
     """
-    torch.optim.AdamW, whose step updates this rank's parts of the parameters, which may be DTensors.
+    torch.optim.AdamW, fused.
 
-    The arithmetic is the same, but DTensor does not dispatch it (a step of 148 small parameters takes 1.5 ms
-    instead of 4 on a CPU, torch 2.13), and torch.compile is not imported merely to exclude the step.
+    Args:
+        exact: let a step compute an element's update in the same way in any shard.
     """
 
-    multiple = 1  # parts are padded to a multiple of this number of elements, see make_steps_exact
-
-    def __init__(self, groups: list[dict], lr: float = 1e-3, **options: Any) -> None:
-        super().__init__(groups, lr, **options)
-        for group in self.param_groups:  # a checkpoint can be saved before the first step
-            for p in group["params"]:
-                device = p.device if group["fused"] else "cpu"
-                self.state[p] = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    def __init__(self, groups: list[dict], lr: float = 1e-3, exact: bool = False, **options: Any) -> None:
+        super().__init__(groups, lr, fused=True, **options)
+        self.exact = exact
+        for p in params_of(self):  # a checkpoint can be saved before the first step
+            self.state[p] = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[p]["step"] = torch.zeros((), device=p.device)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters with a gradient."""
-        # set by `clip_and_step`
-        from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in params]
-            parts = [
-                [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-                for p, state in zip(params, states, strict=True)
-            ]
-            padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
-            beta1, beta2 = group["betas"]
-            update_adamw(
-                *([tensors[i] for tensors in padded] for i in range(4)),
-                max_exp_avg_sqs=[],
-                state_steps=[state["step"] for state in states],
-                beta1=beta1,
-                beta2=beta2,
-                **{name: group[name] for name in ADAMW_OPTIONS},
-                **from_scaler,
-            )
-            for target, source in zip(chain(*parts), chain(*padded), strict=True):
-                if source is not target:
-                    target.copy_(source[: target.numel()].view_as(target))
+        self.padded = []
+        super().step()
+        for tensor, padded in self.padded:
+            tensor.copy_(padded[: tensor.numel()].view_as(tensor))
 
-
-def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
-    """
-    Return the tensors, of equal shape, or padded flat copies if their size is no multiple of `multiple`.
-    """
-    missing = -tensors[0].numel() % multiple
-    return [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in tensors] if missing else tensors
+    def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:
+        """Collect the tensors of a group's step; with `exact`, copies of those that no whole vectors fill."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists[:4] if self.exact else ():  # parameters, gradients and two moments
+            for i, tensor in enumerate(tensors):
+                if missing := -tensor.numel() % WHOLE_VECTORS:
+                    tensors[i] = nn.functional.pad(tensor.flatten(), (0, missing))
+                    self.padded.append((tensor, tensors[i]))
+        return has_complex
 
 
 class Rule(NamedTuple):
@@ -109,18 +86,18 @@ class Rule(NamedTuple):
 
     optimizer: str  # the value of the setting `optimizer` for which this rule holds
     roles: tuple[str, ...]
-    updated_by: type[torch.optim.Optimizer]
+    updated_by: Class
     rate: str
     weight_decay: str | None
 
 
 RULES = (
-    # optimizer, parameters, updated by, rate, weight decay
+    # optimizer, parameters, updated by, rate, weight decay; AdamW first, as in nanoGPT's checkpoints
     Rule("adamw", (BLOCK_MATRIX, TOKEN_EMBEDDING, OTHER_MATRIX), AdamW, "learning_rate", "weight_decay"),
     Rule("adamw", (VECTOR,), AdamW, "learning_rate", None),
-    Rule("muon", (BLOCK_MATRIX,), Muon, "muon_lr", "weight_decay"),
     Rule("muon", (TOKEN_EMBEDDING,), AdamW, "embedding_lr", None),
     Rule("muon", (OTHER_MATRIX, VECTOR), AdamW, "learning_rate", None),
+    Rule("muon", (BLOCK_MATRIX,), Muon, "muon_lr", "weight_decay"),
 )
 
 
@@ -132,15 +109,14 @@ def rules_of(optimizer: str) -> list[Rule]:
     Raises:
         ValueError: there are no such rules, or the class cannot be loaded.
     """
-    names = list(dict.fromkeys(rule.optimizer for rule in RULES))
-    base, plus, place = optimizer.partition("+")
-    if not plus or base not in names:
-        base, place = ("adamw", optimizer) if ":" in optimizer else (optimizer, "")
-    if base not in names or (plus and ":" not in place):
-        others = [f"{name}+FILE.py:CLASS" for name in names if name != "adamw"]
-        *possible, last = [*names, "FILE.py:CLASS", *others]
-        raise ValueError(f"optimizer is {optimizer!r}; choose from {', '.join(possible)} and {last}")
-    rules = [rule for rule in RULES if rule.optimizer == base]
+    names = [*dict.fromkeys(rule.optimizer for rule in RULES)]
+    any_name = "|".join(names)
+    match = re.fullmatch(rf"({any_name})|(?:({any_name})\+)?(.+:.+)", optimizer)
+    if not match:
+        choices = ", ".join([*names, "FILE.py:CLASS"])
+        raise ValueError(f"optimizer is {optimizer!r}; choose from {choices} and muon+FILE.py:CLASS")
+    name, beside, place = match.groups()
+    rules = [rule for rule in RULES if rule.optimizer == (name or beside or "adamw")]
     if not place:
         return rules
     cls = load_class(place)
@@ -153,50 +129,36 @@ def uses_muon(optimizer: str) -> bool:
 
 
 def classes_of_users(optimizer: str) -> list[Class]:
-    """The classes in the rules of the setting `optimizer` that are not ours."""
-    classes = dict.fromkeys(rule.updated_by for rule in rules_of(optimizer))
-    return [cls for cls in classes if cls not in (AdamW, Muon)]
-
-
-def check_optimizer(config: dict) -> list[Class]:
     """
-    Check that the classes of the setting `optimizer` can be loaded and take a step. Returns those that are
-    not ours.
+    Return the classes in the rules of the setting `optimizer` that are not ours, after a step of each.
 
     Raises:
         ValueError: see `rules_of` and `kept_by`.
     """
-    classes = classes_of_users(config["optimizer"])
+    classes = {rule.updated_by for rule in rules_of(optimizer)} - {AdamW, Muon}
     for cls in classes:
-        kept_by(cls, 2, torch.device("cpu"), (config["beta1"], config["beta2"]))
-    return classes
+        kept_by(cls)
+    return [*classes]
 
 
 def moments_of(optimizer: str) -> tuple[int, int]:
     """How many tensors in a parameter's shape are kept for matrices of blocks, and for other parameters."""
-    counts = {
-        role: kept_by(rule.updated_by, 2, torch.device("cpu")).moments
-        for rule in rules_of(optimizer)
-        for role in rule.roles
-    }
-    return counts[BLOCK_MATRIX], counts[OTHER_MATRIX]
+    rules = rules_of(optimizer)
+    moments = {role: kept_by(rule.updated_by).moments for rule in rules for role in rule.roles}
+    return moments[BLOCK_MATRIX], moments[OTHER_MATRIX]
 
 
 def role_of(name: str, p: Tensor, model: nn.Module) -> str:
     """What a parameter of a model is: one of the roles in RULES."""
     if p.dim() < 2:
         return VECTOR
-    is_weight = p.dim() == 2 and name.endswith(".weight")
-    if is_weight and IN_A_BLOCK.match(name) and isinstance(module_of(name, model), LINEAR):
+    module, _, kind = name.rpartition(".")
+    is_linear = kind == "weight" and isinstance(model.get_submodule(module), LINEAR)
+    if is_linear and p.dim() == 2 and IN_A_BLOCK.match(name):
         return BLOCK_MATRIX
     if name == "transformer.wte.weight" and not model.config.tied:
         return TOKEN_EMBEDDING
     return OTHER_MATRIX
-
-
-def module_of(name: str, model: nn.Module) -> nn.Module:
-    """The module that holds a parameter."""
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def make_optimizers(
@@ -205,7 +167,7 @@ def make_optimizers(
     zero: int = 0,
     muon_dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
-) -> list[torch.optim.Optimizer]:
+) -> list[Optimizer]:
     """
     Make the model's optimizers, as RULES says: AdamW, then Muon.
 
@@ -219,39 +181,33 @@ def make_optimizers(
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
 
     Raises:
-        ValueError: RULES contains no row for a parameter, or several.
+        ValueError: see `groups_by_optimizer`.
     """
     mesh = mesh or Mesh()
-    device_type = next(model.parameters()).device.type  # cpu with cpu_offload
-    groups = groups_by_optimizer(model, config)
     # all ranks create the process groups, even a pipeline stage that trains no matrices or no experts
-    replicas = [mesh.loss.without(*axes).group for axes in DIVIDED]
-    of_matrices = [matrix_groups(mesh, config, zero, axes) for axes in DIVIDED]
+    replicas = {axes: mesh.loss.without(*axes).group for axes in DIVIDED}
+    of_matrices = {axes: matrix_groups(mesh, config, zero, axes) for axes in DIVIDED}
     optimizers = []
-    # AdamW first, as in nanoGPT's checkpoints, and experts last
-    for cls, are_experts in sorted(groups, key=lambda key: (key[0] is Muon, key[1])):
-        members = groups[cls, are_experts]
-        options = options_of(cls, {"lr": members[0]["lr"], "betas": (config["beta1"], config["beta2"])})
-        if cls is AdamW:
-            options["fused"] = device_type in ("cuda", "cpu", "mps")
-        elif cls is Muon:
-            compiles = is_compiled(model) and device_type != "cpu"
-            options |= {"dtype": muon_dtype, "compiles": compiles} | of_matrices[are_experts]
-        if zero == 1 and replicas[are_experts]:
+    for (cls, axes), groups in groups_by_optimizer(model, config).items():
+        options = options_of(cls, {"lr": groups[0]["lr"], "betas": (config["beta1"], config["beta2"])})
+        if cls in (AdamW, Muon):
+            options["exact"] = config.get("exact", False)
+        if cls is Muon:
+            on_cpu = groups[0]["params"][0].device.type == "cpu"  # also with cpu_offload
+            options |= {"dtype": muon_dtype, "compiles": is_compiled(model) and not on_cpu}
+            options |= of_matrices[axes]
+        if zero == 1 and replicas[axes]:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             # a rank sends its share in one piece, not each parameter separately
-            options |= {"parameters_as_bucket_view": True, "process_group": replicas[are_experts]}
-            optimizer = ZeroRedundancyOptimizer(members, cls, **options)
-        elif cls not in (AdamW, Muon) and is_sharded(members[0]["params"][0]):
-            optimizer = OnShards(members, cls, **options)
+            options |= {"parameters_as_bucket_view": True, "process_group": replicas[axes]}
+            optimizer = ZeroRedundancyOptimizer(groups, cls, **options)
+        elif cls is not Muon and is_sharded(groups[0]["params"][0]):
+            optimizer = OnShards(groups, cls, **options)
         else:
-            optimizer = cls(members, **options)
+            optimizer = cls(groups, **options)
         optimizers.append(optimizer)
-    check_updated(model, optimizers)
     set_mode(optimizers, "train")
-    if config.get("exact"):
-        make_steps_exact(optimizers)
     return optimizers
 
 
@@ -272,156 +228,83 @@ def matrix_groups(mesh: Mesh, config: dict, zero: int, divided: tuple[str, ...])
     return {"group": mesh.matrix_parts.without(*divided).group, "workers": workers.without(*divided).group}
 
 
-def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tuple[str, ...]], list[dict]]:
     """
-    Raise ValueError if a parameter that is trained is not in exactly one group of one optimizer, or if what
-    an optimizer keeps for it cannot be saved.
-    """
-    counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
-    for name, p in model.named_parameters():
-        if p.requires_grad and counts[p] != 1:
-            raise ValueError(
-                f"{counts[p]} groups of optimizers contain {name}, which is trained: make_optimizers in "
-                "isogpt/training/optim.py must put each parameter into one"
-            )
-    for optimizer in optimizers:
-        for _, p, _ in held_by(optimizer):
-            what_is_kept(optimizer, p)
-
-
-def average_weights(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer evaluates weights other than those it trains, as schedule-free optimizers do."""
-    return any(has_modes(type(inner_optimizer(optimizer))) for optimizer in optimizers)
-
-
-def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
-    """
-    Call `eval` or `train` of the optimizers that have both, which changes the weights in place (all ranks).
-
-    Args:
-        mode: 'eval' or 'train'.
-    """
-    for optimizer in optimizers:
-        if has_modes(type(inner_optimizer(optimizer))):
-            switch(optimizer, mode)
-
-
-def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
-    """
-    Let the optimizers compute an element's update in the same way in any shard and next to any other
-    parameters, in place. Otherwise, the steps of different layouts are equal only up to rounding.
-    """
-    for inner in map(inner_optimizer, optimizers):
-        if isinstance(inner, Muon):
-            inner.separately = True
-        elif isinstance(inner, AdamW) and inner.defaults["fused"]:
-            inner.multiple = WHOLE_VECTORS
-
-
-def groups_by_optimizer(
-    model: nn.Module, config: dict
-) -> dict[tuple[type[torch.optim.Optimizer], bool], list[dict]]:
-    """
-    Divide the model's parameters into the groups of each optimizer, by RULES.
+    Divide the model's parameters into the groups of each optimizer, by RULES. Muon's groups also contain the
+    heights of the matrices that are stacked in a parameter.
 
     Returns:
-        {(class of the optimizer, whether it updates experts that are divided over ranks): groups}
+        {(class of the optimizer, one of DIVIDED): groups}
+
+    Raises:
+        ValueError: RULES contains no row for a parameter, or several.
     """
-    rules = rules_of(config["optimizer"])
     members = defaultdict(list)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        rule = rule_for(name, role_of(name, p, model), rules, config["optimizer"])
-        # Muon updates matrices of equal shape together
-        stack = stack_of(name, p, module_of(name, model), model.config) if rule.updated_by is Muon else None
-        members[rule, is_split(p, "ep"), stack].append(p)
-    groups = defaultdict(list)
     # nanoGPT numbers parameters by the order of the rules
-    for key in sorted(members, key=lambda key: rules.index(key[0])):
-        rule, are_experts, stack = key
-        groups[rule.updated_by, are_experts].append(make_group(members[key], rule, stack, config))
+    for rule in rules_of(config["optimizer"]):
+        for name, p in model.named_parameters():
+            if not p.requires_grad or role_of(name, p, model) not in rule.roles:
+                continue
+            axes = ("ep",) if is_split(p, "ep") else ()
+            # Muon updates matrices of equal shape together
+            stack = stack_of(name, p, model) if rule.updated_by is Muon else None
+            members[rule, axes, stack].append(p)
+    rows = Counter(p for params in members.values() for p in params)
+    for name, p in model.named_parameters():
+        if p.requires_grad and rows[p] != 1:
+            role = role_of(name, p, model)
+            raise ValueError(f"{rows[p]} rows of RULES in {__file__} contain {name} ({role}): one must")
+    groups = defaultdict(list)
+    base = config["learning_rate"]
+    rates = config | {"embedding_lr": config.get("embedding_lr") or base}
+    for (rule, axes, stack), params in members.items():
+        rate = rates[rule.rate]
+        group = {
+            "params": params,
+            "optimizer": config["optimizer"],
+            "lr": rate,
+            "lr_scale": rate / base if base else 1.0,
+            "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
+        }
+        if stack:
+            group["rows"] = stack[2]
+        groups[rule.updated_by, axes].append(group)
     return groups
 
 
-def rule_for(name: str, role: str, rules: list[Rule], optimizer: str) -> Rule:
-    """The rule for a parameter. Raises ValueError if there is none, or more than one."""
-    matching = [rule for rule in rules if role in rule.roles]
-    if len(matching) != 1:
-        rows = "no row" if not matching else "more than one row"
-        raise ValueError(
-            f"RULES in isogpt/training/optim.py contains {rows} of optimizer {optimizer!r} for {name}: name "
-            f"its role, {role!r}, in one row"
-        )
-    return matching[0]
-
-
-def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, config: dict) -> dict:
-    """An optimizer's group of parameters. Muon's groups also contain the heights of the stacked matrices."""
-    rate = config[rule.rate]
-    if rule.rate == "embedding_lr" and rate == 0:
-        rate = config["learning_rate"]
-    group = {
-        "params": params,
-        "optimizer": config["optimizer"],
-        "lr": rate,
-        "lr_scale": 1.0 if rate == config["learning_rate"] else rate / config["learning_rate"],
-        "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
-    }
-    return group | {"rows": stack.rows} if stack else group
-
-
-class Treatment(NamedTuple):
-    """How a parameter is updated, for the user."""
-
-    by: str  # class of the optimizer
-    rate: float
-    decay: str
-    kind: str  # what the parameter is called, perhaps together with others
-
-
-def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> str:
+def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) -> str:
     """
     Say in one line which optimizer updates which parameters of the whole model, with which rate and weight
     decay, and which are frozen (all ranks).
     """
-    treatments = {name: Treatment("", 0.0, "", short_name(name)) for name, _ in model.named_parameters()}
-    names = {p: name for name, p in model.named_parameters()}
+    updates = {}
     for optimizer in optimizers:
         inner = inner_optimizer(optimizer)
         for group in optimizer.param_groups:
             decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
             if decay and "weight_decay" not in inner.defaults:
                 decay = ", which takes no decay"
-            for p in group["params"]:
-                name = names[p]
-                kinds = {BLOCK_MATRIX: "matrices of blocks", VECTOR: "vectors"}
-                kind = kinds.get(role_of(name, p, model), short_name(name))
-                treatments[name] = Treatment(type(inner).__name__, group["lr"], decay, kind)
+            update = f"{type(inner).__name__}, lr {group['lr']:g}{decay}"
+            updates |= dict.fromkeys(group["params"], update)
+    described = {}
+    for name, p in model.named_parameters():
+        kind = role_of(name, p, model)
+        if kind not in (BLOCK_MATRIX, VECTOR) or p not in updates:
+            kind = IN_A_BLOCK.sub("", name).removeprefix("transformer.").removesuffix(".weight")
+        described[name] = (updates.get(p, "frozen"), kind)
     if mesh.pp > 1:  # a rank holds some of the blocks
-        of_stages = gather_objects(treatments, mesh.group("pp"))
-        treatments = {name: t for stage in of_stages for name, t in stage.items()}
-    if model.config.tied and "transformer.wte.weight" in treatments:
-        treatments.pop("lm_head.weight", None)  # in a pipeline, two ranks hold it
-    counts = defaultdict(Counter)  # {(optimizer, rate, decay): {kind: number of parameters}}
-    for by, rate, decay, kind in treatments.values():
-        counts[by, rate, decay][kind] += 1
-    frozen = counts.pop(("", 0.0, ""), {})
-    parts = [f"{by}: {spell_kinds(kinds)}, lr {rate:g}{decay}" for (by, rate, decay), kinds in counts.items()]
-    return "; ".join(parts + ([f"frozen: {spell_kinds(frozen)}"] if frozen else []))
+        of_stages = gather_objects(described, mesh.group("pp"))
+        described = {name: update for stage in of_stages for name, update in stage.items()}
+    if model.config.tied and "transformer.wte.weight" in described:
+        described.pop("lm_head.weight", None)  # in a pipeline, two ranks hold it
+    kinds_of = defaultdict(list)
+    for (update, kind), count in Counter(described.values()).items():
+        kinds_of[update].append(f"{count} {kind}" if count > 1 else kind)
+    parts = [f"{update}: {', '.join(kinds)}" for update, kinds in kinds_of.items()]
+    return "; ".join(sorted(parts, key=lambda part: part.startswith("frozen")))
 
 
-def short_name(name: str) -> str:
-    """A parameter's name without the number of the block and what all names share: wte, mlp.router."""
-    return IN_A_BLOCK.sub("", name).removeprefix("transformer.").removesuffix(".weight")
-
-
-def spell_kinds(kinds: dict[str, int]) -> str:
-    """Parameters for the user, such as: 24 matrices of blocks, wte, 2 mlp.router."""
-    return ", ".join(kind if n == 1 and kind != "vectors" else f"{n} {kind}" for kind, n in kinds.items())
-
-
-def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
+def set_rates(optimizers: list[Optimizer], step: int, lr: float, muon_momentum: float) -> None:
     """
     Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
     to muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
@@ -434,14 +317,14 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
                 group["momentum"] = momentum
 
 
-def unscale(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+def unscale(optimizers: list[Optimizer], scaler: torch.amp.GradScaler) -> None:
     """Divide the gradients by float16's loss scale."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
 
 
 def clip_and_step(
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: list[Optimizer],
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
     max_norm: float,
@@ -457,49 +340,31 @@ def clip_and_step(
         skips_spikes: whether a spike is skipped too.
     """
     for optimizer in optimizers:
-        params = params_of(optimizer)
-        if clips_on_device(optimizer):
-            # fused AdamW divides gradients by grad_scale, and leaves out a step whose found_inf is not 0, so
-            # that a GPU does not wait for the host between the backward pass and the optimizer
+        params, inner = params_of(optimizer), inner_optimizer(optimizer)
+        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
+        if isinstance(inner, AdamW) and params[0].device.type != "mps":
+            # it divides gradients by grad_scale, and leaves out a step whose found_inf is not 0, so that a
+            # GPU does not wait for the host between the backward pass and the optimizer
             numbers = gathered.on(params[0].device)
-            inner = inner_optimizer(optimizer)
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
             inner.found_inf = (~numbers.is_update(skips_spikes)).float()
             optimizer.step()
         elif (numbers := gathered.read()).is_update(skips_spikes):
-            divisor, inner = clipping_divisor(numbers.grad_norm, max_norm).item(), inner_optimizer(optimizer)
+            divisor = clipping_divisor(numbers.grad_norm, max_norm).item()
             if isinstance(inner, Muon):  # divides where it reads them
                 inner.grad_scale = divisor
             elif divisor > 1:
                 torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():
-            report_overflow(scaler, optimizer, gathered)
+            # the loss scaler knows only this rank's gradients. Computed on the GPU, also for an optimizer
+            # that decides on the CPU: copying would wait for the GPU
+            for overflowed in scaler._found_inf_per_device(optimizer).values():
+                overflowed.copy_(~gathered.on(overflowed.device).is_finite)
     scaler.update()
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters that an optimizer updates."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer can divide gradients, and skip a step, without asking the host: fused AdamW."""
-    # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
-    is_mps = params_of(optimizer)[0].device.type == "mps"
-    return bool(inner_optimizer(optimizer).defaults.get("fused")) and not is_mps
 
 
 def clipping_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
     """What to divide gradients of this norm by, at least 1, as in clip_grad_norm_."""
     divisor = (grad_norm + 1e-6) / (max_norm or math.inf)
     return divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
-
-
-def report_overflow(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, gathered: Gathered[StepNumbers]
-) -> None:
-    """Tell the loss scaler, which knows only this rank's gradients, whether any rank's are not finite."""
-    for overflowed in scaler._found_inf_per_device(optimizer).values():
-        # computed on the GPU, also for an optimizer that decides on the CPU: copying would wait for the GPU
-        overflowed.copy_(~gathered.on(overflowed.device).is_finite)

@@ -1,23 +1,25 @@
 """
 Optimizers that are not ours: a class from a user's file or from torch.optim, which updates each element of a
-parameter independently of the others. What it keeps from step to step is found by a probe.
+parameter independently of the others. And the optimizers of shards.
 """
 
-import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
+from isogpt.common.files import reason_of
 from isogpt.parallel.local_parts import local
 
-Class = type[torch.optim.Optimizer]
-BETAS = (0.9, 0.95)  # of a probe
+Class = type[Optimizer]
 
 
 @cache
@@ -26,167 +28,79 @@ def load_class(place: str) -> Class:
     Return the class that `place`, FILE.py:CLASS, names. The file is run only once.
 
     Raises:
-        ValueError: there is no such file or class, the file fails, or the class is not an optimizer.
+        ValueError: the file cannot be run, or contains no such optimizer.
     """
     file, _, name = place.rpartition(":")
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"optimizer is {place!r}, but there is no file {file}: set --optimizer=FILE.py:CLASS"
-        )
-    spec = importlib.util.spec_from_file_location(f"optimizer_{path.stem}", path)
-    if spec is None:
-        raise ValueError(f"optimizer is {place!r}, but the name of a Python file ends in .py: rename {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up
+    loader = SourceFileLoader(f"optimizer_{path.stem}", str(path))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = module  # dataclasses and pickle look it up
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as e:  # whatever a user's file raises
-        raise ValueError(f"{file} of --optimizer={place} fails: {in_one_line(e)}") from e
-    cls = getattr(module, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)):
-        classes = [key for key, value in vars(module).items() if is_optimizer(value)]
-        what = f"its {name} is not one" if hasattr(module, name) else f"it contains no {name}"
-        possible = ", ".join(f"--optimizer={file}:{key}" for key in classes) or "add a class to it"
+        raise ValueError(f"{file} of --optimizer={place} fails: {type(e).__name__}: {reason_of(e)}") from e
+    classes = dict(inspect.getmembers(module, inspect.isclass))
+    classes = {key: cls for key, cls in classes.items() if Optimizer in cls.__mro__[1:]}
+    if name not in classes:
+        choices = ", ".join(classes) or "none"
         raise ValueError(
-            f"optimizer needs a subclass of torch.optim.Optimizer in {file}, but {what}: {possible}"
+            f"optimizer is {place!r}, but the subclasses of torch.optim.Optimizer in {file} are: {choices}"
         )
-    return cls
+    return classes[name]
 
 
-def is_optimizer(value: object) -> bool:
-    """Whether a value is a class of optimizers, other than their base class."""
-    base = torch.optim.Optimizer
-    return inspect.isclass(value) and issubclass(value, base) and value is not base
-
-
-def in_one_line(error: Exception) -> str:
-    """The kind of an error and its message, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def options_of(cls: Class, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The learning rate and the betas among these values, as far as the class takes them."""
-    return {name: values[name] for name in ("lr", "betas") if takes(cls, name) and name in values}
-
-
-def takes(cls: Class, name: str) -> bool:
-    """Whether a class can be made with an argument of this name, which it may pass on to its base class."""
+def options_of(cls: Class, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of these values that the class takes, or passes on to its base class."""
+    names = set()
     for base in cls.__mro__:
-        if "__init__" in vars(base):
-            arguments = inspect.signature(base.__init__).parameters
-            if name in arguments:
-                return True
-            if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
-                return False
-    return False
+        arguments = inspect.signature(base.__init__).parameters
+        names |= {*arguments}
+        if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
+            break
+    return {name: value for name, value in values.items() if name in names}
 
 
 class Kept(NamedTuple):
-    """
-    What an optimizer keeps from step to step. `state` maps names to values of the probe: tensors in the shape
-    of its parameter (moments), tensors of one element, and numbers. `group` maps the names of the numbers in
-    param_groups that a step changes to values after the probe's steps.
-    """
+    """What an optimizer keeps from step to step."""
 
-    state: dict[str, Tensor | float]
-    shape: torch.Size  # of the probe's parameter
-    group: dict[str, float]
-
-    @property
-    def moments(self) -> int:
-        """How many tensors in the shape of a parameter are kept for it."""
-        return sum(is_moment(value, self.shape) for value in self.state.values())
-
-    def new_state(self, p: Tensor) -> dict[str, Tensor | float]:
-        """Memory for the state of a parameter, or of this rank's part of it; a checkpoint will fill it."""
-        state = {}
-        for name, value in self.state.items():
-            if is_moment(value, self.shape):
-                state[name] = torch.zeros_like(p, dtype=value.dtype)
-            else:
-                state[name] = value.clone() if torch.is_tensor(value) else value
-        return state
-
-
-def is_moment(value: object, shape: torch.Size) -> bool:
-    """Whether a value is a tensor of this shape."""
-    return torch.is_tensor(value) and value.shape == shape
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a Python number, or True or False."""
-    return isinstance(value, int | float)
+    state: dict[str, torch.Size]  # the shape of what it keeps for a parameter, by name
+    moments: int  # how many of these have the parameter's shape
+    numbers: list[str]  # names of the numbers in its groups that a step changes
 
 
 @cache
-def kept_by(cls: Class, dims: int, device: torch.device, betas: tuple[float, ...] = BETAS) -> Kept:
+def kept_by(cls: Class) -> Kept:
     """
-    Find out what an optimizer keeps from step to step, by two steps with a parameter of `dims` dimensions.
+    Return what an optimizer keeps, from its first step of a small parameter.
 
     Raises:
-        ValueError: it cannot be made or fails, or it keeps what a checkpoint or a shard cannot hold.
+        ValueError: it cannot be made or fails, or does not update each element independently of the others.
     """
-    shape = torch.Size(range(2, 2 + dims))  # sides of different lengths
-    p = nn.Parameter(torch.linspace(-1, 1, shape.numel(), device=device).view(shape))
-    name, address = cls.__name__, p.data_ptr()
+    p = nn.Parameter(torch.ones(2, 3))
+    p.grad = torch.ones_like(p)
     try:
-        optimizer = cls([{"params": [p]}], **options_of(cls, {"lr": 1e-3, "betas": betas}))
+        optimizer = cls([{"params": [p]}], **options_of(cls, {"lr": 1e-3, "betas": (0.9, 0.95)}))
         if has_modes(cls):
             optimizer.train()
         (group,) = optimizer.param_groups
-        before, attributes = snapshot(group), snapshot(vars(optimizer))
-        for sign in (1, -0.5):
-            p.grad = sign * p.detach() + 0.1
-            optimizer.step()
+        before = dict(group)
+        optimizer.step()
+        kept = {key: value for key, value in optimizer.state[p].items() if value is not None}
+        shapes = {key: torch.as_tensor(value).shape for key, value in kept.items()}
     except Exception as e:  # whatever a user's class raises
-        takes = "it is called with (groups, lr=..., betas=...), as far as it takes these, and step()"
-        raise ValueError(f"optimizer {name} fails: {in_one_line(e)} ({takes})") from e
-    if p.data_ptr() != address or p is not group["params"][0]:
+        call = f"{cls.__name__}(groups, lr=..., betas=...) or its step()"
+        raise ValueError(f"optimizer {call} fails: {type(e).__name__}: {reason_of(e)}") from e
+    if others := [key for key, shape in shapes.items() if shape != p.shape and shape.numel() != 1]:
         raise ValueError(
-            f"optimizer {name} replaces a parameter's memory (p.data = ...), but others hold views of it: "
-            "update it in place, as with p.copy_(...)"
+            f"optimizer {cls.__name__} is not element-wise: it keeps {others[0]}, which is neither a number "
+            "nor of a parameter's shape"
         )
-    state = {key: value for key, value in optimizer.state[p].items() if value is not None}
-    for key, value in state.items():
-        is_scalar = is_number(value) or (torch.is_tensor(value) and value.numel() == 1)
-        if not (is_moment(value, p.shape) or is_scalar):
-            what = (
-                f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else type(value).__name__
-            )
-            raise ValueError(
-                f"optimizer {name} is not element-wise: for a parameter of shape {tuple(p.shape)} it keeps "
-                f"{key}, {what}. It may keep only numbers and tensors of the same shape"
-            )
-    changed = changes(before, snapshot(group))
-    if others := [key for key in changed if not is_number(group[key])]:
-        raise ValueError(
-            f"optimizer {name} changes {others[0]} in its groups, of which a checkpoint holds only numbers"
-        )
-    if hidden := changes(attributes, snapshot(vars(optimizer))):
-        raise ValueError(
-            f"optimizer {name} changes its attribute {hidden[0]}, which no checkpoint would hold: keep it in "
-            "the group, as with group['step'] += 1"
-        )
-    return Kept(state, p.shape, {key: group[key] for key in changed})
+    numbers = [key for key, value in group.items() if isinstance(value, int | float)]
+    changed = [key for key in numbers if group[key] != before.get(key)]
+    return Kept(shapes, [*shapes.values()].count(p.shape), changed)
 
 
-def snapshot(values: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """The numbers among some values, and copies of the tensors."""
-    copies = {key: value.clone() for key, value in values.items() if torch.is_tensor(value)}
-    return copies | {key: value for key, value in values.items() if is_number(value)}
-
-
-def changes(before: Mapping[str, Tensor | float], after: Mapping[str, Tensor | float]) -> list[str]:
-    """The keys of a later snapshot that an earlier one lacks, or holds with a different value."""
-    return [
-        key
-        for key, value in after.items()
-        if key not in before or not bool(torch.all(torch.as_tensor(before[key] == value)))
-    ]
-
-
-class OnShards(torch.optim.Optimizer):
+class OnShards(Optimizer):
     """
     An optimizer of DTensors that lets an optimizer of another class update this rank's parts as plain
     tensors. That class need not know DTensors, whose dispatch also takes longer than a small tensor's step.
@@ -194,21 +108,13 @@ class OnShards(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], cls: Class, **options: Any) -> None:
         super().__init__(groups, {})
-        self.optim = cls([self.group_of_parts(group) for group in groups], **options)
+        parts = [{**group, "params": [*map(part_of, group["params"])]} for group in groups]
+        self.optim = cls(parts, **options)
         share_groups(self.optim, self)
-
-    def group_of_parts(self, group: dict) -> dict:
-        """The same group with this rank's parts, which know their DTensors."""
-        parts = []
-        for p in group["params"]:
-            part = nn.Parameter(local(p).detach())
-            part.whole = p
-            parts.append(part)
-        return {**group, "params": parts}
 
     def parts(self) -> list[nn.Parameter]:
         """This rank's parts: FSDP can move a DTensor to other memory before the first step."""
-        parts = [part for group in self.optim.param_groups for part in group["params"]]
+        parts = params_of(self.optim)
         for part in parts:
             part.data = local(part.whole).detach()
         return parts
@@ -226,13 +132,25 @@ class OnShards(torch.optim.Optimizer):
             part.grad = None
 
 
-def share_groups(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+def part_of(p: nn.Parameter) -> nn.Parameter:
+    """This rank's part of a DTensor, which knows it."""
+    part = nn.Parameter(local(p).detach())
+    part.whole = p
+    return part
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def share_groups(source: Optimizer, target: Optimizer) -> None:
     """Copy what the groups of one optimizer contain besides parameters to those of another."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in group.items() if key != "params"})
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     What updates this rank's share: the optimizer in a ZeroRedundancyOptimizer or in OnShards, or the
     optimizer itself.
@@ -240,19 +158,31 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-def has_modes(cls: Class) -> bool:
+def has_modes(optimizer: Class | Optimizer) -> bool:
     """Whether an optimizer evaluates weights other than those it trains, as schedule-free optimizers do."""
-    return hasattr(cls, "eval") and hasattr(cls, "train")
+    return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
+
+
+def evaluates_average(optimizers: list[Optimizer]) -> bool:
+    """Whether an optimizer evaluates weights other than those it trains."""
+    return any(has_modes(inner_optimizer(optimizer)) for optimizer in optimizers)
 
 
 @torch.no_grad()
-def switch(optimizer: torch.optim.Optimizer, mode: str) -> None:
-    """Call `eval` or `train` of an optimizer, which changes the weights in place (all ranks)."""
-    inner = inner_optimizer(optimizer)
-    if isinstance(optimizer, OnShards):
-        optimizer.parts()
-    share_groups(optimizer, inner)  # as in a step: the groups of both say the same
-    getattr(inner, mode)()
-    share_groups(inner, optimizer)
-    if hasattr(optimizer, "_sync_params"):  # ZeroRedundancyOptimizer's, which its step calls
-        optimizer._sync_params()
+def set_mode(optimizers: list[Optimizer], mode: str) -> None:
+    """
+    Call `eval` or `train` of the optimizers that have both, which changes the weights in place (all ranks).
+
+    Args:
+        mode: 'eval' or 'train'.
+    """
+    for optimizer in optimizers:
+        inner = inner_optimizer(optimizer)
+        if not has_modes(inner):
+            continue
+        if isinstance(optimizer, OnShards):
+            optimizer.parts()
+        getattr(inner, mode)()
+        share_groups(inner, optimizer)
+        if hasattr(optimizer, "_sync_params"):  # ZeroRedundancyOptimizer's, which its step calls
+            optimizer._sync_params()

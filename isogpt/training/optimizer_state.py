@@ -1,124 +1,108 @@
 """The state of the optimizers by parameter name, and as nanoGPT numbers it in a ckpt.pt."""
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isogpt.parallel.local_parts import like
-from isogpt.training.optimizer_class import BETAS, Kept, inner_optimizer, is_number, kept_by, share_groups
+from isogpt.training.optimizer_class import inner_optimizer, kept_by, params_of, share_groups
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
+States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
+Update = tuple[str, nn.Parameter, Optimizer, dict]
 
 
-def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
-    """The setting `optimizer` for which `optim.make_optimizers` made the optimizers."""
-    names = {group.get("optimizer", "adamw") for o in optimizers for group in o.param_groups}
-    return names.pop()
+def is_of_kind(optimizers: Sequence[Optimizer], kind: str) -> bool:
+    """Whether these are the classes that a setting `optimizer` names, in files that may have been moved."""
+    kinds = (kind, optimizers[0].param_groups[0]["optimizer"])
+    # without folders: muon+mine/lion.py:Lion -> muon+lion.py:Lion
+    return len({re.sub(r"[^+]*/", "", kind) for kind in kinds}) == 1
 
 
-def is_same_kind(kind: str, other: str) -> bool:
-    """Whether two settings `optimizer` name the same classes, in files that may have been moved."""
-    return without_folder(kind) == without_folder(other)
-
-
-def without_folder(kind: str) -> str:
-    """A setting `optimizer` without the folder of its file: muon+mine/lion.py:Lion -> muon+lion.py:Lion."""
-    base, plus, place = kind.rpartition("+")
-    return base + plus + place.rpartition("/")[2]
-
-
-def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, dict]]:
+def updates_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Update]:
     """
-    Yield (parameter of the model, what the optimizer updates for it, the optimizer's group) for all that this
-    rank updates.
-    """
-    for group in inner_optimizer(optimizer).param_groups:
-        for p in group["params"]:
-            yield getattr(p, "whole", p), p, group
-
-
-def what_is_kept(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Kept:
-    """What an optimizer keeps for a parameter, found by a probe (on the CPU for the meta device)."""
-    inner = inner_optimizer(optimizer)
-    betas = tuple(inner.defaults.get("betas", BETAS))
-    device = torch.device("cpu") if p.is_meta else p.device
-    return kept_by(type(inner), p.dim(), device, betas)
-
-
-def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
-    """
-    Return {parameter name: the optimizer's tensors} of what this rank holds: with ZeRO-1 some of the
-    parameters, with ZeRO-2 and 3 a shard of each. Numbers that are not tensors are put into new ones, see
-    `take_numbers`. Parameters that an optimizer of a user's class has not updated yet have no state.
+    Yield (name, what is updated, the optimizer that does it, its group) for each parameter that this rank
+    updates.
     """
     names = {p: name for name, p in model.named_parameters()}
+    for inner in map(inner_optimizer, optimizers):
+        for group in inner.param_groups:
+            for p in group["params"]:
+                yield names[getattr(p, "whole", p)], p, inner, group
+
+
+def state_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> States:
+    """
+    Return the optimizers' tensors of what this rank holds: with ZeRO-1 some of the parameters, with ZeRO-2
+    and 3 a shard of each. Numbers that are not tensors are put into new ones, see `filled_state`. Parameters
+    that an optimizer of a user's class has not updated yet have no state.
+    """
     states = {}
-    for optimizer in optimizers:
-        state = inner_optimizer(optimizer).state
-        for whole, p, group in held_by(optimizer):
-            kept = what_is_kept(optimizer, p)
-            numbers = {key: value for key, value in state.get(p, {}).items() if is_number(value)}
-            if state.get(p) or not kept.state:
-                numbers |= {GROUP + key: group[key] for key in kept.group if key in group}
-            tensors = {k: like(whole, v) for k, v in state.get(p, {}).items() if torch.is_tensor(v)}
-            tensors |= {key: torch.tensor(float(n), dtype=torch.float64) for key, n in numbers.items()}
-            if tensors:
-                states[names[whole]] = tensors
+    for name, p, inner, group in updates_of(model, optimizers):
+        kept, state = kept_by(type(inner)), dict(inner.state.get(p, {}))
+        if state or not kept.state:
+            state |= {GROUP + key: group[key] for key in kept.numbers if key in group}
+        tensors = {key: as_tensor(value, p) for key, value in state.items() if value is not None}
+        if tensors:
+            states[name] = tensors
     return states
 
 
-def create_state(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], names: Collection[str]
-) -> dict[str, dict[str, Tensor]]:
+def as_tensor(value: Tensor | float, p: nn.Parameter) -> Tensor:
+    """A number as a tensor, and a moment of this rank's part of a DTensor as a DTensor."""
+    if torch.is_tensor(value):
+        return like(getattr(p, "whole", p), value)
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+@contextmanager
+def filled_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Collection[str]
+) -> Iterator[States]:
     """
-    Allocate the optimizers' state of the parameters with these names, to be filled from a checkpoint; other
-    parameters have not been updated. Returns `state_by_name`.
+    In the block, a checkpoint must be copied to the weights, and to the optimizers' state, which is yielded.
+    State that is not there yet is allocated by a step with gradients of 0.
+
+    Args:
+        names: of the parameters of which the checkpoint contains state.
     """
-    names_of = {p: name for name, p in model.named_parameters()}
+    updates = [update for update in updates_of(model, optimizers) if update[0] in names]
+    new = [(p, inner) for _, p, inner, _ in updates if not inner.state.get(p)]
+    for p, _ in new:
+        p.grad = torch.zeros_like(p)
+    for inner in {inner for _, inner in new}:
+        inner.step()
+        inner.zero_grad()
+    states = state_by_name(model, optimizers)
+    yield states
+    for name, p, inner, group in updates:
+        for key, value in states.get(name, {}).items():
+            place = group if key.startswith(GROUP) else inner.state[p]
+            key = key.removeprefix(GROUP)
+            if not torch.is_tensor(place[key]):
+                place[key] = type(place[key])(value.item())
     for optimizer in optimizers:
-        state = inner_optimizer(optimizer).state
-        for whole, p, group in held_by(optimizer):
-            if names_of[whole] not in names:
-                continue
-            kept = what_is_kept(optimizer, p)
-            if not state.get(p):
-                state[p] = kept.new_state(p)
-            group.update(kept.group)  # a first step may add a number, or make a float of 0
-    return state_by_name(model, optimizers)
+        share_groups(inner_optimizer(optimizer), optimizer)
 
 
-def take_numbers(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], filled: dict[str, dict[str, Tensor]]
-) -> None:
-    """Take numbers that are not tensors from what `create_state` returned and a checkpoint has filled."""
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer in optimizers:
-        inner = inner_optimizer(optimizer)
-        for whole, p, group in held_by(optimizer):
-            for key, value in filled.get(names[whole], {}).items():
-                place = group if key.startswith(GROUP) else inner.state[p]
-                key = key.removeprefix(GROUP)
-                if is_number(place.get(key)):
-                    place[key] = type(place[key])(value.item())
-        share_groups(inner, optimizer)
-
-
-def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+def saved_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict:
     """
     Return the state for ckpt.pt: by number, in two groups, as nanoGPT stores it, if AdamW alone updates all
     parameters of a GPT-2; else by parameter name.
     """
     weights = dict(model.named_parameters())
-    updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    is_adamw = len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.AdamW)
-    is_numbered = [*map(id, updated)] == [id(weights[name]) for name in numbered(weights)]
+    updated = [id(p) for optimizer in optimizers for p in params_of(optimizer)]
+    is_adamw = [isinstance(optimizer, torch.optim.AdamW) for optimizer in optimizers] == [True]
+    is_numbered = updated == [id(weights[name]) for name in numbered(weights)]
     if not (is_adamw and is_numbered and model.config.arch == "gpt2"):
         return {"state": state_by_name(model, optimizers)}
     state = optimizers[0].state_dict()
     for group in state["param_groups"]:
-        for name in ("lr_scale", "optimizer"):
-            group.pop(name, None)
+        del group["lr_scale"], group["optimizer"]
     return state
 
 
@@ -130,14 +114,12 @@ def numbered(weights: dict[str, Tensor]) -> list[str]:
     return sorted((n for n in weights if n != "lm_head.weight"), key=lambda n: weights[n].dim() < 2)
 
 
-def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
+def by_name(weights: dict[str, Tensor], saved: dict | None) -> dict[str, dict]:
     """
     Return the state of `saved_state` by parameter name. It is empty if there is no state, or not AdamW's, as
     in checkpoints of forks.
     """
-    state = saved.get("state") if isinstance(saved, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):
-        return {}
+    state = (saved or {}).get("state", {})
     if all(isinstance(key, str) for key in state):
         return state
     if not all({"exp_avg", "exp_avg_sq", "step"} <= moments.keys() for moments in state.values()):

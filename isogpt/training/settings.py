@@ -152,7 +152,7 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
 
 def conflicts_of_training(c: Settings) -> Iterator[str]:
     """The model, the optimizer, the schedule, islands and exact. Raises ValueError about an optimizer."""
-    classes = optim.check_optimizer(vars(c))
+    classes = optim.classes_of_users(c.optimizer)
     evaluates_average = any(map(has_modes, classes))
     is_gpt2, others = c.arch == "gpt2", "arch llama or nanochat"
     is_one_expert = c.n_expert > 1 and c.n_expert_active == 1
