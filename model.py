@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isogpt.common.random_numbers import normal_numbers
-from isogpt.nn import generation, huggingface
+from isogpt.nn import generation
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.counts import count_model, flops_per_token
 from isogpt.nn.experts import ExpertLinear, MoE, Router, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
-    Cache,
     Dropout,
     KVCache,
     RMSNorm,
@@ -76,58 +75,31 @@ UNIT_WEIGHTS = (nn.LayerNorm, nn.RMSNorm)
 INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}
 
 
-def initial_rule(name: str, module: nn.Module) -> float | str | Callable[[GPTConfig], Tensor]:
+def initial_rule(name: str, module: nn.Module, tensor: Tensor) -> float | str | Callable[[GPTConfig], Tensor]:
     """
     Return how the values of a module's parameter or buffer begin, as a value of INITIAL_VALUES.
 
     Raises:
-        ValueError: there is no rule.
+        ValueError: there is no rule, or `__init__` has given a Linear or a norm other values than PyTorch's.
     """
     for pattern, rule in INITIAL_VALUES.items():
         if re.fullmatch(pattern, name):
-            if not (callable(rule) or rule == "normal" or isinstance(rule, int | float)):
-                raise ValueError(
-                    f'the rule {rule!r} for {name} in INITIAL_VALUES is not a number, "normal" or a function'
-                )
             return rule
-    if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS):
-        if name.endswith(".bias"):
-            return 0.0
-        if name.endswith(".weight"):
-            return "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
-    raise ValueError(
-        f"{name} has no initial values: {type(module).__name__} is not among the modules that initial_rule "
-        f"in model.py knows. {advice_on_rule(name, name.rpartition('.')[2] in module._buffers)}"
-    )
-
-
-def advice_on_rule(name: str, is_buffer: bool = False) -> str:
-    """A sentence that says which line of INITIAL_VALUES a parameter or buffer needs."""
-    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
-    value = (
-        "lambda config: ..., a function that returns its values," if is_buffer else "1.0, with your value,"
-    )
-    line = f'a line such as r"{pattern}": {value}'
-    return f"What __init__ writes is lost: add {line} to INITIAL_VALUES in model.py"
-
-
-def check_what_init_writes(model: nn.Module, rules: dict[str, object]) -> None:
-    """
-    Raise ValueError if `__init__` has given a Linear or a norm initial values that `init_weights` is about to
-    replace: a constant, or numbers beyond those that PyTorch's Linear draws.
-    """
-    for name, p in model.named_parameters():
-        module, rule = model.get_submodule(name.rpartition(".")[0]), rules[name]
-        has_line = any(re.fullmatch(pattern, name) for pattern in INITIAL_VALUES)
-        if has_line or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
-            continue
-        is_constant = p.numel() > 1 and bool((p == p.flatten()[0]).all()) and p.flatten()[0] != rule
+    if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS) and name.endswith((".weight", ".bias")):
+        normal = "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
+        rule = 0.0 if name.endswith(".bias") else normal
+        if tensor.is_meta or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
+            return rule
+        first, largest = tensor.flatten()[0], tensor.abs().max()
+        is_constant = tensor.numel() > 1 and first != rule and bool((tensor == first).all())
         bound = 1.001 * module.in_features**-0.5 if isinstance(module, nn.Linear) else math.inf
-        if is_constant or p.abs().max() > bound:
-            raise ValueError(
-                f"__init__ sets {name}, but initial_rule in model.py says how it begins. "
-                f"{advice_on_rule(name)}"
-            )
+        if not is_constant and largest <= bound:
+            return rule
+    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
+    raise ValueError(
+        f"__init__ sets {name}, which is lost: add a line to INITIAL_VALUES in model.py, such as "
+        f'r"{pattern}": VALUE, a number, "normal" or a function of the config'
+    )
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -150,7 +122,7 @@ class CausalSelfAttention(nn.Module):
         self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None
         self.seams = Seams()
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         B, T, _ = x.shape
         # -1: the heads of this rank, because tensor parallelism splits them over ranks
         qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)
@@ -209,13 +181,13 @@ class Block(nn.Module):
         self.seams = Seams()
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None
+        self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         return self.seams.block(self.compute, x, rope, cache)
 
     def compute(
-        self, x: Tensor, rope: Tensor | None, cache: Cache | None
+        self, x: Tensor, rope: Tensor | None, cache: KVCache | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """`forward` itself, which activation checkpointing runs again in the backward pass."""
         x = x + self.attn(self.ln_1(x), rope, cache)
@@ -254,15 +226,15 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        self.tie_weights()
         tensors = chain(
             self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
         )
         self.initial_rules = {
-            name: initial_rule(name, self.get_submodule(name.rpartition(".")[0])) for name, _ in tensors
+            name: initial_rule(name, self.get_submodule(name.rpartition(".")[0]), tensor)
+            for name, tensor in tensors
         }
+        self.tie_weights()
         if not self.lm_head.weight.is_meta:
-            check_what_init_writes(self, self.initial_rules)
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
     def tie_weights(self) -> None:
@@ -300,13 +272,10 @@ class GPT(nn.Module):
             if not torch.is_tensor(values) or values.shape != shape:
                 raise ValueError(f"INITIAL_VALUES must return a tensor of shape {tuple(shape)} for {name}")
             return values[tuple(part)]
-        size = [place.stop - place.start for place in part]
-        if rule != "normal":
-            return torch.full(size, rule)
-        std = self.initial_std(name)
-        if std == 0:
-            return torch.zeros(size)
-        return torch.from_numpy(normal_numbers(seed, name, shape, part)).mul_(std)
+        value = self.initial_std(name) if rule == "normal" else float(rule)
+        if rule == "normal" and value > 0:
+            return torch.from_numpy(normal_numbers(seed, name, shape, part)).mul_(value)
+        return torch.full([place.stop - place.start for place in part], value)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Allocate the buffers of a model from the meta device, with their initial values."""
@@ -345,7 +314,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         target_count: float | None = None,
         positions: Tensor | None = None,
-        caches: list[Cache] | None = None,
+        caches: list[KVCache] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """
         Compute logits and loss.
@@ -400,7 +369,7 @@ class GPT(nn.Module):
         blocks: Iterable[tuple[int | str, nn.Module]],
         x: Tensor,
         positions: Tensor,
-        caches: list[Cache] | None = None,
+        caches: list[KVCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for
@@ -489,6 +458,8 @@ class GPT(nn.Module):
         """
         if set(override_args or {}) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
+        from isogpt.checkpoint import huggingface
+
         return cls.from_hf(huggingface.load(model_type), **override_args or {})
 
     @classmethod
@@ -497,9 +468,10 @@ class GPT(nn.Module):
         Convert a model of transformers; the weights are copied. Raises ValueError if the model is not
         supported.
         """
-        return cls.from_state(
-            GPTConfig(**huggingface.model_args(hf.config), dropout=dropout), huggingface.our_weights(hf)
-        )
+        from isogpt.checkpoint import huggingface
+
+        config = GPTConfig(**huggingface.model_args(hf.config), dropout=dropout)
+        return cls.from_state(config, huggingface.our_weights(hf))
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":

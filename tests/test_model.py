@@ -20,16 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
-from isogpt.nn.generation import next_token
-from isogpt.nn.kernels import (
-    ChunkedLoss,
-    CPUHalfAttention,
-    Dropout,
-    KVCache,
-    causal_attention,
-    dropout_factors,
-    summed_loss,
-)
+from isogpt.nn.cpu_kernels import CPUHalfAttention, dropout_factors
+from isogpt.nn.generation import Choice, choose
+from isogpt.nn.kernels import ChunkedLoss, Dropout, KVCache, causal_attention, summed_loss
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import plan_of
@@ -117,9 +110,9 @@ def test_defaults_are_nanogpts():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (dict(block_size=0), "block_size is 0: it must be at least 1"),
-        (dict(n_layer=0, n_hidden=-1), "n_layer is 0: .* 1\nn_hidden is -1: it must be at least 0"),
-        (dict(arch="gpt3"), "arch is 'gpt3'; choose from gpt2, nanochat and llama"),
+        (dict(block_size=0), "block_size is 0: it must be from 1 to 2147483648"),
+        (dict(n_layer=0, n_hidden=-1), "n_layer is 0: .* 10000\nn_hidden is -1: it must be from 0 .*"),
+        (dict(arch="gpt3"), "arch is 'gpt3'; choose from gpt2, nanochat, llama"),
         (dict(n_head=3), "n_embd is 32: it must be a multiple of n_head, 3: set --n_embd=33"),
         (dict(n_embd=4, n_head=6), "it must be a multiple of n_head, 6: set --n_embd=6"),
         (
@@ -907,7 +900,8 @@ def test_the_largest_and_the_smallest_random_number():
     """No token of probability 0 is drawn, neither before the first likely one nor after the last."""
     logits = torch.tensor([[-200.0, 1.0, 0.3, -200.0, 0.9, -200.0, -200.0]])
     for number, expected in ((0.0, 1), (1 - 2**-23, 4)):
-        assert next_token(logits, torch.tensor([[number]]), 1.0).item() == expected
+        choice = Choice(1.0, None, None, None)
+        assert choose(logits[None], torch.tensor([[number]]), choice).item() == expected
 
 
 # ------------------------------------------------------------------------------------------------------------

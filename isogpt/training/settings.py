@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from isogpt.data.dataset import Dataset
-from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
-from isogpt.nn.huggingface import GPT2
+from isogpt.nn.architecture import GPT2, OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.mesh import splits_backward
 from isogpt.parallel.plan import Plan, normalized
