@@ -70,14 +70,16 @@ class Seams:
 # Initial values. The biases of these modules are 0; their weights are normal, see GPT.initial_std, or 1
 NORMAL_WEIGHTS = (nn.Linear, nn.Embedding, ExpertLinear, Router)
 UNIT_WEIGHTS = (nn.LayerNorm, nn.RMSNorm)
-# of all other parameters and of buffers: {pattern of their names: a number, "normal", or a function of the
-# config that returns the values}. What a module's __init__ writes is lost: models are made on the meta device
-INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}
+# a number, "normal", or a function of the config that returns the values
+Rule = float | str | Callable[[GPTConfig], Tensor]
+# of all other parameters and of buffers: {pattern of their names: rule}. What a module's __init__ writes is
+# lost: models are made on the meta device
+INITIAL_VALUES: dict[str, Rule] = {}
 
 
-def initial_rule(name: str, module: nn.Module, tensor: Tensor) -> float | str | Callable[[GPTConfig], Tensor]:
+def initial_rule(model: nn.Module, name: str, tensor: Tensor) -> Rule:
     """
-    Return how the values of a module's parameter or buffer begin, as a value of INITIAL_VALUES.
+    Return how the values of a parameter or buffer of a model begin.
 
     Raises:
         ValueError: there is no rule, or `__init__` has given a Linear or a norm other values than PyTorch's.
@@ -85,21 +87,20 @@ def initial_rule(name: str, module: nn.Module, tensor: Tensor) -> float | str | 
     for pattern, rule in INITIAL_VALUES.items():
         if re.fullmatch(pattern, name):
             return rule
+    module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS) and name.endswith((".weight", ".bias")):
         normal = "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
         rule = 0.0 if name.endswith(".bias") else normal
         if tensor.is_meta or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
             return rule
-        first, largest = tensor.flatten()[0], tensor.abs().max()
-        is_constant = tensor.numel() > 1 and first != rule and bool((tensor == first).all())
+        low, high = tensor.min().item(), tensor.max().item()
+        is_constant = low == high != rule and tensor.numel() > 1
         bound = 1.001 * module.in_features**-0.5 if isinstance(module, nn.Linear) else math.inf
-        if not is_constant and largest <= bound:
+        if not is_constant and -bound <= low and high <= bound:
             return rule
     pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
-    raise ValueError(
-        f"__init__ sets {name}, which is lost: add a line to INITIAL_VALUES in model.py, such as "
-        f'r"{pattern}": VALUE, a number, "normal" or a function of the config'
-    )
+    advice = f'write r"{pattern}": VALUE into INITIAL_VALUES in model.py'
+    raise ValueError(f"__init__ sets {name}, but this is lost: {advice}")
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -229,10 +230,7 @@ class GPT(nn.Module):
         tensors = chain(
             self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
         )
-        self.initial_rules = {
-            name: initial_rule(name, self.get_submodule(name.rpartition(".")[0]), tensor)
-            for name, tensor in tensors
-        }
+        self.initial_rules = {name: initial_rule(self, name, tensor) for name, tensor in tensors}
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
@@ -292,13 +290,13 @@ class GPT(nn.Module):
         nanochat, projections into the residual stream start at 0, so that each block starts as the identity.
         The head starts near 0, and the embeddings, which are normalized, at 1.
         """
-        is_projection = name.endswith("c_proj.weight")
-        if self.config.arch != "nanochat":
-            return 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02
+        c, is_projection = self.config, name.endswith("c_proj.weight")
+        if c.arch != "nanochat":
+            return 0.02 / math.sqrt(2 * c.n_layer) if is_projection else 0.02
         if is_projection:
             return 0.0
         special = {"transformer.wte.weight": 1.0, "lm_head.weight": 0.001}
-        return special.get(name, self.config.n_embd**-0.5)
+        return special.get(name, c.n_embd**-0.5)
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
@@ -306,7 +304,9 @@ class GPT(nn.Module):
         lm_head uses it).
         """
         n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding and "wpe" in self.transformer else n
+        if non_embedding and "wpe" in self.transformer:
+            n -= self.transformer.wpe.weight.numel()
+        return n
 
     def forward(
         self,
@@ -346,11 +346,10 @@ class GPT(nn.Module):
     def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
         """Positions (T,) of T tokens that follow the caches, see `forward`."""
         start = caches[0].length if caches else 0
-        if start + T > self.config.block_size and not (self.arch.rotation and caches and T == 1):
-            raise ValueError(
-                f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}"
-            )
-        return self.seams.positions(start, start + T, device=device)
+        end, longest = start + T, self.config.block_size
+        if end > longest and not (self.arch.rotation and caches and T == 1):
+            raise ValueError(f"a sequence of {end} tokens is longer than block_size {longest}")
+        return self.seams.positions(start, end, device=device)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """The input of the first block: (B, T) -> (B, T, C)."""
@@ -410,32 +409,33 @@ class GPT(nn.Module):
         if target_count is not None:
             return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
         logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+        rows, targets = logits.flatten(0, 1).float(), targets.flatten()
+        return logits, F.cross_entropy(rows, targets, ignore_index=IGNORE)
 
     def reset_routing(self, device: torch.device) -> None:
         """
         Reset the routers' sums to 0: a tensor, because torch.compile would compile one graph for None and one
         for a tensor.
         """
-        if self.config.n_expert:
-            self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
+        c = self.config
+        if c.n_expert:
+            self.routing = torch.zeros(c.n_layer, c.n_expert + 2, device=device)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
         """
         Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D).
         """
-        D = self.config.n_embd // self.config.n_head
+        c = self.config
+        D = c.n_embd // c.n_head
         exponents = torch.arange(0, D, 2, device=positions.device) / D  # (D / 2,)
-        angles = positions[:, None, None] * (1.0 / self.config.rope_theta**exponents)  # (T, 1, D / 2)
+        angles = positions[:, None, None] * (1.0 / c.rope_theta**exponents)  # (T, 1, D / 2)
         cos, sin = angles.cos(), self.arch.rotation * angles.sin()
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context: remove the position embeddings from `block_size` on."""
         if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(
-                f"block_size {block_size} is outside 1 to {self.config.block_size}, the context length"
-            )
+            raise ValueError(f"block_size {block_size} is outside 1 to {self.config.block_size}")
         self.config.block_size = block_size
         if "wpe" in self.transformer:
             wpe = self.transformer.wpe
@@ -456,11 +456,12 @@ class GPT(nn.Module):
             ValueError: the weights cannot be loaded, or the model uses settings that this implementation does
                 not support.
         """
-        if set(override_args or {}) - {"dropout"}:
-            raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
         from isogpt.checkpoint import huggingface
 
-        return cls.from_hf(huggingface.load(model_type), **override_args or {})
+        args = override_args or {}
+        if args.keys() - {"dropout"}:
+            raise ValueError(f"only dropout can be overridden, not {sorted(args)}")
+        return cls.from_hf(huggingface.load(model_type), **args)
 
     @classmethod
     def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
@@ -483,14 +484,11 @@ class GPT(nn.Module):
         """
         with torch.device("meta"):  # no memory or time for initial weights
             model = cls(config)
-        # ".attn.bias" is the causal mask that nanoGPT stores if it runs without flash attention
-        copied = {
-            n: w.detach().float().contiguous().clone()
-            for n, w in state.items()
-            if not n.endswith(".attn.bias")
-        }
+        copied = {name: w.detach().float().contiguous().clone() for name, w in state.items()}
+        # the causal masks that nanoGPT stores if it runs without flash attention
+        weights = {name: w for name, w in copied.items() if not name.endswith(".attn.bias")}
         try:
-            model.load_state_dict(copied, assign=True)
+            model.load_state_dict(weights, assign=True)
         except RuntimeError as e:
             raise ValueError(" ".join(str(e).split())[:500]) from e
         model.tie_weights()
@@ -511,11 +509,10 @@ class GPT(nn.Module):
         isogpt/training/optim.py.
         """
         params = [p for p in self.parameters() if p.requires_grad]
-        decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps")
-        )
+        matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay}
+        others = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
+        is_fused = device_type in ("cuda", "cpu", "mps")
+        return torch.optim.AdamW([matrices, others], lr=learning_rate, betas=betas, fused=is_fused)
 
     def flops_per_token(self) -> float:
         """
@@ -533,7 +530,8 @@ class GPT(nn.Module):
             dt: seconds per iteration.
             peak_flops: the device's peak FLOP/s; the default is the A100's peak in bfloat16, as in nanoGPT.
         """
-        return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
+        flops = self.flops_per_token() * self.config.block_size * fwdbwd_per_iter
+        return flops / dt / peak_flops
 
     def generate(  # noqa: PLR0913  (nanoGPT's, and sample.py's settings)
         self,
@@ -574,7 +572,8 @@ class GPT(nn.Module):
             first_sample: number of the first row's sample.
         """
         choice = generation.Choice(temperature, top_k, top_p, vocab_size)
-        if use_cache and (problem := generation.problem_of_cache(self, idx, max_new_tokens)):
+        problem = use_cache and generation.problem_of_cache(self, idx, max_new_tokens)
+        if problem:
             print(f"note: {problem}", file=sys.stderr)
             use_cache = False
         return generation.generate(self, idx, max_new_tokens, choice, use_cache, seed, first_sample)

@@ -247,7 +247,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
     problem = compare_logits(
         lambda tokens: hf(tokens, use_cache=False).logits[..., : c.vocab_size],
         lambda tokens: model(tokens, tokens)[0],
-        random_sequences(c, min(c.block_size, CHECKED_TOKENS)),
+        random_sequences(c, min(c.block_size, CHECKED_TOKENS), torch.device("cpu")),
     )
     if problem:
         name = type(hf).__name__

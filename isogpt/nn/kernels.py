@@ -332,8 +332,10 @@ class ChunkedLoss(torch.autograd.Function):
     """
     summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would
     be the step's largest tensor, several times over. The gradient of a chunk does not depend on the other
-    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy serves the
-    same purpose, but was 4 to 8 times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
+    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy in
+    chunks (LinearCrossEntropyOptions) took 9.4 s instead of 2.9 in float32 and 19 s instead of 1.7 in
+    bfloat16, forward and backward, for 1,024 rows of 768 features and 50,304 ids on a core of an AMD EPYC
+    with AVX-512, and rounded the sum to bfloat16 (torch 2.13). Without these options, it holds all logits.
 
     Args:
         x: final hidden states (N, C).

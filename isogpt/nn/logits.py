@@ -16,7 +16,7 @@ ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 SEQUENCES_WITH_EXPERTS = 3
 
 
-def random_sequences(config: GPTConfig, length: int, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+def random_sequences(config: GPTConfig, length: int, device: torch.device) -> Iterator[Tensor]:
     """Yield the token ids (1, length) on which computations of a model are compared, always the same ones."""
     for seed in range(SEQUENCES_WITH_EXPERTS if config.n_expert else 1):
         generator = torch.Generator().manual_seed(seed)  # torch's own is left as it is
