@@ -75,11 +75,8 @@ def apart(a, b):
 
 
 # what GPT-2's config contains in addition to nanoGPT's fields, for SMALL
-EXPERTS = dict(n_expert=0, n_expert_active=2, balance_loss=0.01, router_z_loss=0.001)
-STREAM = dict(residual_dtype="float32")
-GPT2 = dict(
-    arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4, **EXPERTS, **STREAM
-)
+GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4)
+GPT2 |= dict(n_expert=0, n_expert_active=2, balance_loss=0.01, router_z_loss=0.001, residual_dtype="float32")
 
 
 def same_states(a, b):
@@ -91,20 +88,11 @@ def same_states(a, b):
 
 
 def test_defaults_are_nanogpts():
-    assert dataclasses.asdict(GPTConfig()) == dict(
-        block_size=1024,
-        vocab_size=50304,
-        n_layer=12,
-        n_head=12,
-        n_embd=768,
-        dropout=0.0,
-        bias=True,
-        gelu="none",
-        **dict(GPT2, n_kv_head=12, n_hidden=3072),
-    )
-    assert GPTConfig(8, 65, 1, 2, 16, 0.1, False) == GPTConfig(
-        block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16, dropout=0.1, bias=False
-    )
+    nanogpts = dict(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768)
+    nanogpts |= dict(dropout=0.0, bias=True, gelu="none")
+    assert dataclasses.asdict(GPTConfig()) == nanogpts | GPT2 | dict(n_kv_head=12, n_hidden=3072)
+    small = dict(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16, dropout=0.1, bias=False)
+    assert GPTConfig(*small.values()) == GPTConfig(**small)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +103,10 @@ def test_defaults_are_nanogpts():
         (dict(arch="gpt3"), "arch is 'gpt3'; choose from gpt2, nanochat, llama"),
         (dict(n_head=3), "n_embd is 32: it must be a multiple of n_head, 3: set --n_embd=33"),
         (dict(n_embd=4, n_head=6), "it must be a multiple of n_head, 6: set --n_embd=6"),
-        (
-            dict(arch="nanochat", n_embd=34),
-            "n_embd is 34: it must be a multiple of 2 n_head, 4: set --n_embd=32",
-        ),
+        (dict(arch="nanochat", n_embd=34), "it must be a multiple of 2 n_head, 4: set --n_embd=32"),
         (dict(arch="llama", n_kv_head=3), "n_kv_head is 3: it must divide n_head, 2: set --n_kv_head=1"),
         (dict(n_embd=48, n_head=12, n_kv_head=8), "it must divide n_head, 12: set --n_kv_head=0"),
+        (dict(n_expert=2, n_expert_active=3), "n_expert_active is 3: set it to at most n_expert, 2"),
     ],
 )
 def test_impossible_configs_are_refused(wrong, said):
@@ -309,9 +295,9 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     gpt, attention, called = rough(dropout=0.25), F.scaled_dot_product_attention, []
     torch.testing.assert_close(gpt(ids(2, 4))[0], rough()(ids(2, 4))[0])  # none outside training
 
-    def spy(*args, dropout_p, **kw):
-        called.append(("weights", dropout_p))
-        return attention(*args, dropout_p=dropout_p, **kw)
+    def spy(q, k, v, mask, dropout, *args, **kw):
+        called.append(("weights", dropout))
+        return attention(q, k, v, mask, dropout, *args, **kw)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for name, module in gpt.named_modules():
@@ -380,15 +366,9 @@ def test_summed_loss_is_cross_entropy(loss_of):
 def test_gradients_are_not_scaled_by_a_rounded_target_count():
     """1 / (480 * 1024), GPT-2's count, is 0.3 % off in bfloat16: all gradients but the head's would be."""
     x, weight, targets = hidden(400, 65)
-    _, dx, dw = loss_and_gradients(
-        lambda x, weight, targets: chunked_loss(x.bfloat16(), weight.bfloat16(), targets),
-        x,
-        weight,
-        targets,
-        scale=1 / (480 * 1024),
-    )
-    _, expected_dx, expected_dw = loss_and_gradients(plain_loss, x, weight, targets, scale=1 / (480 * 1024))
-    for a, b in (dx, expected_dx), (dw, expected_dw):
+    inputs, scale = (x.bfloat16(), weight.bfloat16(), targets), 1 / (480 * 1024)
+    got = loss_and_gradients(chunked_loss, *inputs, scale)[1:]
+    for a, b in zip(got, loss_and_gradients(plain_loss, x, weight, targets, scale)[1:], strict=True):
         assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=2e-3)
 
 
@@ -551,22 +531,13 @@ def test_sampling_does_not_depend_on_the_cache(length, how):
 CHECK = [(1, 15), (1, 16), (1, 14), (1, 1), (1, 1)]  # shapes of what problem_of_cache computes
 
 
-def counting(steps):
-    """generation.advance, whose calls are counted."""
-
-    def advance(*args):
-        steps.append(1)
-        generation.advance(*args)
-
-    return advance
-
-
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize("model", [{}, dict(arch="llama")])
 def test_a_cached_token_is_computed_once(model, in_steps):
     gpt, shapes, steps = rough(**model), [], []
     gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
-    replace_seams(gpt, advance=counting(steps) if in_steps else None)
+    if in_steps:
+        replace_seams(gpt, advance=lambda *args: steps.append(generation.advance(*args)))
     gpt.generate(ids(2, 5), 14)
     assert shapes[:5] == CHECK
     # without rotary positions, the window slides from the 17th token on
@@ -670,13 +641,9 @@ def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
         expected = gpt(x)[0]
     generation.prepare(gpt, dtype)
     linears = [m for m in gpt.modules() if isinstance(m, (torch.nn.Linear, generation.InferenceLinear))]
-    assert len(linears) == (11 if arch.get("arch") == "llama" else 9) and all(
-        m.weight.dtype == dtype for m in linears
-    )
-    assert {p.dtype for p in gpt.parameters()} == {torch.float32} and {p.dim() for p in gpt.parameters()} <= {
-        1,
-        2,
-    }
+    assert len(linears) == (11 if arch.get("arch") == "llama" else 9)
+    assert {m.weight.dtype for m in linears} == {dtype}
+    assert {p.dtype for p in gpt.parameters()} == {torch.float32}
     with torch.no_grad():
         logits = gpt(x)[0]
     assert logits.dtype == dtype
@@ -695,10 +662,10 @@ class Shifted(GPT):
         return x + F.pad(x, (0, 0, 1, -1))
 
 
-def masked_attention(is_seen, uses_cache):
+def masked_attention(size=99, every=1, uses_cache=False):
     """
-    Attention to the positions that is_seen(distance) selects. Positions count from the first token of a step,
-    which is wrong with a cache, if uses_cache is "from the step".
+    Attention to the last `size` positions, and of these to every `every`th. Positions count from the first
+    token of a step, which is wrong with a cache, if uses_cache is "from the step".
     """
 
     def attend(q, k, v, dropout=0.0, cache=None):
@@ -710,18 +677,11 @@ def masked_attention(is_seen, uses_cache):
         S = k.size(2)
         first = 0 if uses_cache == "from the step" else S - T
         distance = torch.arange(first, first + T)[:, None] - torch.arange(S)  # (T, S)
-        mask = is_seen(distance) & (torch.arange(S - T, S)[:, None] >= torch.arange(S))
+        is_later = torch.arange(S - T, S)[:, None] < torch.arange(S)
+        mask = (distance < size) & (distance % every == 0) & ~is_later
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask).transpose(1, 2).flatten(2)
 
     return attend
-
-
-def every_other(distance):
-    return distance % 2 == 0
-
-
-def last_four(distance):
-    return distance < 4
 
 
 def without_a_cache(q, k, v, dropout=0.0, cache=None):
@@ -732,9 +692,9 @@ def without_a_cache(q, k, v, dropout=0.0, cache=None):
 
 UNFIT = {
     "shift": (Shifted, causal_attention, "differ by"),
-    "every other": (GPT, masked_attention(every_other, uses_cache=False), "differ by"),
-    "every other, from the step": (GPT, masked_attention(every_other, "from the step"), "differ by"),
-    "window": (GPT, masked_attention(last_four, uses_cache=False), "differ by"),
+    "every other": (GPT, masked_attention(every=2), "differ by"),
+    "every other, from the step": (GPT, masked_attention(every=2, uses_cache="from the step"), "differ by"),
+    "window": (GPT, masked_attention(size=4), "differ by"),
     "raises": (GPT, without_a_cache, "the model raises TypeError: attention takes no cache"),
 }
 
@@ -768,9 +728,9 @@ def test_a_model_that_does_not_fit_the_cache_generates_without_it(capsys, name, 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("is_seen", [every_other, last_four])
-def test_other_attention_can_use_the_cache(capsys, is_seen):
-    gpt, idx = edited(GPT, masked_attention(is_seen, uses_cache=True)), ids(3, 4)
+@pytest.mark.parametrize("mask", [dict(every=2), dict(size=4)])
+def test_other_attention_can_use_the_cache(capsys, mask):
+    gpt, idx = edited(GPT, masked_attention(**mask, uses_cache=True)), ids(3, 4)
     assert torch.equal(gpt.generate(idx, 12, temperature=0), by_hand(gpt, idx, 12))
     assert capsys.readouterr().err == "" and not torch.equal(by_hand(gpt, idx, 12), by_hand(rough(), idx, 12))
 
@@ -817,20 +777,6 @@ def test_the_check_of_the_cache_draws_no_random_numbers():
 # past block_size
 
 
-def windowed_attention(size):
-    """Causal attention to the last `size` positions, by a mask."""
-
-    def attend(q, k, v, dropout=0.0, cache=None):
-        groups, T = q.size(2) // k.size(2), q.size(1)
-        q, k, v = (
-            t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
-        )
-        mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-    return attend
-
-
 @pytest.mark.parametrize(
     ("arch", "length", "use_cache"),
     [("nanochat", 1, True), ("llama", 20, True), ("nanochat", 20, False), ("llama", 1, False)],
@@ -846,7 +792,7 @@ def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use
         assert torch.equal(out, by_hand(gpt, idx, 45 - length))
         return
     longer = rough(**ROTARY[arch], block_size=64)
-    replace_seams(longer, attention=windowed_attention(16))
+    replace_seams(longer, attention=masked_attention(16))
     used = min(length, 16)  # the last block_size tokens of the prompt
     expected = by_hand(longer, idx[:, -used:], 45 - length)
     assert torch.equal(out[:, length:], expected[:, used:])
@@ -1009,101 +955,59 @@ def test_what_an_edit_computes_more_than_is_counted_is_said():
 # GPT-2 from transformers; nothing is downloaded
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    """A function that makes a small GPT2LMHeadModel of rough weights, GPT-2's own GELU among its settings."""
+def gpt2_of_transformers(**changes):
+    """A small GPT2LMHeadModel of rough weights."""
     transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-    def make(**changes):
-        shape = dict(
-            n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0
-        )
-        config = transformers.GPT2Config(**(shape | changes))
-        torch.manual_seed(0)
-        return roughen(transformers.GPT2LMHeadModel(config), std=0.15)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def folder(gpt2, tmp_path_factory):
-    """The same weights, saved."""
-    path = tmp_path_factory.mktemp("hf") / "weights"
-    gpt2().save_pretrained(path)
-    return path
-
-
-def same_as(hf, gpt, x, atol=1e-5):
-    """Logits and loss of both are equal."""
-    with torch.no_grad():
-        theirs = hf(x, labels=x)
-        # transformers shifts the labels itself
-        following = torch.cat((x[:, 1:], torch.full_like(x[:, :1], -1)), 1)
-        logits, loss = gpt(x, following)
-        torch.testing.assert_close(logits, theirs.logits, atol=atol, rtol=0)
-        torch.testing.assert_close(gpt(x)[0], theirs.logits[:, -1:], atol=atol, rtol=0)
-        if x.size(1) > 1:  # else it has no target
-            torch.testing.assert_close(loss, theirs.loss, atol=atol, rtol=0)
-            count = len(x) * (x.size(1) - 1)
-            torch.testing.assert_close(gpt(x, following, count)[1], theirs.loss, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("load", [GPT.from_hf, GPT.from_pretrained])
-def test_the_same_model_as_transformers(gpt2, folder, load):
-    hf = gpt2()
-    gpt = load(hf if load == GPT.from_hf else str(folder)).eval()
-    assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu="tanh", **GPT2)
-    assert gpt.lm_head.weight is gpt.transformer.wte.weight
-    for length in 1, 2, 9, 16:
-        same_as(hf, gpt, ids(3, length, seed=length))
-    x = ids(2, 4)
-    theirs = hf.generate(
-        x, attention_mask=torch.ones_like(x), max_new_tokens=9, do_sample=False, eos_token_id=None
+    shape = dict(
+        n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0
     )
-    assert torch.equal(gpt.generate(x, 9, temperature=0), theirs)
+    torch.manual_seed(0)
+    return roughen(transformers.GPT2LMHeadModel(transformers.GPT2Config(**(shape | changes))), std=0.15)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [("gelu_new", "tanh"), ("gelu", "none"), ("gelu_pytorch_tanh", "tanh")]
-)
-def test_each_kind_of_gelu(gpt2, theirs, ours):
+@pytest.mark.parametrize("gelu", ["gelu_new", "gelu", "gelu_pytorch_tanh"])
+def test_the_same_model_as_transformers(tmp_path, gelu):
     """
-    GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact one.
+    GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact GELU.
     """
-    hf = gpt2(activation_function=theirs)
-    gpt = GPT.from_hf(hf).eval()
-    assert gpt.config.gelu == ours and GPTConfig().gelu == "none"
-    same_as(hf, gpt, ids(2, 12))
+    hf, x = gpt2_of_transformers(activation_function=gelu), ids(3, 16)
+    hf.save_pretrained(tmp_path)
+    gpt = GPT.from_pretrained(str(tmp_path)).eval()
+    ours = "none" if gelu == "gelu" else "tanh"
+    assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu=ours, **GPT2)
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+    theirs = hf(x, labels=x)  # transformers shifts the labels itself
+    for a, b in zip(gpt(x, F.pad(x[:, 1:], (0, 1), value=-1)), (theirs.logits, theirs.loss), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    how = dict(attention_mask=torch.ones(3, 4), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert torch.equal(gpt.generate(x[:, :4], 9, temperature=0), hf.generate(x[:, :4], **how))
 
 
-def test_a_different_kind_of_gpt2_is_refused(gpt2):
+def test_a_different_kind_of_gpt2_is_refused():
     for other in ("scale_attn_weights", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx"):
         with pytest.raises(ValueError, match=other):
-            GPT.from_hf(gpt2(**{other: other.startswith("scale_attn_by")}))
+            GPT.from_hf(gpt2_of_transformers(**{other: other.startswith("scale_attn_by")}))
     with pytest.raises(ValueError, match="activation_function=relu"):
-        GPT.from_hf(gpt2(activation_function="relu"))
+        GPT.from_hf(gpt2_of_transformers(activation_function="relu"))
 
 
-def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
+def test_weights_that_are_not_there_are_not_made_up(tmp_path):
     """Only dropout can be overridden."""
+    hf, folder, name = gpt2_of_transformers(), tmp_path / "whole", "transformer.h.1.mlp.c_fc.weight"
+    hf.save_pretrained(folder)
     assert GPT.from_pretrained(str(folder), dict(dropout=0.25)).config.dropout == 0.25
     with pytest.raises(ValueError, match="only dropout .* not .*'block_size'"):
         GPT.from_pretrained(str(folder), dict(dropout=0.25, block_size=8))
-
     (tmp_path / "empty").mkdir()
-    hf, name = gpt2(), "transformer.h.1.mlp.c_fc.weight"
     partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
     hf.save_pretrained(tmp_path / "partly", state_dict=partly)
-    for file, content in (
-        ("model.safetensors", (folder / "model.safetensors").read_bytes()[:-100]),
-        ("config.json", b"{"),
-    ):
+    said = {"absent": "cannot load", "empty": "cannot load", "partly": f"{name} is missing"}
+    damaged = {"model.safetensors": (folder / "model.safetensors").read_bytes()[:-100], "config.json": b"{"}
+    for file, content in damaged.items():
         shutil.copytree(folder, tmp_path / file)
         (tmp_path / file / file).write_bytes(content)
-    said = dict.fromkeys(("absent", "empty", "model.safetensors", "config.json"), "cannot load")
-    for path, message in (said | {"partly": name}).items():
+        said[file] = "cannot load"
+    for path, message in said.items():
         with pytest.raises(ValueError, match=message):
             GPT.from_pretrained(str(tmp_path / path))
 

@@ -200,16 +200,9 @@ def causal_attention(
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     elif has_one_shape:
         mask = torch.arange(S, device=q.device)[None] <= cache.position  # which places are written
-    with attention_backends(dropout, q.device, grows=has_previous and not has_one_shape):
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=not has_previous,
-            enable_gqa=k.size(1) < q.size(1),
-        )
+    is_causal, is_grouped = not has_previous, has_previous and groups > 1
+    with attention_backends(dropout, q.device, has_previous and not has_one_shape):
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=is_grouped)
     return y.transpose(1, 2).flatten(2)
 
 
