@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
+from textwrap import shorten
 
 import torch
 import torch.nn.functional as F
@@ -490,7 +491,7 @@ class GPT(nn.Module):
         try:
             model.load_state_dict(weights, assign=True)
         except RuntimeError as e:
-            raise ValueError(" ".join(str(e).split())[:500]) from e
+            raise ValueError(shorten(str(e), 500)) from e
         model.tie_weights()
         model.fill_buffers(torch.device("cpu"))
         return model

@@ -5,6 +5,7 @@ and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the 
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,7 +129,7 @@ def load(name: str) -> "PreTrainedModel":
             trust_remote_code=False,  # otherwise transformers asks at the terminal
         )
     except Exception as e:  # transformers, safetensors and the network raise many types
-        reason = " ".join(str(e).split())[:250]
+        reason = shorten(str(e), 250)
         if name in GPT2 and isinstance(e, OSError) and "connect" in reason:
             reason = (
                 "it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with "
@@ -295,10 +296,8 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
                 theirs.setdefault(name, torch.zeros(w.shape))
         hf.load_state_dict(theirs, assign=True)
     except (KeyError, RuntimeError) as e:
-        reason = " ".join(str(e).split())[:300]
-        raise ValueError(
-            f"the weights of model.py do not fit {CLASSES[kind]} of transformers: {OTHER_FORMS} ({reason})"
-        ) from e
+        problem = f"the weights of model.py do not fit {CLASSES[kind]} of transformers"
+        raise ValueError(f"{problem}: {OTHER_FORMS} ({shorten(str(e), 160)})") from e
     hf.tie_weights()
     hf.generation_config.suppress_tokens = suppressed
     return hf.eval()

@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import dataclass, replace
+from textwrap import shorten
 
 import numpy as np
 import torch
@@ -243,7 +244,7 @@ def append_in_steps_of_one_shape(model: nn.Module, samples: Samples, positions: 
         except Exception as e:  # a broken compiler can raise nearly anything
             if model.seams.advance is advance:
                 raise
-            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+            reason = f"{type(e).__name__}: {shorten(str(e), 300)}"
             note = f"note: compile: failed, generating without it (slower): {reason}"
             print(note, file=sys.stderr)
             model.seams = replace(model.seams, advance=advance)

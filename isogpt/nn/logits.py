@@ -1,6 +1,7 @@
 """Whether two computations of one model have the same logits."""
 
 from collections.abc import Callable, Iterable, Iterator
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def compare_logits(
         try:
             logits = computed(tokens)
         except errors as e:
-            return f"the model raises {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            return f"the model raises {type(e).__name__}: {shorten(str(e), 200)}"
         difference, size = largest_difference(logits, reference)
         if difference <= limit(dtype or logits.dtype) * size:
             return ""
