@@ -459,21 +459,11 @@ class GPT(nn.Module):
         """
         from isogpt.checkpoint import huggingface
 
-        args = override_args or {}
-        if args.keys() - {"dropout"}:
-            raise ValueError(f"only dropout can be overridden, not {sorted(args)}")
-        return cls.from_hf(huggingface.load(model_type), **args)
-
-    @classmethod
-    def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
-        """
-        Convert a model of transformers; the weights are copied. Raises ValueError if the model is not
-        supported.
-        """
-        from isogpt.checkpoint import huggingface
-
-        config = GPTConfig(**huggingface.model_args(hf.config), dropout=dropout)
-        return cls.from_state(config, huggingface.our_weights(hf))
+        changes = override_args or {}
+        if changes.keys() - {"dropout"}:
+            raise ValueError(f"only dropout can be overridden, not {sorted(changes)}")
+        args, weights = huggingface.load(model_type)
+        return cls.from_state(GPTConfig(**args | changes), weights)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":

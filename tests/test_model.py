@@ -18,6 +18,7 @@ from edits import COUNTED, COUNTED_SHAPE, edited_gpt
 from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isogpt.checkpoint import huggingface
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
 from isogpt.nn.cpu_kernels import CPUHalfAttention, dropout_factors
@@ -965,9 +966,9 @@ def test_the_same_model_as_transformers(tmp_path, gelu):
 def test_a_different_kind_of_gpt2_is_refused():
     for other in ("scale_attn_weights", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx"):
         with pytest.raises(ValueError, match=other):
-            GPT.from_hf(gpt2_of_transformers(**{other: other.startswith("scale_attn_by")}))
+            huggingface.model_args(gpt2_of_transformers(**{other: other.startswith("scale_attn_by")}).config)
     with pytest.raises(ValueError, match="activation_function=relu"):
-        GPT.from_hf(gpt2_of_transformers(activation_function="relu"))
+        huggingface.model_args(gpt2_of_transformers(activation_function="relu").config)
 
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path):

@@ -97,9 +97,10 @@ FILE_SIZE = "5GB"  # largest file of weights: transformers transposes all weight
 CHECKED_TOKENS = 2048  # length of the sequence on which an exported model is compared with ours, at most
 
 
-def load(name: str) -> "PreTrainedModel":
+def load(name: str) -> tuple[dict, dict[str, Tensor]]:
     """
     Load a model with transformers, from a folder or by its name on the Hub. No code in the folder runs.
+    Returns the fields of GPTConfig and the weights under our names.
 
     Raises:
         ValueError: the model cannot be loaded, lacks weights, or is of a different architecture.
@@ -118,7 +119,8 @@ def load(name: str) -> "PreTrainedModel":
             raise ValueError(f"its weights are quantized by {method}: use the model that was quantized")
         cls = getattr(transformers, CLASSES[kind])
         config = cls.config_class.from_dict(values)
-        GPTConfig(**model_args(config))  # building a model of impossible size could take hours
+        args = model_args(config)
+        GPTConfig(**args)  # building a model of impossible size could take hours
         # eager: config.json may name an attention kernel on the Hub, which would run code
         hf, report = cls.from_pretrained(
             name,
@@ -143,7 +145,7 @@ def load(name: str) -> "PreTrainedModel":
         wrong.append(f"{key} is {tuple(saved)}, but config.json says {tuple(expected)}")
     if wrong:
         raise ValueError(f"the weights of {name!r} are not those of a {CLASSES[kind]}: {min(wrong)}")
-    return hf
+    return args, our_weights(hf)
 
 
 def check_adapter(folder: Path) -> None:

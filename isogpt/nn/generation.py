@@ -31,15 +31,10 @@ class InferenceLinear(nn.Module):
         super().__init__()
         self.dtype = dtype
         weight = linear.weight.detach().to(dtype)
-        self.is_packed = (
-            weight.device.type == "cpu"
-            and torch.backends.mkldnn.is_available()
-            and (
-                dtype == torch.float32
-                or dtype == torch.bfloat16
-                and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            )
-        )
+        can_pack = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if can_pack and dtype == torch.bfloat16:
+            can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.is_packed = can_pack and dtype != torch.float16
         if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         # buffers, because a CUDA graph reads them where they are and copies other tensors each time
@@ -156,7 +151,7 @@ def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     caches = [KVCache(1, tokens.size(1)) for _ in range(model.config.n_layer)]
     model(tokens[:, :first], caches=caches)
     steps = tokens[:, first:].split(1, dim=1)
-    if not has_steps_of_one_shape(model, caches, tokens.device):
+    if not has_steps_of_one_shape(model, caches):
         return torch.cat([model(token, caches=caches)[0] for token in steps], dim=1)
     newest, logits = torch.tensor([first], device=tokens.device), []
     for cache in caches:
@@ -167,15 +162,16 @@ def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache], device: torch.device) -> bool:
+def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache]) -> bool:
     """
     Whether the tokens after the ones in these caches are generated in steps of one shape: with a compiled
     step, and on a GPU always, because on Hopper and Blackwell, cuDNN plans attention again for each new
     length of the keys, which takes 0.4 s. In a pipeline, the caches of other processes' blocks contain no
     tensors.
     """
-    has_tensors = all(cache.k is not None for cache in caches)
-    return has_tensors and (model.seams.advance is not None or device.type == "cuda")
+    if any(cache.k is None for cache in caches):
+        return False
+    return model.seams.advance is not None or caches[0].k.is_cuda
 
 
 @torch.no_grad()
@@ -201,7 +197,7 @@ def generate(
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device), choice)
     known = min(T + 1, end)
     append_tokens(model, samples, range(T, known))
-    if caches and has_steps_of_one_shape(model, caches, device):
+    if caches and has_steps_of_one_shape(model, caches):
         if model.seams.advance is None:
             model.seams = replace(model.seams, advance=advance)
         # the position embeddings of GPT-2 end at block_size
