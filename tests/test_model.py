@@ -280,16 +280,6 @@ def test_no_position_sees_a_later_one():
     assert ((a - b)[0, 9:].abs().amax(-1) > 1e-3).all()
 
 
-def test_positions_can_be_given():
-    """As context parallelism does: a part of the sequence, whose tokens are not at the start of it."""
-    gpt, x = rough(), ids(2, 16)
-    assert torch.equal(gpt(x, x, positions=torch.arange(16))[0], gpt(x, x)[0])
-    shifted = gpt(x[:, :8], x[:, :8], positions=torch.arange(8, 16))[0]
-    with torch.no_grad():
-        gpt.transformer.wpe.weight[:8] = gpt.transformer.wpe.weight[8:].clone()
-    assert torch.equal(shifted, gpt(x[:, :8], x[:, :8])[0])
-
-
 def test_dropout_is_where_gpt2_has_it(monkeypatch):
     """On the embeddings, on attention's weights, and on what attention and MLP add."""
     gpt, attention, called = rough(dropout=0.25), F.scaled_dot_product_attention, []
@@ -875,8 +865,6 @@ def test_crop_block_size():
             gpt.crop_block_size(block_size)
     assert gpt.config.block_size == 9 and tuple(gpt.transformer.wpe.weight.shape) == (9, 32)
     assert torch.equal(gpt(x, x)[0], before)
-    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
-    assert any(p is gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
     assert torch.equal(gpt.generate(x, 8, temperature=0), by_hand(gpt, x, 8))
 
 

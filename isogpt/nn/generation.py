@@ -171,7 +171,7 @@ def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache]) -> bool:
     """
     if any(cache.k is None for cache in caches):
         return False
-    return model.seams.advance is not None or caches[0].k.is_cuda
+    return model.seams.advance is not None or caches[0].k.device.type == "cuda"
 
 
 @torch.no_grad()
