@@ -231,7 +231,7 @@ class GPT(nn.Module):
         tensors = chain(
             self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
         )
-        self.initial_rules = {name: initial_rule(self, name, tensor) for name, tensor in tensors}
+        self.initial_rules = {name: initial_rule(self, name, t) for name, t in tensors}
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
@@ -269,7 +269,7 @@ class GPT(nn.Module):
         if callable(rule):
             values = rule(self.config)
             if not torch.is_tensor(values) or values.shape != shape:
-                raise ValueError(f"INITIAL_VALUES must return a tensor of shape {tuple(shape)} for {name}")
+                raise ValueError(f"INITIAL_VALUES: {name} needs a tensor of shape {tuple(shape)}")
             return values[tuple(part)]
         value = self.initial_std(name) if rule == "normal" else float(rule)
         if rule == "normal" and value > 0:
@@ -521,8 +521,8 @@ class GPT(nn.Module):
             dt: seconds per iteration.
             peak_flops: the device's peak FLOP/s; the default is the A100's peak in bfloat16, as in nanoGPT.
         """
-        flops = self.flops_per_token() * self.config.block_size * fwdbwd_per_iter
-        return flops / dt / peak_flops
+        tokens = self.config.block_size * fwdbwd_per_iter
+        return self.flops_per_token() * tokens / dt / peak_flops
 
     def generate(  # noqa: PLR0913  (nanoGPT's, and sample.py's settings)
         self,
@@ -563,8 +563,7 @@ class GPT(nn.Module):
             first_sample: number of the first row's sample.
         """
         choice = generation.Choice(temperature, top_k, top_p, vocab_size)
-        problem = use_cache and generation.problem_of_cache(self, idx, max_new_tokens)
-        if problem:
+        if use_cache and (problem := generation.problem_of_cache(self, idx, max_new_tokens)):
             print(f"note: {problem}", file=sys.stderr)
             use_cache = False
         return generation.generate(self, idx, max_new_tokens, choice, use_cache, seed, first_sample)

@@ -151,7 +151,7 @@ def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     caches = [KVCache(1, tokens.size(1)) for _ in range(model.config.n_layer)]
     model(tokens[:, :first], caches=caches)
     steps = tokens[:, first:].split(1, dim=1)
-    if not has_steps_of_one_shape(model, caches):
+    if not has_fixed_shape(model, caches):
         return torch.cat([model(token, caches=caches)[0] for token in steps], dim=1)
     newest, logits = torch.tensor([first], device=tokens.device), []
     for cache in caches:
@@ -162,7 +162,7 @@ def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache]) -> bool:
+def has_fixed_shape(model: nn.Module, caches: list[KVCache]) -> bool:
     """
     Whether the tokens after the ones in these caches are generated in steps of one shape: with a compiled
     step, and on a GPU always, because on Hopper and Blackwell, cuDNN plans attention again for each new
@@ -197,12 +197,12 @@ def generate(
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device), choice)
     known = min(T + 1, end)
     append_tokens(model, samples, range(T, known))
-    if caches and has_steps_of_one_shape(model, caches):
+    if caches and has_fixed_shape(model, caches):
         if model.seams.advance is None:
             model.seams = replace(model.seams, advance=advance)
         # the position embeddings of GPT-2 end at block_size
         known = end if model.arch.rotation else min(end, block_size + 1)
-        append_in_steps_of_one_shape(model, samples, range(T + 1, known))
+        append_in_fixed_shape(model, samples, range(T + 1, known))
     append_tokens(model, samples, range(known, end))
     return torch.cat((idx, tokens[:, T:]), dim=1)
 
@@ -222,7 +222,7 @@ def append_tokens(model: nn.Module, samples: Samples, positions: range) -> None:
         tokens[:, end : end + 1] = choose(logits, samples.numbers[end - first], samples.choice)
 
 
-def append_in_steps_of_one_shape(model: nn.Module, samples: Samples, positions: range) -> None:
+def append_in_fixed_shape(model: nn.Module, samples: Samples, positions: range) -> None:
     """
     Choose the tokens of these positions, which follow cached positions. The host does not wait for a GPU. If
     the seam `advance` cannot be compiled, the steps are not compiled, with a note.

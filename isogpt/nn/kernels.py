@@ -183,7 +183,7 @@ def causal_attention(
     """
     T, groups = q.size(1), q.size(2) // k.size(2)
     has_previous = cache is not None and cache.length > 0
-    has_one_shape = has_previous and cache.position is not None
+    has_fixed_shape = has_previous and cache.position is not None
     if cache is not None:
         cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
     if groups > 1 and not has_previous:
@@ -198,10 +198,10 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    elif has_one_shape:
+    elif has_fixed_shape:
         mask = torch.arange(S, device=q.device)[None] <= cache.position  # which places are written
     is_causal, is_grouped = not has_previous, has_previous and groups > 1
-    with attention_backends(dropout, q.device, has_previous and not has_one_shape):
+    with attention_backends(dropout, q.device, has_previous and not has_fixed_shape):
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=is_grouped)
     return y.transpose(1, 2).flatten(2)
 
