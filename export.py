@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from isogpt.checkpoint import ckpt_file, manifest, measures, search
+from isogpt.checkpoint import ckpt_file, huggingface, manifest, measures, search
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
@@ -23,7 +23,6 @@ from isogpt.common import console
 from isogpt.common.files import free_name
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.nn import huggingface
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
 from model import GPT, GPTConfig

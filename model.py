@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
+from textwrap import shorten
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isogpt.common.random_numbers import normal_numbers
-from isogpt.nn import generation, huggingface
+from isogpt.nn import generation
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.counts import count_model, flops_per_token
 from isogpt.nn.experts import ExpertLinear, MoE, Router, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
-    Cache,
     Dropout,
     KVCache,
     RMSNorm,
@@ -71,63 +71,37 @@ class Seams:
 # Initial values. The biases of these modules are 0; their weights are normal, see GPT.initial_std, or 1
 NORMAL_WEIGHTS = (nn.Linear, nn.Embedding, ExpertLinear, Router)
 UNIT_WEIGHTS = (nn.LayerNorm, nn.RMSNorm)
-# of all other parameters and of buffers: {pattern of their names: a number, "normal", or a function of the
-# config that returns the values}. What a module's __init__ writes is lost: models are made on the meta device
-INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}
+# a number, "normal", or a function of the config that returns the values
+Rule = float | str | Callable[[GPTConfig], Tensor]
+# of all other parameters and of buffers: {pattern of their names: rule}. What a module's __init__ writes is
+# lost: models are made on the meta device
+INITIAL_VALUES: dict[str, Rule] = {}
 
 
-def initial_rule(name: str, module: nn.Module) -> float | str | Callable[[GPTConfig], Tensor]:
+def initial_rule(model: nn.Module, name: str, tensor: Tensor) -> Rule:
     """
-    Return how the values of a module's parameter or buffer begin, as a value of INITIAL_VALUES.
+    Return how the values of a parameter or buffer of a model begin.
 
     Raises:
-        ValueError: there is no rule.
+        ValueError: there is no rule, or `__init__` has given a Linear or a norm other values than PyTorch's.
     """
     for pattern, rule in INITIAL_VALUES.items():
         if re.fullmatch(pattern, name):
-            if not (callable(rule) or rule == "normal" or isinstance(rule, int | float)):
-                raise ValueError(
-                    f'the rule {rule!r} for {name} in INITIAL_VALUES is not a number, "normal" or a function'
-                )
             return rule
-    if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS):
-        if name.endswith(".bias"):
-            return 0.0
-        if name.endswith(".weight"):
-            return "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
-    raise ValueError(
-        f"{name} has no initial values: {type(module).__name__} is not among the modules that initial_rule "
-        f"in model.py knows. {advice_on_rule(name, name.rpartition('.')[2] in module._buffers)}"
-    )
-
-
-def advice_on_rule(name: str, is_buffer: bool = False) -> str:
-    """A sentence that says which line of INITIAL_VALUES a parameter or buffer needs."""
-    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
-    value = (
-        "lambda config: ..., a function that returns its values," if is_buffer else "1.0, with your value,"
-    )
-    line = f'a line such as r"{pattern}": {value}'
-    return f"What __init__ writes is lost: add {line} to INITIAL_VALUES in model.py"
-
-
-def check_what_init_writes(model: nn.Module, rules: dict[str, object]) -> None:
-    """
-    Raise ValueError if `__init__` has given a Linear or a norm initial values that `init_weights` is about to
-    replace: a constant, or numbers beyond those that PyTorch's Linear draws.
-    """
-    for name, p in model.named_parameters():
-        module, rule = model.get_submodule(name.rpartition(".")[0]), rules[name]
-        has_line = any(re.fullmatch(pattern, name) for pattern in INITIAL_VALUES)
-        if has_line or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
-            continue
-        is_constant = p.numel() > 1 and bool((p == p.flatten()[0]).all()) and p.flatten()[0] != rule
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS) and name.endswith((".weight", ".bias")):
+        normal = "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
+        rule = 0.0 if name.endswith(".bias") else normal
+        if tensor.is_meta or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
+            return rule
+        low, high = tensor.min().item(), tensor.max().item()
+        is_constant = low == high != rule and tensor.numel() > 1
         bound = 1.001 * module.in_features**-0.5 if isinstance(module, nn.Linear) else math.inf
-        if is_constant or p.abs().max() > bound:
-            raise ValueError(
-                f"__init__ sets {name}, but initial_rule in model.py says how it begins. "
-                f"{advice_on_rule(name)}"
-            )
+        if not is_constant and -bound <= low and high <= bound:
+            return rule
+    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
+    advice = f'write r"{pattern}": VALUE into INITIAL_VALUES in model.py'
+    raise ValueError(f"__init__ sets {name}, but this is lost: {advice}")
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -150,7 +124,7 @@ class CausalSelfAttention(nn.Module):
         self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None
         self.seams = Seams()
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         B, T, _ = x.shape
         # -1: the heads of this rank, because tensor parallelism splits them over ranks
         qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)
@@ -209,13 +183,13 @@ class Block(nn.Module):
         self.seams = Seams()
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None
+        self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         return self.seams.block(self.compute, x, rope, cache)
 
     def compute(
-        self, x: Tensor, rope: Tensor | None, cache: Cache | None
+        self, x: Tensor, rope: Tensor | None, cache: KVCache | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """`forward` itself, which activation checkpointing runs again in the backward pass."""
         x = x + self.attn(self.ln_1(x), rope, cache)
@@ -254,15 +228,12 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        self.tie_weights()
         tensors = chain(
             self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
         )
-        self.initial_rules = {
-            name: initial_rule(name, self.get_submodule(name.rpartition(".")[0])) for name, _ in tensors
-        }
+        self.initial_rules = {name: initial_rule(self, name, t) for name, t in tensors}
+        self.tie_weights()
         if not self.lm_head.weight.is_meta:
-            check_what_init_writes(self, self.initial_rules)
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
     def tie_weights(self) -> None:
@@ -298,15 +269,12 @@ class GPT(nn.Module):
         if callable(rule):
             values = rule(self.config)
             if not torch.is_tensor(values) or values.shape != shape:
-                raise ValueError(f"INITIAL_VALUES must return a tensor of shape {tuple(shape)} for {name}")
+                raise ValueError(f"INITIAL_VALUES: {name} needs a tensor of shape {tuple(shape)}")
             return values[tuple(part)]
-        size = [place.stop - place.start for place in part]
-        if rule != "normal":
-            return torch.full(size, rule)
-        std = self.initial_std(name)
-        if std == 0:
-            return torch.zeros(size)
-        return torch.from_numpy(normal_numbers(seed, name, shape, part)).mul_(std)
+        value = self.initial_std(name) if rule == "normal" else float(rule)
+        if rule == "normal" and value > 0:
+            return torch.from_numpy(normal_numbers(seed, name, shape, part)).mul_(value)
+        return torch.full([place.stop - place.start for place in part], value)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Allocate the buffers of a model from the meta device, with their initial values."""
@@ -323,13 +291,13 @@ class GPT(nn.Module):
         nanochat, projections into the residual stream start at 0, so that each block starts as the identity.
         The head starts near 0, and the embeddings, which are normalized, at 1.
         """
-        is_projection = name.endswith("c_proj.weight")
-        if self.config.arch != "nanochat":
-            return 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02
+        c, is_projection = self.config, name.endswith("c_proj.weight")
+        if c.arch != "nanochat":
+            return 0.02 / math.sqrt(2 * c.n_layer) if is_projection else 0.02
         if is_projection:
             return 0.0
         special = {"transformer.wte.weight": 1.0, "lm_head.weight": 0.001}
-        return special.get(name, self.config.n_embd**-0.5)
+        return special.get(name, c.n_embd**-0.5)
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
@@ -337,7 +305,9 @@ class GPT(nn.Module):
         lm_head uses it).
         """
         n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding and "wpe" in self.transformer else n
+        if non_embedding and "wpe" in self.transformer:
+            n -= self.transformer.wpe.weight.numel()
+        return n
 
     def forward(
         self,
@@ -345,7 +315,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         target_count: float | None = None,
         positions: Tensor | None = None,
-        caches: list[Cache] | None = None,
+        caches: list[KVCache] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """
         Compute logits and loss.
@@ -377,11 +347,10 @@ class GPT(nn.Module):
     def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
         """Positions (T,) of T tokens that follow the caches, see `forward`."""
         start = caches[0].length if caches else 0
-        if start + T > self.config.block_size and not (self.arch.rotation and caches and T == 1):
-            raise ValueError(
-                f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}"
-            )
-        return self.seams.positions(start, start + T, device=device)
+        end, longest = start + T, self.config.block_size
+        if end > longest and not (self.arch.rotation and caches and T == 1):
+            raise ValueError(f"a sequence of {end} tokens is longer than block_size {longest}")
+        return self.seams.positions(start, end, device=device)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """The input of the first block: (B, T) -> (B, T, C)."""
@@ -400,7 +369,7 @@ class GPT(nn.Module):
         blocks: Iterable[tuple[int | str, nn.Module]],
         x: Tensor,
         positions: Tensor,
-        caches: list[Cache] | None = None,
+        caches: list[KVCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for
@@ -441,32 +410,33 @@ class GPT(nn.Module):
         if target_count is not None:
             return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
         logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+        rows, targets = logits.flatten(0, 1).float(), targets.flatten()
+        return logits, F.cross_entropy(rows, targets, ignore_index=IGNORE)
 
     def reset_routing(self, device: torch.device) -> None:
         """
         Reset the routers' sums to 0: a tensor, because torch.compile would compile one graph for None and one
         for a tensor.
         """
-        if self.config.n_expert:
-            self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
+        c = self.config
+        if c.n_expert:
+            self.routing = torch.zeros(c.n_layer, c.n_expert + 2, device=device)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
         """
         Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D).
         """
-        D = self.config.n_embd // self.config.n_head
+        c = self.config
+        D = c.n_embd // c.n_head
         exponents = torch.arange(0, D, 2, device=positions.device) / D  # (D / 2,)
-        angles = positions[:, None, None] * (1.0 / self.config.rope_theta**exponents)  # (T, 1, D / 2)
+        angles = positions[:, None, None] * (1.0 / c.rope_theta**exponents)  # (T, 1, D / 2)
         cos, sin = angles.cos(), self.arch.rotation * angles.sin()
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context: remove the position embeddings from `block_size` on."""
         if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(
-                f"block_size {block_size} is outside 1 to {self.config.block_size}, the context length"
-            )
+            raise ValueError(f"block_size {block_size} is outside 1 to {self.config.block_size}")
         self.config.block_size = block_size
         if "wpe" in self.transformer:
             wpe = self.transformer.wpe
@@ -487,19 +457,13 @@ class GPT(nn.Module):
             ValueError: the weights cannot be loaded, or the model uses settings that this implementation does
                 not support.
         """
-        if set(override_args or {}) - {"dropout"}:
-            raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
-        return cls.from_hf(huggingface.load(model_type), **override_args or {})
+        from isogpt.checkpoint import huggingface
 
-    @classmethod
-    def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
-        """
-        Convert a model of transformers; the weights are copied. Raises ValueError if the model is not
-        supported.
-        """
-        return cls.from_state(
-            GPTConfig(**huggingface.model_args(hf.config), dropout=dropout), huggingface.our_weights(hf)
-        )
+        changes = override_args or {}
+        if changes.keys() - {"dropout"}:
+            raise ValueError(f"only dropout can be overridden, not {sorted(changes)}")
+        args, weights = huggingface.load(model_type)
+        return cls.from_state(GPTConfig(**args | changes), weights)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
@@ -511,16 +475,13 @@ class GPT(nn.Module):
         """
         with torch.device("meta"):  # no memory or time for initial weights
             model = cls(config)
-        # ".attn.bias" is the causal mask that nanoGPT stores if it runs without flash attention
-        copied = {
-            n: w.detach().float().contiguous().clone()
-            for n, w in state.items()
-            if not n.endswith(".attn.bias")
-        }
+        copied = {name: w.detach().float().contiguous().clone() for name, w in state.items()}
+        # the causal masks that nanoGPT stores if it runs without flash attention
+        weights = {name: w for name, w in copied.items() if not name.endswith(".attn.bias")}
         try:
-            model.load_state_dict(copied, assign=True)
+            model.load_state_dict(weights, assign=True)
         except RuntimeError as e:
-            raise ValueError(" ".join(str(e).split())[:500]) from e
+            raise ValueError(shorten(str(e), 500)) from e
         model.tie_weights()
         model.fill_buffers(torch.device("cpu"))
         return model
@@ -539,11 +500,10 @@ class GPT(nn.Module):
         isogpt/training/optim.py.
         """
         params = [p for p in self.parameters() if p.requires_grad]
-        decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps")
-        )
+        matrices = {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay}
+        others = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
+        is_fused = device_type in ("cuda", "cpu", "mps")
+        return torch.optim.AdamW([matrices, others], lr=learning_rate, betas=betas, fused=is_fused)
 
     def flops_per_token(self) -> float:
         """
@@ -561,7 +521,8 @@ class GPT(nn.Module):
             dt: seconds per iteration.
             peak_flops: the device's peak FLOP/s; the default is the A100's peak in bfloat16, as in nanoGPT.
         """
-        return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
+        tokens = self.config.block_size * fwdbwd_per_iter
+        return self.flops_per_token() * tokens / dt / peak_flops
 
     def generate(  # noqa: PLR0913  (nanoGPT's, and sample.py's settings)
         self,

@@ -24,7 +24,7 @@ BLOCK_INIT = "class Block(nn.Module):\n    def __init__(self, config: GPTConfig)
 LAYER_INIT = BLOCK_INIT.replace("config: GPTConfig)", "config: GPTConfig, layer: int)")
 FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
-RULES = "INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}\n"
+RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
 LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
 ATTENTION = "        self.attn = CausalSelfAttention(config)\n"
 

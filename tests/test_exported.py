@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+from isogpt.checkpoint import huggingface
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import of_characters
-from isogpt.nn import huggingface
 from model import GPT, GPTConfig
 
 ARCHITECTURES = {

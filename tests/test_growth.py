@@ -39,7 +39,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import export
-from isogpt.checkpoint import manifest, search, sharded_files
+from isogpt.checkpoint import huggingface, manifest, search, sharded_files
 from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import enter_folder, look_for_start
@@ -58,7 +58,6 @@ from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.monitor import log
 from isogpt.monitor.sink_files import MetricsFile, Plot
-from isogpt.nn import huggingface
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets, shard
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name

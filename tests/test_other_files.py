@@ -174,7 +174,7 @@ def test_what_to_type_for_a_folder_or_a_file(at, capsys):
     [
         ("adapter_config", {}, "an adapter .LoRA.: type: python -c .*save_pretrained.'hf-me"),
         ("config", LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq"),
-        ("config", LLAMA | {"num_hidden_layers": 5_000_000}, "5,000,000 layers: at most 10,000"),
+        ("config", LLAMA | {"num_hidden_layers": 5_000_000}, "n_layer is 5000000: it must be from 1 to "),
     ],
 )
 def test_folders_of_transformers_that_are_no_whole_models(at, name, content, message):

@@ -124,7 +124,7 @@ def test_the_docs_name_each_module_in_its_room():
 
 
 def test_the_model_knows_no_processes():
-    names = imported(REPO / "model.py")
+    names = imported(REPO / "model.py") - {"isogpt.checkpoint", "isogpt.checkpoint.huggingface"}  # in methods
     assert not any(name.startswith("torch.distributed") for name in names)
     ours = {name for name in names if name in package_graph()}
     assert "isogpt.nn.kernels" in ours

@@ -12,10 +12,10 @@ import pytest
 import torch
 from runs import script, script_that_fails, start_changed
 
+from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import of_characters
-from isogpt.nn import huggingface
 from model import GPT, GPTConfig
 
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
@@ -167,7 +167,7 @@ def test_no_code_in_a_folder_runs(at, capsys):
     assert "\nab" in f"\n{capsys.readouterr().out}" and not ran.exists()
     change_json(folder / "config.json", model_type="own")
     said = script_that_fails(at, capsys, "sample.py", args).err
-    assert "its model_type needs custom Python code, which is not run: use a model of type gpt2" in said
+    assert "its model_type is 'own': use a model of type gpt2" in said
     change_json(folder / "config.json", model_type="llama")
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Touch()}, folder / "pytorch_model.bin")

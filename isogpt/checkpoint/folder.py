@@ -31,7 +31,7 @@ from isogpt.common.files import TEMPORARY, free_name, read_records, read_utf8, r
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, is_main
-from isogpt.nn.huggingface import GPT2
+from isogpt.nn.architecture import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import Mesh

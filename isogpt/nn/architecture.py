@@ -37,15 +37,23 @@ ARCHS = {
     ),
     "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
 }
-# the smallest values of fields, also for models that are made without train.py, which checks its settings
-LEAST = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "n_expert_active": 1}
-LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
-# the largest values, beyond which building a model takes minutes or a matrix has no size in bytes
-MOST = dict.fromkeys(("n_head", "n_embd", "n_kv_head"), 2**25)
-MOST |= {"n_layer": 10_000, "n_hidden": 2**27, "n_expert": 2**16, "block_size": 2**31, "vocab_size": 2**31}
+# the shapes of GPT-2, by values of init_from (Radford et al. 2019, table 2; the numbers of heads are from the
+# models' config.json)
+GPT2 = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
+# the smallest and the largest values of fields, also for models that are made without train.py, which checks
+# its settings. Beyond them, building a model takes minutes or a matrix has no size in bytes
+LIMITS = {"n_layer": (1, 10_000), "n_expert": (0, 2**16), "n_expert_active": (1, 2**16)}
+LIMITS |= {"n_head": (1, 2**25), "n_kv_head": (0, 2**25), "n_embd": (1, 2**25), "n_hidden": (0, 2**27)}
+LIMITS |= {"block_size": (1, 2**31), "vocab_size": (1, 2**31)}
 # the fields that a run may set anew for weights that exist; the others describe the weights
 OF_THE_RUN = ("block_size", "dropout", "residual_dtype")
 RESIDUAL_DTYPES = ("float32", "bfloat16")
+CHOICES = {"arch": ARCHS, "residual_dtype": RESIDUAL_DTYPES}
 
 
 @dataclass
@@ -120,22 +128,15 @@ def problems_of_shape(values: dict) -> list[str]:
     """
     c = SimpleNamespace(**{field.name: field.default for field in fields(GPTConfig)} | values)
     problems = [
-        f"{name} is {getattr(c, name)}: it must be at least {least}"
-        for name, least in LEAST.items()
-        if getattr(c, name) < least
+        f"{name} is {getattr(c, name)}: it must be from {least} to {most}"
+        for name, (least, most) in LIMITS.items()
+        if not least <= getattr(c, name) <= most
     ]
     problems += [
-        f"{name} is {getattr(c, name)}: it must be at most {most}"
-        for name, most in MOST.items()
-        if getattr(c, name) > most
+        f"{name} is {getattr(c, name)!r}; choose from {', '.join(choices)}"
+        for name, choices in CHOICES.items()
+        if getattr(c, name) not in choices
     ]
-    if c.arch not in ARCHS:
-        *others, last = ARCHS
-        problems.append(f"arch is {c.arch!r}; choose from {', '.join(others)} and {last}")
-    if c.residual_dtype not in RESIDUAL_DTYPES:
-        problems.append(
-            f"residual_dtype is {c.residual_dtype!r}; choose from {' and '.join(RESIDUAL_DTYPES)}"
-        )
     if problems:
         return problems
     if 0 < c.n_expert < c.n_expert_active:
@@ -144,12 +145,10 @@ def problems_of_shape(values: dict) -> list[str]:
     multiple, name = (2 * c.n_head, "2 n_head") if ARCHS[c.arch].rotation else (c.n_head, "n_head")
     if c.n_embd % multiple:
         width = multiple * max(1, round(c.n_embd / multiple))
-        problems.append(
-            f"n_embd is {c.n_embd}: it must be a multiple of {name}, {multiple}: set --n_embd={width}"
-        )
+        advice = f"set --n_embd={width}"
+        problems.append(f"n_embd is {c.n_embd}: it must be a multiple of {name}, {multiple}: {advice}")
     if c.n_kv_head and c.n_head % c.n_kv_head:
         divisor = 0 if c.arch == "gpt2" else math.gcd(c.n_head, c.n_kv_head)  # gpt2: as many as n_head
-        problems.append(
-            f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set --n_kv_head={divisor}"
-        )
+        advice = f"set --n_kv_head={divisor}"
+        problems.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: {advice}")
     return problems

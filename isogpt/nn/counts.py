@@ -3,8 +3,8 @@ Count the parameters and the FLOPs of a model from its modules, on the meta devi
 follow an edit of model.py.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,10 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, for caches
 class Counts:
     """
-    The parameters of a block, or of a module outside of the blocks.
+    The parameters of a block, of a module outside of the blocks, or of a model.
 
     A parameter that several modules share, such as that of a tied head, counts as a parameter in the first of
     them only, but in all of them as `used`.
@@ -38,10 +38,10 @@ class Counts:
     matrices: int = 0
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, for caches
-class ModelCounts:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelCounts(Counts):
     """
-    The parameters of a model, by the place of their modules.
+    The parameters of a model, and by the place of their modules.
 
     Args:
         blocks: of each block.
@@ -53,26 +53,6 @@ class ModelCounts:
     outside: dict[str, Counts]
     model_class: type[nn.Module] = field(repr=False)
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        return sum(counts.parameters for counts in (*self.blocks, *self.outside.values()))
-
-    @property
-    def experts(self) -> int:
-        """Parameters of all experts."""
-        return sum(block.experts for block in self.blocks)
-
-    @property
-    def used(self) -> int:
-        """Parameters that each token is multiplied by."""
-        return sum(counts.used for counts in (*self.blocks, *self.outside.values()))
-
-    @property
-    def matrices(self) -> int:
-        """`used` without vectors."""
-        return sum(counts.matrices for counts in (*self.blocks, *self.outside.values()))
-
 
 def count_model(model: nn.Module) -> ModelCounts:
     """
@@ -80,43 +60,30 @@ def count_model(model: nn.Module) -> ModelCounts:
     module that holds it: the weight of an nn.Embedding is looked up, a token uses n_expert_active of the
     n_expert experts of an ExpertLinear, and is multiplied once by any other parameter.
     """
-    c, counted = model.config, set()
-    places = {f"h.{i}": Counter() for i in range(len(model.transformer.h))}
-    for name, module, p in parameters_in_use(model):
-        place = places.setdefault(place_of(name), Counter())
-        size = p.numel()
+    c, counted, places = model.config, set(), defaultdict(Counter)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_expert, is_embedding = isinstance(module, ExpertLinear), isinstance(module, nn.Embedding)
+        # h.0 of transformer.h.0.mlp.c_fc.weight, wte of transformer.wte.weight
+        first, *rest = name.removeprefix("transformer.").split(".")
+        place, size = places[f"h.{rest[0]}" if first == "h" else first], p.numel()
         if p not in counted:
             counted.add(p)
-            place["parameters"] += size
-            place["experts"] += size if isinstance(module, ExpertLinear) else 0
-            place["embeddings"] += size if isinstance(module, nn.Embedding) else 0
-        if isinstance(module, ExpertLinear):
+            place.update(parameters=size, experts=size * is_expert, embeddings=size * is_embedding)
+        if is_expert:
             size = size * c.n_expert_active // c.n_expert
-        if not isinstance(module, nn.Embedding):
-            place["used"] += size
-            place["matrices"] += size if p.dim() > 1 else 0
-    blocks = [Counts(**places.pop(f"h.{i}")) for i in range(len(model.transformer.h))]
+        if not is_embedding:
+            place.update(used=size, matrices=size * (p.dim() > 1))
+    total = sum(places.values(), Counter())
+    blocks = [Counts(**places.pop(f"h.{i}", {})) for i in range(len(model.transformer.h))]
     outside = {name: Counts(**place) for name, place in places.items()}
-    return ModelCounts(blocks, outside, type(model))
+    return ModelCounts(**total, blocks=blocks, outside=outside, model_class=type(model))
 
 
 def count_on_meta(model_class: Callable[[GPTConfig], nn.Module], model_args: dict) -> ModelCounts:
     """`count_model` of a model that is made on the meta device for this, without memory."""
     with torch.device("meta"):
         return count_model(model_class(GPTConfig(**model_args)))
-
-
-def parameters_in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield the name, the module and the parameter for each place in which a parameter is used."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, p in module.named_parameters(recurse=False):
-            yield f"{path}.{name}" if path else name, module, p
-
-
-def place_of(name: str) -> str:
-    """The place of a parameter: h.0 of transformer.h.0.mlp.c_fc.weight, wte of transformer.wte.weight."""
-    first, *rest = name.removeprefix("transformer.").split(".")
-    return f"h.{rest[0]}" if first == "h" else first
 
 
 def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.kernels import Dropout, compute_dtype, uses_cpu_kernels
+from isogpt.nn.cpu_kernels import uses_cpu_kernels
+from isogpt.nn.kernels import Dropout, compute_dtype
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -139,26 +140,19 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Multiply each expert's rows of x (N, in) by the expert's weight (E, out, in), transposed: (N, out). The
     host does not wait for a GPU to know the `counts`.
     """
-    # torch 2.13: the GPU's kernel is for bfloat16 only, the only dtype that torch.compile accepts
     on_cpu = uses_cpu_kernels(x)
-    is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
-    has_kernel = x.dtype == torch.bfloat16 and has_grouped_kernel(x.device.type)
-    if is_aligned and (on_cpu or has_kernel):
+    # The GPU's kernel is for bfloat16 only, the only dtype that torch.compile accepts. On GPUs other than
+    # Hopper, Blackwell and AMD's counterparts it is a loop, for which the host waits (torch 2.13).
+    has_kernel = on_cpu or x.dtype == torch.bfloat16
+    if has_kernel and x.device.type == "cuda":
+        # torch.compile treats properties as constants, unlike get_device_capability
+        has_kernel = torch.cuda.get_device_properties().major in (9, 10)
+    if has_kernel and all(n * x.itemsize % 16 == 0 for n in weight.shape[1:]):
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
     if on_cpu:  # less arithmetic than in blocks
-        return torch.cat(
-            [F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)]
-        )
+        parts = zip(x.split(counts.tolist()), weight, strict=True)
+        return torch.cat([F.linear(rows, w) for rows, w in parts])
     return BlockMatmul.apply(x, weight, *blocks_of_rows(len(x), counts))
-
-
-def has_grouped_kernel(device_type: str) -> bool:
-    """
-    Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
-    counterparts it is a loop, for which the host waits in each matmul (torch 2.13).
-    """
-    # torch.compile treats properties as constants, unlike get_device_capability
-    return device_type != "cuda" or torch.cuda.get_device_properties().major in (9, 10)
 
 
 # Half of the mean number of rows of an expert. Smaller blocks contain fewer rows of zeros, at most one block

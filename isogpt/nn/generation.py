@@ -1,7 +1,9 @@
 """Text generation: the loop over tokens, sampling, and Linear layers for inference."""
 
+import copy
 import sys
 from dataclasses import dataclass, replace
+from textwrap import shorten
 
 import numpy as np
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor, nn
 
 from isogpt.common.random_numbers import SAMPLING, random_bits
 from isogpt.nn.experts import ExpertLinear
-from isogpt.nn.kernels import Cache, FixedCache, KVCache
-from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
+from isogpt.nn.kernels import KVCache
+from isogpt.nn.logits import compare_logits, random_sequences
 
 CHECKED_TOKENS = 256  # length of the sequence on which the cache is checked
 
@@ -29,7 +31,10 @@ class InferenceLinear(nn.Module):
         super().__init__()
         self.dtype = dtype
         weight = linear.weight.detach().to(dtype)
-        self.is_packed = weight.device.type == "cpu" and can_pack(dtype)
+        can_pack = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if can_pack and dtype == torch.bfloat16:
+            can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.is_packed = can_pack and dtype != torch.float16
         if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         # buffers, because a CUDA graph reads them where they are and copies other tensors each time
@@ -42,15 +47,6 @@ class InferenceLinear(nn.Module):
         if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and this CPU support oneDNN's matmul with a packed weight in this dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
 
 
 def prepare(model: nn.Module, dtype: torch.dtype) -> None:
@@ -67,31 +63,24 @@ def prepare(model: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, InferenceLinear(child, dtype))
 
 
-@torch.no_grad()
 def problem_of_prepare(model: nn.Module, dtype: torch.dtype) -> str:
     """
-    Check on a small model, which is prepared, that `prepare` leaves its logits as they are: an edited model
-    may read the weights of a Linear layer itself.
+    Check on a small model that `prepare` leaves its logits as they are: an edited model may read the weights
+    of a Linear layer itself.
 
     Returns:
         '', or why the model must be left in float32 and computed under autocast, as a note for the user.
     """
-    c = model.config
-    draws = range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1)
-    sequences = [pseudo_random_tokens((1, min(8, c.block_size)), c.vocab_size, seed) for seed in draws]
-    sequences = [tokens.to(next(model.parameters()).device) for tokens in sequences]
-    expected = [model(tokens)[0] for tokens in sequences]
+    c, device, prepared = model.config, next(model.parameters()).device, copy.deepcopy(model)
+    prepare(prepared, dtype)
+    problem = compare_logits(
+        lambda tokens: prepared(tokens)[0],
+        lambda tokens: model(tokens)[0],
+        random_sequences(c, min(8, c.block_size), device),
+        dtype,
+    )
     note = "generating under autocast (slower), since with the weights of Linear layers packed"
-    try:
-        prepare(model, dtype)
-        logits = [model(tokens)[0] for tokens in sequences]
-    except Exception as e:  # an edited model can raise anything
-        return f"{note} the model raises {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-    differences = [largest_difference(*pair) for pair in zip(logits, expected, strict=True)]
-    if any(is_rounding(difference, size, dtype) for difference, size in differences):
-        return ""
-    difference, size = min(differences)
-    return f"{note} the logits differ by {difference:.2g} (their standard deviation is {size:.2g})"
+    return problem and f"{note} {problem}"
 
 
 @dataclass(frozen=True)
@@ -113,11 +102,11 @@ class Samples:
 
     tokens: Tensor  # (B, T + N): the prompt that is used, then the new tokens
     numbers: Tensor  # (N, B, 1): the random number of each new token
-    caches: list[Cache]  # one per block, or none: then all positions are computed again for each token
+    caches: list[KVCache]  # one per block, or none: then all positions are computed again for each token
     newest: Tensor  # (1,): position of the newest token
+    choice: Choice
 
 
-@torch.no_grad()
 def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_layers: bool = False) -> str:
     """
     Check that `generate` computes the same with a cache as without one, which is not so if layers of an
@@ -136,38 +125,22 @@ def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_
         '', or why `generate` must not use a cache, as a note for the user.
     """
     c = model.config
-    if max_new_tokens < 2 or (model.training and c.dropout):
-        return ""
     prompt = idx[:1, max(0, idx.size(1) - c.block_size) :]
     # in a prefix of one token, no layer can read an earlier position
     length = min(c.block_size, max(4, prompt.size(1) + max_new_tokens), CHECKED_TOKENS)
     first = max(1, length - 2)  # position of the first step
-    if first == length:
+    if max_new_tokens < 2 or first == length or (model.training and c.dropout):
         return ""
+    following = random_sequences(c, length, idx.device)
+    with torch.autocast(idx.device.type, enabled=False):
+        problem = compare_logits(
+            lambda tokens: logits_of_steps(model, tokens, first),  # (1, 2, V)
+            lambda tokens: torch.cat([model(tokens[:, :end])[0] for end in range(first + 1, length + 1)], 1),
+            (torch.cat((prompt, tokens), 1)[:, :length] for tokens in following),
+            errors=() if splits_layers else Exception,
+        )
     note = "generating without the cache (slower), since with it"
-    differences = []
-    for seed in range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1):
-        following = pseudo_random_tokens((1, length), c.vocab_size, seed).to(idx.device)
-        tokens = torch.cat((prompt, following), dim=1)[:, :length]
-        with torch.autocast(idx.device.type, enabled=False):
-            ends = range(first + 1, length + 1)
-            expected = torch.cat([model(tokens[:, :end])[0] for end in ends], dim=1)  # (1, 2, V)
-            try:
-                logits = logits_of_steps(model, tokens, first)
-            except Exception as e:  # an edited model can raise anything
-                if splits_layers:
-                    raise
-                return f"{note} the model raises {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        if expected.isnan().any():
-            return ""
-        difference, size = largest_difference(logits, expected)
-        if is_rounding(difference, size, logits.dtype):
-            return ""
-        differences.append(difference)
-    return (
-        f"{note} the logits differ by {min(differences):.2g} (their standard deviation is {size:.2g}): "
-        "model.py reads earlier positions without the cache"
-    )
+    return problem and f"{note} {problem}"
 
 
 def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
@@ -178,24 +151,27 @@ def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     caches = [KVCache(1, tokens.size(1)) for _ in range(model.config.n_layer)]
     model(tokens[:, :first], caches=caches)
     steps = tokens[:, first:].split(1, dim=1)
-    if not has_steps_of_one_shape(model, caches, tokens.device):
+    if not has_fixed_shape(model, caches):
         return torch.cat([model(token, caches=caches)[0] for token in steps], dim=1)
-    newest = torch.tensor([first], device=tokens.device)
-    fixed, logits = [FixedCache.of(cache, newest) for cache in caches], []
+    newest, logits = torch.tensor([first], device=tokens.device), []
+    for cache in caches:
+        cache.fix_shape(newest)
     for token in steps:
-        logits.append(model(token, positions=newest, caches=fixed)[0])
+        logits.append(model(token, positions=newest, caches=caches)[0])
         newest.add_(1)
     return torch.cat(logits, dim=1)
 
 
-def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache], device: torch.device) -> bool:
+def has_fixed_shape(model: nn.Module, caches: list[KVCache]) -> bool:
     """
-    Whether the tokens after the ones in these caches are generated with FixedCache: with a compiled step, and
-    on a GPU always, because on Hopper and Blackwell, cuDNN plans attention again for each new length of the
-    keys, which takes 0.4 s. In a pipeline, the caches of other processes' blocks contain no tensors.
+    Whether the tokens after the ones in these caches are generated in steps of one shape: with a compiled
+    step, and on a GPU always, because on Hopper and Blackwell, cuDNN plans attention again for each new
+    length of the keys, which takes 0.4 s. In a pipeline, the caches of other processes' blocks contain no
+    tensors.
     """
-    has_tensors = all(cache.k is not None for cache in caches)
-    return has_tensors and (model.seams.advance is not None or device.type == "cuda")
+    if any(cache.k is None for cache in caches):
+        return False
+    return model.seams.advance is not None or caches[0].k.device.type == "cuda"
 
 
 @torch.no_grad()
@@ -218,20 +194,20 @@ def generate(
     n_caches = model.config.n_layer if use_cache and max_new_tokens > 1 else 0
     caches = [KVCache(B, min(block_size, end)) for _ in range(n_caches)]
     tokens = torch.cat((used, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
-    samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
+    samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device), choice)
     known = min(T + 1, end)
-    append_tokens(model, samples, range(T, known), choice)
-    if caches and has_steps_of_one_shape(model, caches, device):
+    append_tokens(model, samples, range(T, known))
+    if caches and has_fixed_shape(model, caches):
         if model.seams.advance is None:
             model.seams = replace(model.seams, advance=advance)
         # the position embeddings of GPT-2 end at block_size
         known = end if model.arch.rotation else min(end, block_size + 1)
-        append_in_fixed_caches(model, samples, range(T + 1, known), choice)
-    append_tokens(model, samples, range(known, end), choice)
+        append_in_fixed_shape(model, samples, range(T + 1, known))
+    append_tokens(model, samples, range(known, end))
     return torch.cat((idx, tokens[:, T:]), dim=1)
 
 
-def append_tokens(model: nn.Module, samples: Samples, positions: range, choice: Choice) -> None:
+def append_tokens(model: nn.Module, samples: Samples, positions: range) -> None:
     """Choose the tokens of these positions, with shapes that grow with the position."""
     tokens, caches, block_size = samples.tokens, samples.caches, model.config.block_size
     first = tokens.size(1) - len(samples.numbers)  # position of the first new token
@@ -243,44 +219,36 @@ def append_tokens(model: nn.Module, samples: Samples, positions: range, choice: 
         if end == first and bool((new == new[:1]).all()):
             new = new[:1]  # all samples continue one prompt
         logits, _ = model(new, caches=caches if is_cached else None)  # (B or 1, 1, V)
-        tokens[:, end : end + 1] = choose(logits, samples.numbers[end - first], choice)
+        tokens[:, end : end + 1] = choose(logits, samples.numbers[end - first], samples.choice)
 
 
-def append_in_fixed_caches(model: nn.Module, samples: Samples, positions: range, choice: Choice) -> None:
+def append_in_fixed_shape(model: nn.Module, samples: Samples, positions: range) -> None:
     """
-    Choose the tokens of these positions, which follow cached positions, in steps of one shape. The host does
-    not wait for a GPU. If the seam `advance` cannot be compiled, the steps are not compiled, with a note.
-    """
-    caches = [FixedCache.of(cache, samples.newest) for cache in samples.caches]
-    fixed = replace(samples, caches=caches)
-    keep_addresses(fixed)
-    for position in positions:
-        try:
-            model.seams.advance(model, fixed, choice)
-        except Exception as e:  # a broken compiler can raise nearly anything
-            if model.seams.advance is advance:
-                raise
-            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-            note = f"note: compile: failed, generating without it (slower): {reason}"
-            print(note, file=sys.stderr)
-            model.seams = replace(model.seams, advance=advance)
-            fixed.newest.fill_(position - 1)  # the failed step may have increased it
-            advance(model, fixed, choice)
-
-
-def keep_addresses(samples: Samples) -> None:
-    """
-    Tell torch.compile that these tensors stay where they are. A CUDA graph copies all other tensors in each
-    step, and refuses to write to them.
+    Choose the tokens of these positions, which follow cached positions. The host does not wait for a GPU. If
+    the seam `advance` cannot be compiled, the steps are not compiled, with a note.
     """
     tensors = [samples.tokens, samples.numbers, samples.newest]
     for cache in samples.caches:
+        cache.fix_shape(samples.newest)
         tensors += [cache.k, cache.v]
     for tensor in tensors:
+        # a CUDA graph copies all other tensors in each step, and refuses to write to them
         torch._dynamo.mark_static_address(tensor, guard=False)
+    for position in positions:
+        try:
+            model.seams.advance(model, samples)
+        except Exception as e:  # a broken compiler can raise nearly anything
+            if model.seams.advance is advance:
+                raise
+            reason = f"{type(e).__name__}: {shorten(str(e), 300)}"
+            note = f"note: compile: failed, generating without it (slower): {reason}"
+            print(note, file=sys.stderr)
+            model.seams = replace(model.seams, advance=advance)
+            samples.newest.fill_(position - 1)  # the failed step may have increased it
+            advance(model, samples)
 
 
-def advance(model: nn.Module, samples: Samples, choice: Choice) -> None:
+def advance(model: nn.Module, samples: Samples) -> None:
     """
     Choose the token after the newest one, with caches of one shape. Nothing in this step depends on the host:
     a CUDA graph of it can be launched again and again.
@@ -291,16 +259,7 @@ def advance(model: nn.Module, samples: Samples, choice: Choice) -> None:
     logits, _ = model(token, positions=newest, caches=samples.caches)  # (B, 1, V)
     newest.add_(1)
     uniform = numbers.index_select(0, newest - first)[0]  # (B, 1)
-    tokens.index_copy_(1, newest, choose(logits, uniform, choice))
-
-
-def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
-    """
-    Choose one token per row, (B, 1), from the logits of the last position (B or 1, T, V) and a random number
-    of each row (B, 1).
-    """
-    logits = logits[:, -1, : choice.vocab_size].float().expand(len(uniform), -1)  # (B, V)
-    return next_token(logits, uniform, choice.temperature, choice.top_k, choice.top_p)
+    tokens.index_copy_(1, newest, choose(logits, uniform, samples.choice))
 
 
 def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
@@ -325,32 +284,31 @@ def running_sum(values: Tensor, width: int = 256) -> Tensor:
     return (within + before[:, :, None]).flatten(1)[:, : values.size(1)].contiguous()
 
 
-def next_token(
-    logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
+def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
     """
-    Sample one token id per row by inverting the cumulative distribution. top_k is applied before top_p, which
+    Choose one token per row, by inverting the cumulative distribution. top_k is applied before top_p, which
     is nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751).
 
     Args:
-        logits: (B, V).
-        uniform: random numbers in [0, 1), (B, 1).
+        logits: of the last position, (B or 1, 1, V).
+        uniform: a random number in [0, 1) for each row, (B, 1).
 
     Returns:
         (B, 1)
     """
-    if temperature < 1e-30:  # dividing by less would overflow
+    logits = logits[:, -1, : choice.vocab_size].float().expand(len(uniform), -1)  # (B, V)
+    if choice.temperature < 1e-30:  # dividing by less would overflow
         return logits.argmax(-1, keepdim=True)
     V, ids = logits.size(-1), None
-    k = min(top_k or V, V)
-    is_nucleus = top_p is not None and top_p < 1
+    k = min(choice.top_k or V, V)
+    is_nucleus = choice.top_p is not None and choice.top_p < 1
     if is_nucleus or k < V:
         logits, ids = logits.topk(k)  # (B, k) each, the most likely token first
-    cumulative = running_sum((logits / temperature).softmax(-1))  # (B, k)
+    cumulative = running_sum((logits / choice.temperature).softmax(-1))  # (B, k)
     total = cumulative[:, -1:]  # (B, 1)
     if is_nucleus:  # the nucleus ends with the token that brings the sum to top_p
         # not searchsorted, which Triton cannot compile for a constant (torch 2.13)
-        last = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=k - 1)
+        last = (cumulative < choice.top_p).sum(-1, keepdim=True).clamp(max=k - 1)
         total = cumulative.gather(1, last)
-    choice = torch.searchsorted(cumulative, uniform * total, right=True)  # (B, 1)
-    return choice if ids is None else ids.gather(1, choice)
+    token = torch.searchsorted(cumulative, uniform * total, right=True)  # (B, 1)
+    return token if ids is None else ids.gather(1, token)

@@ -1,54 +1,41 @@
 """
 Operators that model.py uses: dropout, norms, rotary positions, activations, attention and the loss.
 
-Dropout and half-precision attention are fast on a CPU. Causal attention supports a key/value cache. The
-cross-entropy never holds all the logits of a large vocabulary in memory.
+Causal attention supports a key/value cache. The cross-entropy never holds all the logits of a large
+vocabulary in memory. What a CPU computes in a different way is in cpu_kernels.py.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from isogpt.nn.cpu_kernels import (
+    HALF_ATTENTION_UP_TO,
+    CPUHalfAttention,
+    CPUNormalize,
+    CPURelu2,
+    CPURotate,
+    dropout_factors,
+    uses_cpu_kernels,
+)
+
 IGNORE = -1  # targets with this value do not contribute to the loss
 
 
-def uses_cpu_kernels(x: Tensor) -> bool:
-    """
-    Whether operators run the kernels of this module for a CPU. torch.compile fuses PyTorch's operators
-    itself, on any device.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul with x computes, under autocast or without."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 # ------------------------------------------------------------------------------------------------------------
-# dropout
-
-
-def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
-    """
-    Return the factors of dropout on a CPU: 0 with probability p (rounded to a multiple of 1 / 65,536), else 1
-    / (1 - p).
-
-    This is ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's SFC64,
-    and the rest is integer arithmetic. SFC64 is twice as fast as PyTorch's generator, from which it is
-    seeded.
-    """
-    n, scale = math.prod(shape), 1 / (1 - p)
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    bits = torch.from_numpy(np.random.SFC64(seed).random_raw(-(-n // 4)).view(np.int16)[:n]).view(shape)
-    kept = bits.ge_(min(round(p * 65536), 65535) - 32768)  # int16: 1 if kept, else 0
-    if dtype.itemsize == 2:
-        return kept.mul_(torch.tensor(scale, dtype=dtype).view(torch.int16).item()).view(dtype)
-    return kept.to(dtype).mul_(scale)
+# dropout, norm, rotary positions, activation, cap
 
 
 class Dropout(nn.Dropout):
@@ -60,11 +47,6 @@ class Dropout(nn.Dropout):
         return x * dropout_factors(x.shape, self.p, x.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# norm, rotary positions, activation, cap: on a CPU, each is an autograd.Function with half as many passes
-# over memory as PyTorch's composition of operators; on a GPU, torch.compile fuses the composition
-
-
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm; under autocast on a CPU, the result is already in the dtype to compute in."""
 
@@ -72,33 +54,9 @@ class RMSNorm(nn.RMSNorm):
         if not uses_cpu_kernels(x):
             # weights in another dtype than x would leave PyTorch's fused kernel, with a warning (torch 2.11)
             return super().forward(x if self.weight is None else x.to(self.weight.dtype))
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        dtype = compute_dtype(x)
         y = CPUNormalize.apply(x, self.eps, dtype)
         return y if self.weight is None else y * self.weight.to(dtype)
-
-
-class CPUNormalize(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) over the last dimension."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        scale = inverse_rms(x, eps)
-        ctx.save_for_backward(x, scale)
-        return torch.mul(x, scale, out=x.new_empty(x.shape, dtype=dtype))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, scale = ctx.saved_tensors
-        shift = (grad * x).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.size(-1))
-        return (grad * scale).addcmul_(x, shift).to(x.dtype), None, None
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, at least in float32: (..., N) -> (..., 1)."""
-    norm = torch.linalg.vector_norm(
-        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
-    return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 
 def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
@@ -150,50 +108,9 @@ def swap_halves(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
 
 
-class CPURotate(torch.autograd.Function):
-    """`rotate` on a CPU, in float32. The norm does not depend on the rotation, so one pass applies both."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, rope: Tensor, eps: float | None) -> Tensor:
-        # (T, H, D): much faster than broadcasting over the heads
-        cos, sin = rope.expand(2, *x.shape[1:]).contiguous()
-        x = x.contiguous()
-        y = torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
-        scale = None if eps is None else inverse_rms(x, eps)
-        y = y if scale is None else y.mul_(scale)
-        ctx.save_for_backward(rope, y if scale is not None else None, scale)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        rope, y, scale = ctx.saved_tensors
-        cos, sin = rope.expand(2, *grad.shape[1:]).contiguous()  # (T, H, D)
-        dtype, grad = grad.dtype, grad.contiguous()
-        if scale is not None:
-            shift = (grad * y).sum(-1, keepdim=True).div_(-y.size(-1))
-            grad = torch.addcmul(grad, y, shift).mul_(scale)
-        dx = torch.addcmul(grad * cos, grad.roll(grad.size(-1) // 2, -1), sin, value=-1)
-        return dx.to(dtype), None, None
-
-
 def relu2(x: Tensor) -> Tensor:
     """relu(x) squared."""
     return CPURelu2.apply(x) if uses_cpu_kernels(x) else F.relu(x).square()
-
-
-class CPURelu2(torch.autograd.Function):
-    """`relu2` on a CPU."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        y = x.relu()
-        ctx.save_for_backward(y)
-        return y * y
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return torch.addcmul(y.new_zeros(()), grad, y, value=2)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -204,32 +121,33 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # attention
 
-# module constants, because reading an attribute of an autograd.Function breaks torch.compile's graph
-HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's kernel is faster than CPUHalfAttention
-# queries per matmul; larger chunks compute more scores that the causal mask discards
-HALF_ATTENTION_CHUNK = 128
-# tokens up to which the probabilities are kept for the backward pass: at 1024, recomputing costs a tenth of
-# attention and saves a third of a block's activation memory
-HALF_ATTENTION_KEEPS_UP_TO = 512
-
 
 @dataclass
 class KVCache:
     """
     Keys and values of one block at the last `size` positions, in a ring: position p is stored at p % size.
+
+    With `position`, a step appends one token, where it writes is a tensor, and it reads the whole ring: the
+    shapes and the program of all steps are the same, as a CUDA graph requires.
     """
 
     rows: int  # rows of the batch
     size: int
-    length: int = 0  # positions appended so far
+    length: int = 0  # positions appended so far, before `position` was given
     k: Tensor | None = None  # (B, K, size, D), allocated by the first append
     v: Tensor | None = None
+    position: Tensor | None = None  # (1,): of the token that the next step appends; the caller increases it
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
         Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all
         stored keys and values, (B, K, S, D). Several positions at once must not go past the end of the ring.
         """
+        if self.position is not None:
+            place = self.position % self.size
+            self.k.index_copy_(2, place, k)
+            self.v.index_copy_(2, place, v)
+            return self.k, self.v
         if self.k is None:
             shape = (self.rows, k.size(1), self.size, k.size(3))
             self.k, self.v = k.new_empty(shape), v.new_empty(shape)
@@ -240,43 +158,15 @@ class KVCache:
         self.v[:, :, start : start + k.size(2)] = v
         return self.k[:, :, :stored], self.v[:, :, :stored]
 
-
-@dataclass
-class FixedCache:
-    """
-    Keys and values of one block in a ring as in KVCache, for steps of one token each. Where a step writes is
-    a tensor, and a step reads the whole ring: the shapes and the program of all steps are the same, as a CUDA
-    graph requires.
-    """
-
-    k: Tensor  # (B, K, size, D)
-    v: Tensor
-    position: Tensor  # (1,): of the token that the next step appends; the caller increases it
-
-    @classmethod
-    def of(cls, cache: KVCache, position: Tensor) -> "FixedCache":
-        """The same memory as a KVCache that contains at least one position."""
-        for t in (cache.k, cache.v):
-            t[:, :, cache.length :] = 0  # attention multiplies positions that are not yet written by 0
-        return cls(cache.k, cache.v, position)
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v of one position, (B, K, 1, D). Returns the whole ring, (B, K, size, D)."""
-        place = self.position % self.k.size(2)
-        self.k.index_copy_(2, place, k)
-        self.v.index_copy_(2, place, v)
-        return self.k, self.v
-
-    def is_written(self) -> Tensor:
-        """Which places of the ring contain a position, (1, size)."""
-        return torch.arange(self.k.size(2), device=self.k.device)[None] <= self.position
-
-
-Cache = KVCache | FixedCache
+    def fix_shape(self, position: Tensor) -> None:
+        """Continue with steps of one shape after the positions that the cache contains, at least one."""
+        self.position = position
+        for t in (self.k, self.v):
+            t[:, :, self.length :] = 0  # attention multiplies positions that are not yet written by 0
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: Cache | None = None
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None
 ) -> Tensor:
     """
     Compute causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and earlier
@@ -292,8 +182,8 @@ def causal_attention(
         (B, T, H * D)
     """
     T, groups = q.size(1), q.size(2) // k.size(2)
-    is_fixed = isinstance(cache, FixedCache)
-    has_previous = is_fixed or (cache is not None and cache.length > 0)
+    has_previous = cache is not None and cache.length > 0
+    has_fixed_shape = has_previous and cache.position is not None
     if cache is not None:
         cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
     if groups > 1 and not has_previous:
@@ -308,19 +198,11 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    elif is_fixed:
-        mask = cache.is_written()
-    grows = has_previous and not is_fixed
-    with attention_backends(dropout, q.device, grows):
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=not has_previous,
-            enable_gqa=k.size(1) < q.size(1),
-        )
+    elif has_fixed_shape:
+        mask = torch.arange(S, device=q.device)[None] <= cache.position  # which places are written
+    is_causal, is_grouped = not has_previous, has_previous and groups > 1
+    with attention_backends(dropout, q.device, has_previous and not has_fixed_shape):
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=is_grouped)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -338,75 +220,6 @@ def attention_backends(dropout: float, device: torch.device, grows: bool = False
     if device.type != "cuda" or not (dropout or grows):
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-class CPUHalfAttention(torch.autograd.Function):
-    """
-    Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
-
-    PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large blocks, so its forward and backward pass took 2 to 4 times as long. Here, each chunk of queries
-    attends to all keys up to its last position in one batched matmul. The probabilities, (T +
-    HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept for the backward pass if the sequence is short
-    or dropout needs them. Otherwise they are recomputed.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        B, T, H, D = q.shape
-        ctx.shape, ctx.dropout = q.shape, dropout
-        ctx.chunks = [(i, min(i + HALF_ATTENTION_CHUNK, T)) for i in range(0, T, HALF_ATTENTION_CHUNK)]
-        ctx.keeps_probs = dropout > 0 or T <= HALF_ATTENTION_KEEPS_UP_TO
-        q, k, v = (t.transpose(1, 2).reshape(B * H, T, D) for t in (q, k, v))
-        outs, kept = [], []
-        for i, j in ctx.chunks:
-            p = attention_probs(q, k, i, j)
-            if ctx.keeps_probs:
-                kept.append(p)
-            if dropout:
-                kept.append(dropout_factors(p.shape, dropout, p.dtype))
-                p = p * kept[-1]
-            outs.append(torch.bmm(p, v[:, :j]))
-        ctx.save_for_backward(q, k, v, *kept)
-        y = outs[0] if len(outs) == 1 else torch.cat(outs, 1)  # (B * H, T, D)
-        return y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        B, T, H, D = ctx.shape
-        q, k, v, *kept = ctx.saved_tensors
-        grad = grad.view(B, T, H, D).transpose(1, 2).reshape(B * H, T, D)
-        beta = 0 if len(ctx.chunks) == 1 else 1  # gradients of keys and values accumulate over several chunks
-        new = grad.new_zeros if beta else grad.new_empty
-        dq, dk, dv = new(3, B * H, T, D)
-        for i, j in ctx.chunks:
-            p = kept.pop(0) if ctx.keeps_probs else attention_probs(q, k, i, j)
-            g = grad[:, i:j]
-            dp, dropped = torch.bmm(g, v[:, :j].transpose(1, 2)), p
-            if ctx.dropout:
-                factors = kept.pop(0)
-                dp, dropped = dp.mul_(factors), p * factors
-            ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)  # (B * H, j - i, j)
-            dq[:, i:j].baddbmm_(ds, k[:, :j], beta=0, alpha=D**-0.5)
-            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], beta=beta, alpha=D**-0.5)
-            dv[:, :j].baddbmm_(dropped.transpose(1, 2), g, beta=beta)
-        dq, dk, dv = (t.view(B, H, T, D).transpose(1, 2) for t in (dq, dk, dv))
-        return dq, dk, dv, None
-
-
-def attention_probs(q: Tensor, k: Tensor, i: int, j: int) -> Tensor:
-    """Attention weights of queries i to j over keys 0 to j, (B * H, j - i, j), from q and k (B * H, T, D)."""
-    mask = causal_bias(i, j, q.dtype)  # (j - i, j)
-    return torch.baddbmm(mask, q[:, i:j], k[:, :j].transpose(1, 2), alpha=q.size(-1) ** -0.5).softmax(-1)
-
-
-@lru_cache(maxsize=32)
-def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
-    """
-    Return what is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys,
-    else 0.
-    """
-    return torch.full((j - i, j), -math.inf, dtype=dtype).triu(1 + i)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -436,12 +249,6 @@ def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int, memory: int = 0
         rows = max(128, min(rows, fitting))
     per_chunk = max(2**26, rows * vocab_size)
     return unchunked, per_chunk, per_chunk
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul with x computes, under autocast or without."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass(frozen=True)
@@ -488,10 +295,9 @@ def summed_loss(
             for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)
         ]
         return torch.stack(losses).sum()
-    if torch.is_autocast_enabled(x.device.type):  # autocast does not apply inside an autograd.Function
-        dtype = compute_dtype(x)
-        x, weight = x.to(dtype), weight.to(dtype)
-    _, per_chunk, per_chunk_float = logits_at_once(on_cpu, x.itemsize, V)
+    dtype = compute_dtype(x)  # autocast does not apply inside an autograd.Function
+    x, weight = x.to(dtype), weight.to(dtype)
+    _, per_chunk, per_chunk_float = logits_at_once(on_cpu, dtype.itemsize, V)
     return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float, vocabulary)
 
 
@@ -519,8 +325,10 @@ class ChunkedLoss(torch.autograd.Function):
     """
     summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would
     be the step's largest tensor, several times over. The gradient of a chunk does not depend on the other
-    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy serves the
-    same purpose, but was 4 to 8 times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
+    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy in
+    chunks (LinearCrossEntropyOptions) took 9.4 s instead of 2.9 in float32 and 19 s instead of 1.7 in
+    bfloat16, forward and backward, for 1,024 rows of 768 features and 50,304 ids on a core of an AMD EPYC
+    with AVX-512, and rounded the sum to bfloat16 (torch 2.13). Without these options, it holds all logits.
 
     Args:
         x: final hidden states (N, C).

@@ -1,7 +1,12 @@
-"""How far apart the logits of two computations of one model are."""
+"""Whether two computations of one model have the same logits."""
+
+from collections.abc import Callable, Iterable, Iterator
+from textwrap import shorten
 
 import torch
 from torch import Tensor
+
+from isogpt.nn.architecture import GPTConfig
 
 # The largest difference that rounding makes, in standard deviations of the logits. Measured between cached
 # and uncached steps and between model.py and transformers, for all architectures with 2 and 12 layers: up to
@@ -12,36 +17,66 @@ ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 SEQUENCES_WITH_EXPERTS = 3
 
 
-def pseudo_random_tokens(shape: tuple[int, int], vocab_size: int, seed: int) -> Tensor:
-    """Return token ids (B, T) that depend on the arguments alone, not on torch's generator."""
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+def random_sequences(config: GPTConfig, length: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the token ids (1, length) on which computations of a model are compared, always the same ones."""
+    for seed in range(SEQUENCES_WITH_EXPERTS if config.n_expert else 1):
+        generator = torch.Generator().manual_seed(seed)  # torch's own is left as it is
+        yield torch.randint(config.vocab_size, (1, length), generator=generator).to(device)
+
+
+@torch.no_grad()
+def compare_logits(
+    computed: Callable[[Tensor], Tensor],
+    expected: Callable[[Tensor], Tensor],
+    sequences: Iterable[Tensor],
+    dtype: torch.dtype | None = None,
+    errors: type[Exception] | tuple[()] = Exception,
+) -> str:
+    """
+    Compare the logits (1, T, V) that two functions compute from each of the sequences.
+
+    Args:
+        dtype: in which `computed` computes. Default: that of its logits.
+        errors: what `computed` may raise, which counts as a difference, since an edited model can raise
+            anything.
+
+    Returns:
+        "" if rounding explains the difference in one of the sequences, else what differs.
+    """
+    differences = []
+    for tokens in sequences:
+        reference = expected(tokens)
+        try:
+            logits = computed(tokens)
+        except errors as e:
+            return f"the model raises {type(e).__name__}: {shorten(str(e), 200)}"
+        difference, size = largest_difference(logits, reference)
+        if difference <= limit(dtype or logits.dtype) * size:
+            return ""
+        differences.append((difference, size))
+    difference, size = min(differences)
+    return f"the logits differ by {difference:.2g} (their standard deviation is {size:.2g})"
+
+
+def limit(dtype: torch.dtype) -> float:
+    """The limit of rounding, see ROUNDING. With TF32, float32 is multiplied with float16's precision."""
+    is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return ROUNDING[torch.float16 if is_tf32 else dtype]
 
 
 def largest_difference(logits: Tensor, expected: Tensor) -> tuple[float, float]:
     """
     Return, at the position where their quotient is largest, the root mean square difference of the logits
     and the standard deviation of the expected logits. Both are (B, T, V). Masked logits, which are infinite
-    in both, are equal. The difference is NaN if logits are.
+    in both, and expected logits of NaN are equal. The difference is NaN if logits are.
     """
-    worst, largest = (0.0, 0.0), 0.0
+    differences = []
     # one position at a time: further copies of all logits would take too much memory
     for position, reference in zip(logits.flatten(0, -2), expected.flatten(0, -2), strict=True):
         a, b = position.float(), reference.float()  # (V,) each
-        difference = (a - b).masked_fill(a == b, 0).square().mean().sqrt().item()
-        size = b[b.isfinite()].std(correction=0).item()
-        quotient = difference / max(size, 1e-30) if difference else 0.0
-        if not quotient <= largest:  # also NaN
-            worst, largest = (difference, size), quotient
-    return worst
-
-
-def is_rounding(difference: float, size: float, dtype: torch.dtype) -> bool:
-    """
-    Whether rounding explains a difference of logits of this size, see `largest_difference`.
-
-    Args:
-        dtype: in which the model computes. With TF32, float32 is multiplied with float16's precision.
-    """
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16
-    return difference <= ROUNDING.get(dtype, ROUNDING[torch.float32]) * size
+        error = (a - b).masked_fill((a == b) | b.isnan(), 0).square().mean().sqrt()
+        size = b[b.isfinite()].std(correction=0).nan_to_num()
+        differences.append(torch.stack((error, size)).cpu())
+    errors, sizes = torch.stack(differences, dim=1)  # (B * T,) each
+    worst = (errors / sizes.clamp(min=1e-30)).argmax()  # NaN is the largest
+    return errors[worst].item(), sizes[worst].item()

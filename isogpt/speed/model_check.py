@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from isogpt.checkpoint import huggingface
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
-from isogpt.nn import generation, huggingface
+from isogpt.nn import generation
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_model
 from isogpt.nn.kernels import IGNORE

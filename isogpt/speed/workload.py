@@ -9,9 +9,8 @@ from torch import nn
 
 from isogpt.data.data_folder import prepared_datasets
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset
-from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.counts import count_on_meta
-from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 from isogpt.common.console import count_text
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.data.dataset import Dataset
-from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
-from isogpt.nn.huggingface import GPT2
+from isogpt.nn.architecture import GPT2, OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.compression import keeps_errors
 from isogpt.parallel.mesh import AXES, make_mesh, splits_backward, stages_per_rank
