@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
+from isogpt.check.layout import prove_sampling
+from isogpt.check.small_model import Trial, small_plan
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
@@ -33,7 +35,7 @@ from isogpt.options.values import is_url
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED
-from isogpt.training import degrees, layout_check, precision, settings
+from isogpt.training import degrees, precision, settings
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
@@ -109,14 +111,13 @@ if stored and ranks.is_main:
     loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
     console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
-precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 if mesh.splits_model:  # an edited model may not be divided as model.py was
     try:
-        if problem := layout_check.problem_of_sampling(GPT, plan, mesh, ranks.device):
-            raise ValueError(problem)
+        prove_sampling(GPT, plan, mesh, ranks.device)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
         fail(str(e))
-splits = parallelize.split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
+precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
+splits = parallelize.divide_model(model, plan, mesh, ranks.device, splits_sequence=False)
 parallelize.materialize(model, torch.device("cpu"), splits)
 if source:
     do_together(state.restore_checkpoint, source, model)
@@ -138,8 +139,8 @@ problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=
 problem = next(filter(None, gather_objects(problem)), "")
 notes.append(problem)
 if not mesh.splits_model:  # an edited model may not survive this either
-    small = layout_check.small_model(GPT, plan, ranks.device)
-    notes.append(generation.problem_of_prepare(small.eval(), plan.torch_dtype))
+    small = Trial(GPT, small_plan(plan), mesh, ranks.device, {}).new_model().eval()
+    notes.append(generation.problem_of_prepare(small, plan.torch_dtype))
     if not notes[-1]:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)
         uses_autocast = False

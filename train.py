@@ -20,6 +20,7 @@ import sys
 import torch
 
 from configurator import configure, fail
+from isogpt.check.layout import prove_layout
 from isogpt.checkpoint.folder import claim_folder
 from isogpt.checkpoint.mirror import open_mirror
 from isogpt.checkpoint.save import Saver
@@ -31,20 +32,12 @@ from isogpt.launch import launchers, process_group, start_checks, together
 from isogpt.monitor import banner, code_version, evaluation, log, run_report, samples, signals, step_policy
 from isogpt.monitor.statistics import LayerStatistics
 from isogpt.monitor.watchdog import Watchdog
-from isogpt.parallel import (
-    compare_weights,
-    compilation,
-    data_parallel,
-    float_sums,
-    integer_sums,
-    parallelize,
-    recompute,
-)
+from isogpt.parallel import compare_weights, compilation, float_sums, integer_sums, parallelize
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed import devices, dry_run, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
-from isogpt.training import budget, layout_check, optim, precision, settings
+from isogpt.training import budget, optim, precision, settings
 from isogpt.training.schedule import make_schedule
 from model import GPT, GPTConfig
 
@@ -199,7 +192,7 @@ start = find_start(config, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
-checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
+checked = prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
@@ -224,13 +217,8 @@ with torch.device("meta"):  # no memory yet: the model may be too large for one 
 start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
 parameter_count = raw_model.get_num_params()  # over all ranks
 flops_per_token = raw_model.flops_per_token()
-# pp, ep, tp, cp; splits: how parameters were cut
-splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)
-recompute.recompute(raw_model, plan.activation_checkpointing)
-# torch.compile of the model or its blocks, which takes place at the first call
-compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
-if plan.zero >= 2:
-    data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
+# pp, ep, tp, cp, recomputation, torch.compile, FSDP2 with zero >= 2; splits: how parameters were cut
+splits = parallelize.divide_model(raw_model, plan, mesh, ranks.device)
 dry_run.begin(raw_model, plan, mesh, progress)  # in a dry run: from here on, only counts memory
 parallelize.materialize(raw_model, torch.device("cpu") if plan.cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
@@ -278,6 +266,7 @@ if pipeline:
 peak = devices.find_peak(ranks.device, plan.dtype)
 flops_per_step = flops_per_token * progress.tokens_per_step
 logger.print(*banner.about_model(data, plan, parameter_count, start.description))
+compile_note = compilation.compile_note(raw_model, ranks.device, plan)
 logger.print(*banner.about_ranks(ranks, plan, mesh, compile_note), *checked)
 logger.print(f"optim:   {optim.describe_updates(raw_model, optimizers, mesh)}")
 logger.print(*banner.about_step(config, reader), *banner.about_machine(ranks, plan, peak))

@@ -1,5 +1,5 @@
 """
-Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
+Compare layouts with one process (all ranks), many in one launch: see isogpt/check/layout.py.
 
 Arguments: a JSON file with a list of [model settings, settings of the layout, break or null, name of an edit
 or ""], and the folder of the repository to compare. Rank 0 writes a JSON list of the differences beside
@@ -25,11 +25,11 @@ from breaks import broken
 from edits import edited_gpt
 from runs import train_defaults
 
+from isogpt.check.layout import first_problem
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import LayoutError, plan_of
 from isogpt.training.degrees import check_degrees
-from isogpt.training.layout_check import first_problem
 from isogpt.training.settings import check_layout, model_args_of
 from model import GPT
 

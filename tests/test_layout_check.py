@@ -12,11 +12,11 @@ from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
 from runs import FORKED, REPO, TINY, assert_same_curve, train_defaults
 
+from isogpt.check import comparisons
+from isogpt.check.comparisons import COMBINED, LAYOUTS, in_processes
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.parallelize import materialize
-from isogpt.speed import model_check
-from isogpt.speed.model_check import COMBINED, LAYOUTS, in_processes
 
 MODELS = {
     "gpt2": {"bias": True},
@@ -155,13 +155,13 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
 
 def test_a_comparison_that_fails_is_refused_with_the_reason(at):
     zbv, args = {"pp": 2, "pp_schedule": "zbv"}, asdict(GPTConfig(n_layer=1))
-    plan = model_check.plan_with(zbv, train_defaults(), args, 2)
-    compare = partial(model_check.compare_layout, torch.nn.Module, plan, train_defaults())
+    plan = comparisons.plan_with(zbv, train_defaults(), args, 2)
+    compare = partial(comparisons.compare_layout, torch.nn.Module, plan, train_defaults())
     state, text = in_processes(2, compare)
     assert state == "refused" and text.startswith("pp_schedule 'zbv' makes 4 stages")
     state, text = in_processes(1, partial(json.loads, "x"))
     assert state == "refused" and text.startswith("it cannot be computed: JSONDecodeError: Expecting")
-    at.set(model_check, "LIMIT_S", 0.5)
+    at.set(comparisons, "LIMIT_S", 0.5)
     assert in_processes(2, signal.pause) == ("refused", "no result within 0 s"), "it does not end"
 
 

@@ -44,6 +44,19 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     return "compile: the first step takes about a minute longer"
 
 
+def compile_note(model: nn.Module, device: torch.device, plan: Plan) -> str:
+    """A sentence for the user about what `compile_model` has done (all ranks)."""
+    if not plan.compile:
+        return "compile: off"
+    if device.type == "cpu":
+        return "compile: off, since it gains nothing on a CPU"
+    if not is_compiled(model):
+        return "compile: does not work on this machine, training without it (slower): " + trial_compilation(
+            device
+        )
+    return "compile: the first step takes about a minute longer"
+
+
 def trial_compilation(device: torch.device) -> str:
     """Compile a small function (all ranks). Returns the first problem of any rank, or ''."""
     problem = ""

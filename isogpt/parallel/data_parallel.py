@@ -19,6 +19,11 @@ from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import LayoutError, Plan
 
 
+def uses_ddp(plan: Plan, mesh: Mesh) -> bool:
+    """Whether the model is wrapped with DistributedDataParallel."""
+    return plan.zero < 2 and mesh.pp == 1 and mesh.replicas.size > 1
+
+
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
     """
     Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +17,7 @@ from isogpt.parallel.gradients import (
     norm_share,
     parameters_by_replica_count,
 )
+from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
@@ -116,3 +118,18 @@ class FloatSums:
         integer_sums.sum_of_squares. The sum over all ranks is the squared norm.
         """
         return norm_share(self.by_replica_count), 0.0
+
+
+def make_sums(
+    model: nn.Module,
+    raw_model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    share: Share,
+    scaler: torch.amp.GradScaler,
+    compression: Compression | None = None,
+) -> FloatSums | ExactSums:
+    """Make what adds a step's gradients: with exact as int64, so that sums do not depend on an order."""
+    if plan.exact:
+        return ExactSums(model, raw_model, mesh, plan, share, scaler)
+    return FloatSums(model, raw_model, mesh, plan, share, compression)

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.parallel.data_parallel import fsdp_units
+from isogpt.parallel.compilation import compile_model
+from isogpt.parallel.data_parallel import fsdp_units, shard
 from isogpt.parallel.local_parts import Splits, copy_to_cpu, init_part, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline, split_layers
 from isogpt.parallel.plan import LayoutError, Plan
+from isogpt.parallel.recompute import recompute
 
 
 def split_model(
@@ -43,6 +45,22 @@ def split_model(
 
         parallelize_context(model, mesh, device)
     return {name: splits_of(p) for name, p in model.named_parameters()}
+
+
+def divide_model(
+    model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, splits_sequence: bool = True
+) -> dict[str, Splits]:
+    """
+    Divide a model on the meta device as a plan says, in place (all ranks): this rank's layers, experts and
+    parts of matrices, recomputation, torch.compile, which takes place at the first call, and fully_shard.
+    Returns what `split_model` returns.
+    """
+    splits = split_model(model, mesh, plan.pp_schedule, device, splits_sequence)
+    recompute(model, plan.activation_checkpointing)
+    compile_model(model, device, plan, mesh)
+    if plan.zero >= 2:
+        shard(model, mesh, device, plan)
+    return splits
 
 
 def make_pipeline(

@@ -1,0 +1,147 @@
+"""
+Prove a layout before a run trains with it: a small model, with the code of model.py, computes on all ranks
+together what it computes on one process.
+
+The ways of dividing the work rely on the model: only attention mixes positions, nothing but the residual
+stream goes from block to block, and certain matrices can be divided. After an edit of model.py, this may no
+longer be true, and nothing else would say so.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from isogpt.check.facts import crash_of, fact, first_difference
+from isogpt.check.small_model import ROWS, Trial, small_plan
+from isogpt.nn.architecture import GPTConfig
+from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
+from isogpt.parallel.shares import parse_shares, share_of_plan
+from isogpt.training import precision
+
+LOGITS_LIMIT = 1e-4  # relative to their norm
+# what divides the work, and the values with which nothing does
+DIVIDED_BY = (*LAYOUT, "islands", "exact")
+ONE_PROCESS = {name: getattr(UNDIVIDED, name) for name in DIVIDED_BY}
+ONE_PROCESS |= {"cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
+
+
+def prove_layout(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+) -> list[str]:
+    """
+    Compare the facts of a small model on all ranks with those of one process, see Trial.facts (all ranks).
+    Returns a line for the user; none if nothing is divided, and with check_layout=False.
+
+    Args:
+        model_class: GPT, from the model.py of the run.
+        mesh: of the plan, connected.
+        config: train.py's settings.
+
+    Raises:
+        LayoutError: on every rank: a fact differs, the small model cannot be computed, or a buffer changes,
+            although checkpoints contain no buffers.
+    """
+    if not config["check_layout"]:
+        return []
+    args = small_plan(plan).model_args
+    try:
+        # not on the meta device, so that GPT refuses what its __init__ writes in vain
+        small_model = model_class(GPTConfig(**args))
+    except ValueError as e:
+        raise LayoutError(str(e)) from e
+    name = layout_name(plan)
+    if not name and not [*small_model.buffers()]:
+        return []
+    try:
+        problem = first_problem(model_class, plan, mesh, device, config)
+    except LayoutError:
+        raise
+    except Exception as e:  # whatever an edited model raises
+        raise LayoutError(refusal(plan, crash_of(e))) from e
+    if not problem:
+        sizes = f"n_layer {args['n_layer']}, block_size {args['block_size']}"
+        line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
+        return [line] if name else []
+    same = []
+    for zero in (0, 3):
+        other = replace(plan, **ONE_PROCESS | {"zero": zero})
+        if layout_name(other) != name:
+            other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
+            with suppress(Exception):  # it cannot be computed
+                if not first_problem(model_class, other, other_mesh, device, config):
+                    same.append(f"zero={zero}" if zero else "dp")
+    if same:
+        problem += f"; {' and '.join(same)} compute the same"
+    raise LayoutError(refusal(plan, problem))
+
+
+def first_problem(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+) -> str:
+    """
+    Return the first difference of any rank; "" if there is none (all ranks). Since rounding can flip a token
+    from one expert to another, there must be a difference with a second draw of weights and tokens, too.
+    """
+    precision.set_numerics(device, "float32", deterministic=False)  # without TF32
+    share = share_of_plan(plan, mesh, parse_shares(plan.shares))
+    pads = not plan.exact and share.padding() > 0
+    rows = 1 if {*share.rows_of} != {plan.batch_size} else ROWS
+    problem = ""
+    for draw in range(2):
+        trial = Trial(model_class, small_plan(plan), mesh, device, config, draw, pads, rows)
+        problem = trial.problem()
+        gc.collect()  # what the small model has allocated; its hooks refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not problem:
+            break
+    return problem
+
+
+@torch.no_grad()
+def prove_sampling(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device
+) -> None:
+    """
+    Compare the logits of a small model that tp and pp divide for sampling with those of one process (all
+    ranks).
+
+    Raises:
+        LayoutError: they differ, or cannot be computed; with pp, perhaps not on every rank.
+    """
+    precision.set_numerics(device, "float32", deterministic=False)
+    trial = Trial(model_class, small_plan(plan), mesh, device, {})
+    tokens, _ = trial.batches[0]  # (ROWS, T)
+    try:
+        whole = trial.new_model().eval()
+        expected = {"the tensor of logits": fact(whole(tokens)[0], LOGITS_LIMIT)}
+        model, pipeline = trial.divided_model(whole.state_dict(), splits_sequence=False)
+        logits, _ = (pipeline or model).eval()(tokens)
+        problem = first_difference(expected, {"the tensor of logits": fact(logits)})
+    except LayoutError:
+        raise
+    except Exception as e:  # whatever an edited model raises
+        problem = crash_of(e)
+    if problem:
+        raise LayoutError(f"{refusal(plan, problem)}, or set --tp=1 --pp=1")
+
+
+def layout_name(plan: Plan) -> str:
+    """The settings that divide the work, as they are typed; "" if nothing is divided."""
+    values = {name: getattr(plan, name) for name in DIVIDED_BY}
+    typed = [f"{name}={value}" for name, value in values.items() if value != ONE_PROCESS[name]]
+    processes = f"dp on {plan.world_size} processes" if plan.world_size > 1 else ""
+    return " ".join(typed) or processes
+
+
+def refusal(plan: Plan, problem: str) -> str:
+    """What to say about a layout that has a problem."""
+    return (
+        f"{layout_name(plan)} does not compute what one process computes with this model.py: {problem}. See "
+        "docs/changing-the-model.md; python bench.py --check shows which layouts do"
+    )
