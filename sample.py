@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.check.layout import prove_sampling
-from isogpt.check.small_model import Trial, small_plan
+from isogpt.check.facts import Trial, small_plan
+from isogpt.check.layout import prove_layout
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
@@ -113,9 +113,9 @@ if stored and ranks.is_main:
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
 if mesh.splits_model:  # an edited model may not be divided as model.py was
     try:
-        prove_sampling(GPT, plan, mesh, ranks.device)
+        prove_layout(GPT, plan, mesh, ranks.device, config)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
-        fail(str(e))
+        fail(f"{e}, or set --tp=1 --pp=1")
 precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 splits = parallelize.divide_model(model, plan, mesh, ranks.device, splits_sequence=False)
 parallelize.materialize(model, torch.device("cpu"), splits)

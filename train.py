@@ -192,7 +192,7 @@ start = find_start(config, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
-checked = prove_layout(GPT, plan, mesh, ranks.device, config)
+checked = prove_layout(GPT, plan, mesh, ranks.device, config) if check_layout else []
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 logger.notes += precision.use_flash_attention_3(ranks.device, plan, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided

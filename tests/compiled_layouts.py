@@ -23,7 +23,7 @@ import torch.distributed as dist
 from runs import train_defaults
 from torch._dynamo.utils import counters
 
-from isogpt.check import small_model
+from isogpt.check import facts
 from isogpt.nn import kernels
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel import compilation
@@ -69,8 +69,8 @@ def difference(model_settings, layout, rank, world_size):
     check_layout(plan)
     check_degrees(plan)
     mesh = connect_mesh(rank, plan, 60.0)
-    plan = replace(small_model.small_plan(plan), model_args=args)
-    trial = small_model.Trial(GPT, plan, mesh, CPU, config)
+    plan = replace(facts.small_plan(plan), model_args=args)
+    trial = facts.Trial(GPT, plan, mesh, CPU, config)
     weights = dict(trial.new_model().named_parameters())
     eager, compiled = (gradients(trial, weights, is_compiled) for is_compiled in (False, True))
     assert eager.keys() == compiled.keys()
@@ -81,7 +81,7 @@ torch.set_num_threads(1)
 kernels.logits_at_once = lambda *_: (2**13, 2**15, 2**15)  # two chunks of 128 rows
 compile_parts = compilation.compile_parts
 # smaller buckets, at which DDP's graphs are divided
-small_model.DistributedDataParallel = partial(small_model.DistributedDataParallel, bucket_cap_mb=1)
+facts.DistributedDataParallel = partial(facts.DistributedDataParallel, bucket_cap_mb=1)
 dist.init_process_group("gloo")
 path, ranks = Path(sys.argv[1]), (dist.get_rank(), dist.get_world_size())
 results = [

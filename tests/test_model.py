@@ -19,7 +19,7 @@ from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.check.comparisons import compare_counts
-from isogpt.check.small_model import Trial, small_plan
+from isogpt.check.facts import Trial, small_plan
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
 from isogpt.nn.generation import next_token

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -23,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.check.facts import Fact, crash_of, fact, first_difference
+from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference, small_plan
 from isogpt.check.layout import ONE_PROCESS, first_problem
-from isogpt.check.small_model import LIMIT, ROWS, Trial, small_plan
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
@@ -37,7 +35,7 @@ from isogpt.parallel.compilation import compile_parts, trial_compilation
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.pipeline import SCHEDULES
-from isogpt.parallel.plan import Plan, plan_of
+from isogpt.parallel.plan import LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.speed.workload import Workload
 from isogpt.training import settings
@@ -266,10 +264,8 @@ def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int
             dist.init_process_group("gloo", f"file://{folder}/store", limit, processes, rank)
         return compare()
     except Exception as e:  # whatever an edited model raises
-        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-        if isinstance(e, ValueError) and frame.f_globals["__name__"].startswith("isogpt."):
-            return REFUSED, str(e)  # a sentence for the user
-        return REFUSED, f"it cannot be computed: {crash_of(e)}"
+        is_sentence = type(e) in (ValueError, LayoutError)
+        return REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
 
 
 def compare_resume(launches: Launches, trial: Trial) -> Answer:

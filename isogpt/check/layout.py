@@ -15,15 +15,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isogpt.check.facts import crash_of, fact, first_difference
-from isogpt.check.small_model import ROWS, Trial, small_plan
+from isogpt.check.facts import ROWS, Trial, crash_of, small_plan
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
 from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.training import precision
 
-LOGITS_LIMIT = 1e-4  # relative to their norm
 # what divides the work, and the values with which nothing does
 DIVIDED_BY = (*LAYOUT, "islands", "exact")
 ONE_PROCESS = {name: getattr(UNDIVIDED, name) for name in DIVIDED_BY}
@@ -35,32 +33,27 @@ def prove_layout(
 ) -> list[str]:
     """
     Compare the facts of a small model on all ranks with those of one process, see Trial.facts (all ranks).
-    Returns a line for the user; none if nothing is divided, and with check_layout=False.
+    Returns a line for the user; none if nothing is divided.
 
     Args:
         model_class: GPT, from the model.py of the run.
+        plan: if it has no optimizer, the model only generates.
         mesh: of the plan, connected.
-        config: train.py's settings.
+        config: train.py's settings, of which the optimizers are made.
 
     Raises:
-        LayoutError: on every rank: a fact differs, the small model cannot be computed, or a buffer changes,
-            although checkpoints contain no buffers.
+        LayoutError: a fact differs, or the small model cannot be computed or saved. On every rank, unless a
+            pipeline fails.
     """
-    if not config["check_layout"]:
-        return []
-    args = small_plan(plan).model_args
+    name, args = layout_name(plan), small_plan(plan).model_args
     try:
         # not on the meta device, so that GPT refuses what its __init__ writes in vain
         small_model = model_class(GPTConfig(**args))
-    except ValueError as e:
-        raise LayoutError(str(e)) from e
-    name = layout_name(plan)
-    if not name and not [*small_model.buffers()]:
-        return []
-    try:
+        if not name and not [*small_model.buffers()]:
+            return []
         problem = first_problem(model_class, plan, mesh, device, config)
-    except LayoutError:
-        raise
+    except ValueError as e:  # a sentence for the user
+        raise LayoutError(str(e)) from e
     except Exception as e:  # whatever an edited model raises
         raise LayoutError(refusal(plan, crash_of(e))) from e
     if not problem:
@@ -68,7 +61,7 @@ def prove_layout(
         line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
         return [line] if name else []
     same = []
-    for zero in (0, 3):
+    for zero in (0, 3) if plan.optimizer else (0,):
         other = replace(plan, **ONE_PROCESS | {"zero": zero})
         if layout_name(other) != name:
             other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
@@ -88,9 +81,11 @@ def first_problem(
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    share = share_of_plan(plan, mesh, parse_shares(plan.shares))
-    pads = not plan.exact and share.padding() > 0
-    rows = 1 if {*share.rows_of} != {plan.batch_size} else ROWS
+    pads, rows = False, ROWS
+    if plan.optimizer:
+        share = share_of_plan(plan, mesh, parse_shares(plan.shares))
+        pads = not plan.exact and share.padding() > 0
+        rows = ROWS if {*share.rows_of} == {plan.batch_size} else 1
     problem = ""
     for draw in range(2):
         trial = Trial(model_class, small_plan(plan), mesh, device, config, draw, pads, rows)
@@ -101,34 +96,6 @@ def first_problem(
         if not problem:
             break
     return problem
-
-
-@torch.no_grad()
-def prove_sampling(
-    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device
-) -> None:
-    """
-    Compare the logits of a small model that tp and pp divide for sampling with those of one process (all
-    ranks).
-
-    Raises:
-        LayoutError: they differ, or cannot be computed; with pp, perhaps not on every rank.
-    """
-    precision.set_numerics(device, "float32", deterministic=False)
-    trial = Trial(model_class, small_plan(plan), mesh, device, {})
-    tokens, _ = trial.batches[0]  # (ROWS, T)
-    try:
-        whole = trial.new_model().eval()
-        expected = {"the tensor of logits": fact(whole(tokens)[0], LOGITS_LIMIT)}
-        model, pipeline = trial.divided_model(whole.state_dict(), splits_sequence=False)
-        logits, _ = (pipeline or model).eval()(tokens)
-        problem = first_difference(expected, {"the tensor of logits": fact(logits)})
-    except LayoutError:
-        raise
-    except Exception as e:  # whatever an edited model raises
-        problem = crash_of(e)
-    if problem:
-        raise LayoutError(f"{refusal(plan, problem)}, or set --tp=1 --pp=1")
 
 
 def layout_name(plan: Plan) -> str:
