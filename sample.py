@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.check.facts import Trial, small_plan
+from isogpt.check.facts import Trial
 from isogpt.check.layout import prove_layout
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
@@ -139,7 +139,7 @@ problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=
 problem = next(filter(None, gather_objects(problem)), "")
 notes.append(problem)
 if not mesh.splits_model:  # an edited model may not survive this either
-    small = Trial(GPT, small_plan(plan), mesh, ranks.device, {}).new_model().eval()
+    small = Trial(GPT, plan, mesh, ranks.device, {}).new_model().eval()
     notes.append(generation.problem_of_prepare(small, plan.torch_dtype))
     if not notes[-1]:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)

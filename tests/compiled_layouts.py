@@ -69,7 +69,7 @@ def difference(model_settings, layout, rank, world_size):
     check_layout(plan)
     check_degrees(plan)
     mesh = connect_mesh(rank, plan, 60.0)
-    plan = replace(facts.small_plan(plan), model_args=args)
+    facts.small_plan = lambda plan: replace(small_plan(plan), model_args=args)
     trial = facts.Trial(GPT, plan, mesh, CPU, config)
     weights = dict(trial.new_model().named_parameters())
     eager, compiled = (gradients(trial, weights, is_compiled) for is_compiled in (False, True))
@@ -79,7 +79,7 @@ def difference(model_settings, layout, rank, world_size):
 
 torch.set_num_threads(1)
 kernels.logits_at_once = lambda *_: (2**13, 2**15, 2**15)  # two chunks of 128 rows
-compile_parts = compilation.compile_parts
+compile_parts, small_plan = compilation.compile_parts, facts.small_plan
 # smaller buckets, at which DDP's graphs are divided
 facts.DistributedDataParallel = partial(facts.DistributedDataParallel, bucket_cap_mb=1)
 dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.check.comparisons import compare_counts
-from isogpt.check.facts import Trial, small_plan
+from isogpt.check.facts import Trial
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
 from isogpt.nn.generation import next_token
@@ -1006,7 +1006,7 @@ def test_what_an_edit_computes_more_than_is_counted_is_said():
     for model_class in (GPT, edited_gpt("blocks applied twice")):
         args = dataclasses.asdict(GPTConfig(**COUNTED_SHAPE))
         plan = plan_of(train_defaults(), 1, model_args=args, **ONE_CPU)
-        trials.append(Trial(model_class, small_plan(plan), Mesh(), torch.device("cpu"), {}))
+        trials.append(Trial(model_class, plan, Mesh(), torch.device("cpu"), {}))
     usual, twice = (compare_counts(trial) for trial in trials)
     assert usual == ("holds", "") and twice[0] == "differs" and "FLOPs per token, of which" in twice[1]
 

@@ -6,7 +6,6 @@ Each comparison takes place in new processes, so that one that crashes, or waits
 are forked from bench.py, which has computed nothing.
 """
 
-import math
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference, small_plan
+from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference
 from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
@@ -92,13 +91,23 @@ def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> An
 
 
 def compare_alone(trial: Trial) -> Answer:
-    """Whether the loss is finite, and each parameter that is trained gets a gradient."""
+    """
+    Whether each parameter that is trained gets a gradient, and a step changes these parameters and no other.
+    Says what updates them.
+    """
     model = trial.new_model()
-    loss, _ = trial.step_of_one_process(model)
-    if not math.isfinite(loss):
-        return DIFFERS, f"the loss is {loss}"
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    return verdict(f"{unused[0]} gets no gradient" if unused else "")
+    before = weights_of(model)
+    trial.step_of_one_process(model)
+    optimizers = make_optimizers(model, trial.config)
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is None:
+            return DIFFERS, f"{name} gets no gradient"
+        is_trained = p.grad is not None and bool(p.grad.any())
+        if is_trained == torch.equal(p, before[name].value):
+            return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
+    return HOLDS, describe_updates(model, optimizers, trial.mesh)
 
 
 @torch.no_grad()
@@ -108,7 +117,7 @@ def compare_logits(trial: Trial) -> Answer:
     with the loss in evaluation mode.
     """
     model = trial.new_model()
-    x, y = trial.batches[0]
+    x, y = trial.batches(Mesh())[0]
     count = float((y != IGNORE).sum())
     _, loss = model(x, y, count)
     logits, mean = model(x, y)
@@ -131,25 +140,10 @@ def compare_compiled(trial: Trial) -> Answer:
     return verdict(first_difference(trial.facts(trial.new_model()), trial.facts(compiled)))
 
 
-def compare_optimizers(trial: Trial) -> Answer:
-    """Whether a step changes each parameter that has a gradient, and no other. Says what updates them."""
-    model = trial.new_model()
-    before = weights_of(model)
-    trial.step_of_one_process(model)
-    optimizers = make_optimizers(model, trial.config)
-    for optimizer in optimizers:
-        optimizer.step()
-    for name, p in model.named_parameters():
-        is_trained = p.grad is not None and bool(p.grad.any())
-        if is_trained == torch.equal(p, before[name].value):
-            return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
-    return HOLDS, describe_updates(model, optimizers, trial.mesh)
-
-
 def compare_generation(trial: Trial) -> Answer:
     """Compare the logits of cached steps with those of whole sequences, see generation.problem_of_cache."""
     model = trial.new_model().eval()
-    x, _ = trial.batches[0]
+    x, _ = trial.batches(Mesh())[0]
     problem = generation.problem_of_cache(model, x[:1, :4], max_new_tokens=trial.length)
     return (REFUSED, problem) if problem else (HOLDS, "")
 
@@ -190,7 +184,7 @@ def compare_counts(trial: Trial) -> Answer:
         return REFUSED, "torch counts no matmuls of experts"
     model = trial.new_model()
     counted = 2 * count_model(model).matrices
-    x, y = trial.batches[0]
+    x, y = trial.batches(Mesh())[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x, y)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
@@ -205,7 +199,6 @@ IN_ONE_PROCESS = {
     "one process": compare_alone,
     "initial values": compare_initial_values,
     "parameters and FLOPs": compare_counts,
-    "optimizers": compare_optimizers,
     "loss by logits": compare_logits,
     "generation with a cache": compare_generation,
     "export to transformers": compare_export,
@@ -226,7 +219,7 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
         processes: how many the layouts are compared on.
     """
     config, model_args = workload.settings, workload.model_args()
-    trial = Trial(workload.gpt, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config)
+    trial = Trial(workload.gpt, plan_with({}, config, model_args), Mesh(), CPU, config)
     for name, compare in IN_ONE_PROCESS.items():
         yield name, *in_processes(1, partial(compare, trial))
     for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():

@@ -25,7 +25,7 @@ from isogpt.parallel.local_parts import LocalPart, Splits, local, local_part_of,
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
-from isogpt.parallel.shares import multiple_up, share_of_plan
+from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
@@ -52,8 +52,9 @@ class Fact(NamedTuple):
 
 def fact(value: Tensor | float, relative: float = 0.0) -> Fact:
     """A whole result, which may differ by this fraction of its norm."""
-    value = torch.as_tensor(value).detach()
-    return Fact(value, relative * value.float().norm().item())
+    if not torch.is_tensor(value):
+        value = torch.tensor(value, dtype=torch.float64)
+    return Fact(value.detach(), relative * value.float().norm().item())
 
 
 def first_difference(expected: dict[str, Fact], facts: dict[str, Fact]) -> str:
@@ -99,7 +100,7 @@ def crash_of(error: Exception) -> str:
     reason = " ".join(str(error).split())[:300]
     if is_connection_lost(error):
         reason = "a different rank has failed, or communicates differently"
-    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    text = f"{type(error).__name__}: {reason}"
     root = Path(__file__).resolve().parents[2]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).is_relative_to(root):
@@ -148,41 +149,47 @@ def small_plan(plan: Plan) -> Plan:
 @dataclass
 class Trial:
     """
-    A small model, whole and divided.
+    A small model of the kind of a run's, whole and divided.
 
     Args:
-        plan: see `small_plan`. If it has no optimizer, the model only generates.
+        run_plan: of the run. If it has no optimizer, the model only generates.
         draw: seed of the weights and tokens.
-        pads: whether ranks of the run read padding rows, which one process does not.
-        rows: of a micro-batch on one process, fewer if ranks read fewer than batch_size.
     """
 
     model_class: Callable[[GPTConfig], nn.Module]
-    plan: Plan
+    run_plan: Plan
     mesh: Mesh
     device: torch.device
     config: dict
     draw: int = 0
-    pads: bool = False
-    rows: int = ROWS
 
     def __post_init__(self) -> None:
-        self.share = share_of_plan(self.plan, self.mesh)
-        length = self.plan.model_args["block_size"]
+        self.plan = plan = small_plan(self.run_plan)
+        self.share = share_of_plan(plan, self.mesh)
+        self.length = plan.model_args["block_size"]
+        # ranks may read fewer rows than batch_size, and padding rows, which one process does not
+        self.rows, self.pads = ROWS, False
+        if plan.optimizer:
+            share = share_of_plan(self.run_plan, self.mesh, parse_shares(self.run_plan.shares))
+            self.rows = ROWS if {*share.rows_of} == {self.run_plan.batch_size} else 1
+            self.pads = share.padding() > 0 and not plan.exact
+
+    def batches(self, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
+        """
+        The different micro-batches, inputs and targets of the positions that a rank of a mesh reads, (ROWS, T
+        / cp) each. Some targets do not count.
+        """
         generator = torch.Generator().manual_seed(self.draw)
-        shape = (KINDS, ROWS, length + 1)
+        shape = (KINDS, ROWS, self.length + 1)
         tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
         x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
         y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
         if self.pads:
             x[-1, -1], y[-1, -1] = 0, IGNORE
-        x, y = x.to(self.device), y.to(self.device)
-        # (ROWS, T) inputs and targets each, and the positions that this rank reads
-        self.batches = list(zip(x, y, strict=True))
-        positions = self.mesh.own_positions(length)
+        positions = mesh.own_positions(self.length)
         if positions is not None:
             x, y = x[..., positions], y[..., positions]
-        self.batches_read = list(zip(x, y, strict=True))
+        return list(zip(x.to(self.device), y.to(self.device), strict=True))
 
     def new_model(self) -> nn.Module:
         """
@@ -204,11 +211,11 @@ class Trial:
     def check_block(self, block: nn.Module, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
         """Raise LayoutError if a block returns something that stages of a pipeline do not send."""
         x = output[0] if isinstance(output, tuple) else output
-        args, shape = self.plan.model_args, tuple(x.shape[1:])
-        if shape != (args["block_size"], args["n_embd"]):
+        shape = tuple(x.shape[1:])
+        if shape != (self.length, self.plan.model_args["n_embd"]):
             raise LayoutError(
-                f"pp sends (tokens, n_embd) of each sequence from block to block, but a block of model.py "
-                f"returns {shape} for {args['block_size']} tokens: set --pp=1"
+                "pp sends (tokens, n_embd) of each sequence from block to block, but a block of model.py "
+                f"returns {shape} for {self.length} tokens: set --pp=1"
             )
 
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
@@ -227,50 +234,44 @@ class Trial:
     def step_of_one_process(self, model: nn.Module) -> tuple[float, float]:
         """
         Compute the gradients of this rank's island with one process. Returns the loss of the batch, and the
-        norm of the gradient.
+        norm of the gradient (all ranks).
 
         Raises:
             LayoutError: checkpoints, zero 2 and 3, or DDP do not support what an edit does.
         """
-        before = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
-        island, sequences = self.share.island.places, self.share.sequences
-        tokens = float(len(island) * self.plan.model_args["block_size"])
-        counts = Counter(kind_of(place) for place in range(0, sequences, ROWS))
-        island_counts = Counter(kind_of(place) for place in range(0, sequences, ROWS) if place in island)
-        loss = 0.0
-        for kind, (x, y) in enumerate(self.batches):
+        constants = dict(model.named_buffers())
+        if self.plan.zero >= 2:
+            constants |= dict(model.named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in constants.items()}
+        places = self.share.island.places
+        counts = Counter(kind_of(place) for place in places[::ROWS])
+        tokens = float(len(places) * self.length)
+        island_loss = 0.0
+        for kind, (x, y) in enumerate(self.batches(Mesh())):
             precision.seed_micro_batch(self.draw, 0, kind, Mesh())
             if self.pads:
                 is_read = (y != IGNORE).any(1)
                 x, y = x[is_read], y[is_read]
             for xs, ys in zip(x.split(self.rows), y.split(self.rows), strict=True):
-                _, term = model(xs, ys, tokens)
-                (term * island_counts[kind]).backward()
-                loss += term.item() * counts[kind] * len(island) / sequences
-        self.check_step(model, before)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        return loss, torch.stack(torch._foreach_norm(grads)).norm().item()
-
-    def check_step(self, model: nn.Module, before: dict[str, Tensor]) -> None:
-        """Raise LayoutError for a step that checkpoints, zero 2 and 3, or DDP do not support."""
-        buffers = dict(model.named_buffers())
-        for name, tensor in tensors_of(model).items():
-            changes = not torch.equal(tensor, before[name])
-            if changes and name in buffers:
+                loss = counts[kind] * model(xs, ys, tokens)[1]
+                loss.backward()
+                island_loss += loss.detach()
+        for name, tensor in constants.items():
+            if not torch.equal(tensor, before[name]):
                 raise LayoutError(
-                    f"the buffer {name} changes in training, but checkpoints contain no buffers: make it a "
-                    "parameter with requires_grad_(False)"
+                    f"a forward pass of model.py changes {name}: checkpoints contain no buffers (make it a "
+                    "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
                 )
-            if changes and self.plan.zero >= 2:
-                raise LayoutError(
-                    f"model.py changes {name} in a forward pass, which zero 2 and 3 lose: set --zero=1"
-                )
-        for name, p in model.named_parameters():
-            if uses_ddp(self.plan, self.mesh) and p.requires_grad and p.grad is None:
+        params = dict(model.named_parameters())
+        for name, p in params.items() if uses_ddp(self.plan, self.mesh) else ():
+            if p.requires_grad and p.grad is None:
                 raise LayoutError(
                     f"{name} gets no gradient, for which DDP waits: use it in each forward pass, freeze it "
                     "with requires_grad_(False), or set --zero=2"
                 )
+        grads = [p.grad for p in params.values() if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        return gather_number(island_loss, self.device).mean().item(), norm.item()
 
     def step(self, model: nn.Module, pipeline: Pipeline | None) -> tuple[float, float]:
         """The same as `step_of_one_process` on all ranks together, with train.py's step (all ranks)."""
@@ -282,7 +283,8 @@ class Trial:
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
         kinds = [kind_of(share.first(micro_step)) for micro_step in range(share.micro_steps)]
-        micro_batches = [self.batches_read[kind] for kind in kinds]
+        batches = self.batches(mesh)
+        micro_batches = [batches[kind] for kind in kinds]
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
         if pipeline:
@@ -309,13 +311,13 @@ class Trial:
         the gradients and their norm, the loss of an evaluation, and the weights after a step with gradients
         that are equal, since Muon would amplify their rounding.
         """
+        mesh, zero = (self.mesh, self.plan.zero) if is_divided else (Mesh(), 0)
         called = pipeline or model
+        x, y = self.batches(mesh)[0]
         if not self.plan.optimizer:
             with torch.no_grad():
-                logits, _ = called.eval()(self.batches[0][0])
+                logits, _ = called.eval()(x)
             return {"the tensor of logits": fact(logits, LOGITS_LIMIT)}
-        mesh, zero = (self.mesh, self.plan.zero) if is_divided else (Mesh(), 0)
-        x, y = self.batches_read[0] if is_divided else self.batches[0]
         optimizers = make_optimizers(model, self.config, zero, torch.float32, mesh)
         loss, norm = self.step(model, pipeline) if is_divided else self.step_of_one_process(model)
         params = dict(model.named_parameters())
@@ -359,10 +361,8 @@ class Trial:
         except LayoutError:
             raise
         except Exception as e:  # whatever an edited model raises, on all ranks
-            raise LayoutError(
-                f"a small model cannot be computed on one process: {crash_of(e)}. --check_layout=False trains "
-                "without this check"
-            ) from e
+            text = f"a small model cannot be computed on one process: {crash_of(e)}"
+            raise LayoutError(f"{text}. --check_layout=False trains without this check") from e
         model, pipeline = self.divided_model(weights)
         return first_difference(expected, self.facts(model, pipeline, is_divided=True))
 
@@ -370,9 +370,3 @@ class Trial:
 def kind_of(sequence: int) -> int:
     """Which of the micro-batches begins at this place of the batch."""
     return sequence // ROWS % KINDS
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers, without gradients."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named}

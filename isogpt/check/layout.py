@@ -15,11 +15,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isogpt.check.facts import ROWS, Trial, crash_of, small_plan
+from isogpt.check.facts import Trial, crash_of, small_plan
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
-from isogpt.parallel.shares import parse_shares, share_of_plan
 from isogpt.training import precision
 
 # what divides the work, and the values with which nothing does
@@ -81,15 +80,9 @@ def first_problem(
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    pads, rows = False, ROWS
-    if plan.optimizer:
-        share = share_of_plan(plan, mesh, parse_shares(plan.shares))
-        pads = not plan.exact and share.padding() > 0
-        rows = ROWS if {*share.rows_of} == {plan.batch_size} else 1
     problem = ""
     for draw in range(2):
-        trial = Trial(model_class, small_plan(plan), mesh, device, config, draw, pads, rows)
-        problem = trial.problem()
+        problem = Trial(model_class, plan, mesh, device, config, draw).problem()
         gc.collect()  # what the small model has allocated; its hooks refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
