@@ -26,20 +26,15 @@ from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
-from isogpt.nn import generation, huggingface
+from isogpt.nn import counts, generation, huggingface, kernels
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import count_model
-from isogpt.nn.kernels import IGNORE
-from isogpt.parallel.compilation import compile_parts, trial_compilation
+from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import Mesh, connect_mesh
-from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.pipeline import SCHEDULES
 from isogpt.parallel.plan import LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.speed.workload import Workload
-from isogpt.training import settings
-from isogpt.training.degrees import check_degrees
-from isogpt.training.optim import describe_updates, make_optimizers
+from isogpt.training import degrees, optim, settings
 
 CPU = torch.device("cpu")
 Answer = tuple[str, str]  # the state and the text of a comparison
@@ -85,7 +80,7 @@ def verdict(problem: str, about: str = "") -> Answer:
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
     """Compare a step of all ranks with that of one process (all ranks)."""
     settings.check_layout(plan)
-    check_degrees(plan)
+    degrees.check_degrees(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
     return verdict(first_problem(model_class, plan, mesh, CPU, config))
 
@@ -98,7 +93,7 @@ def compare_alone(trial: Trial) -> Answer:
     model = trial.new_model()
     before = weights_of(model)
     trial.step_of_one_process(model)
-    optimizers = make_optimizers(model, trial.config)
+    optimizers = optim.make_optimizers(model, trial.config)
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
@@ -107,7 +102,7 @@ def compare_alone(trial: Trial) -> Answer:
         is_trained = p.grad is not None and bool(p.grad.any())
         if is_trained == torch.equal(p, before[name].value):
             return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
-    return HOLDS, describe_updates(model, optimizers, trial.mesh)
+    return HOLDS, optim.describe_updates(model, optimizers, trial.mesh)
 
 
 @torch.no_grad()
@@ -118,7 +113,7 @@ def compare_logits(trial: Trial) -> Answer:
     """
     model = trial.new_model()
     x, y = trial.batches(Mesh())[0]
-    count = float((y != IGNORE).sum())
+    count = float((y != kernels.IGNORE).sum())
     _, loss = model(x, y, count)
     logits, mean = model(x, y)
     expected = {
@@ -133,10 +128,10 @@ def compare_logits(trial: Trial) -> Answer:
 
 def compare_compiled(trial: Trial) -> Answer:
     """Compare the facts of the compiled model with those of the same model, uncompiled."""
-    if problem := trial_compilation(CPU):
+    if problem := compilation.trial_compilation(CPU):
         return REFUSED, f"it does not work on this machine: {problem}"
     compiled = trial.new_model()
-    compile_parts(compiled, by_block=False)
+    compilation.compile_parts(compiled, by_block=False)
     return verdict(first_difference(trial.facts(trial.new_model()), trial.facts(compiled)))
 
 
@@ -170,8 +165,8 @@ def compare_initial_values(trial: Trial) -> Answer:
     expected = weights_of(trial.model_class(config, trial.draw))
     with torch.device("meta"):
         model = trial.model_class(config)
-    materialize(model, CPU)
-    init_weights(model, trial.draw)
+    parallelize.materialize(model, CPU)
+    parallelize.init_weights(model, trial.draw)
     return verdict(first_difference(expected, weights_of(model)))
 
 
@@ -183,7 +178,7 @@ def compare_counts(trial: Trial) -> Answer:
     if trial.plan.model_args["n_expert"]:
         return REFUSED, "torch counts no matmuls of experts"
     model = trial.new_model()
-    counted = 2 * count_model(model).matrices
+    counted = 2 * counts.count_model(model).matrices
     x, y = trial.batches(Mesh())[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x, y)
