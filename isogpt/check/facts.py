@@ -152,7 +152,7 @@ class Trial:
     A small model of the kind of a run's, whole and divided.
 
     Args:
-        run_plan: of the run. If it has no optimizer, the model only generates.
+        run_plan: of the run. If it has no batch_size, the model only generates.
         draw: seed of the weights and tokens.
     """
 
@@ -169,7 +169,8 @@ class Trial:
         self.length = plan.model_args["block_size"]
         # ranks may read fewer rows than batch_size, and padding rows, which one process does not
         self.rows, self.pads = ROWS, False
-        if plan.optimizer:
+        self.trains = bool(self.run_plan.batch_size)
+        if self.trains:
             share = share_of_plan(self.run_plan, self.mesh, parse_shares(self.run_plan.shares))
             self.rows = ROWS if {*share.rows_of} == {self.run_plan.batch_size} else 1
             self.pads = share.padding() > 0 and not plan.exact
@@ -221,15 +222,14 @@ class Trial:
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
         plan, mesh, device = self.plan, self.mesh, self.device
-        splits_sequence = bool(plan.optimizer)
         with torch.device("meta"):
             model = self.model_class(GPTConfig(**plan.model_args))
-        splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence)
+        splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():
             if name in weights:
                 local_part_of(p.detach(), splits_of(p)).put(weights[name])
-        return model, parallelize.make_pipeline(model, mesh, device, plan, splits_sequence)
+        return model, parallelize.make_pipeline(model, mesh, device, plan, splits_sequence=self.trains)
 
     def step_of_one_process(self, model: nn.Module) -> tuple[float, float]:
         """
@@ -313,7 +313,7 @@ class Trial:
         mesh, zero = (self.mesh, self.plan.zero) if is_divided else (Mesh(), 0)
         called = pipeline or model
         x, y = self.batches(mesh)[0]
-        if not self.plan.optimizer:
+        if not self.trains:
             with torch.no_grad():
                 logits, _ = called.eval()(x)
             return {"the tensor of logits": fact(logits, LOGITS_LIMIT)}

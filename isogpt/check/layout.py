@@ -36,7 +36,7 @@ def prove_layout(
 
     Args:
         model_class: GPT, from the model.py of the run.
-        plan: if it has no optimizer, the model only generates.
+        plan: if it has no batch_size, the model only generates.
         mesh: of the plan, connected.
         config: train.py's settings, of which the optimizers are made.
 
@@ -60,7 +60,7 @@ def prove_layout(
         line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
         return [line] if name else []
     same = []
-    for zero in (0, 3) if plan.optimizer else (0,):
+    for zero in (0, 3) if plan.batch_size else (0,):
         other = replace(plan, **ONE_PROCESS | {"zero": zero})
         if layout_name(other) != name:
             other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
