@@ -228,7 +228,10 @@ class Trial:
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():
             if name in weights:
-                local_part_of(p.detach(), splits_of(p)).put(weights[name])
+                try:
+                    local_part_of(p.detach(), splits_of(p)).put(weights[name])
+                except RuntimeError as e:
+                    raise RuntimeError(f"{name}: {e}") from None
         return model, parallelize.make_pipeline(model, mesh, device, plan, splits_sequence=self.trains)
 
     def step_of_one_process(self, model: nn.Module) -> tuple[float, float]:
