@@ -29,6 +29,7 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of, with_equals_signs
+from isogpt.check.comparisons import DIFFERS, check_model
 from isogpt.common.console import aligned, discard_output, print_result
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import read_lists
@@ -41,7 +42,6 @@ from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.speed.launch_reports import report_step, run_sweep
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
-from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.planner import typed
 from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name

@@ -22,8 +22,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from isogpt.nn.huggingface import GPT2
 
 from configurator import configure, fail
+from isogpt.check.facts import Trial
+from isogpt.check.layout import prove_layout
 from isogpt.checkpoint import download, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
@@ -32,12 +35,11 @@ from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.launch import launchers, process_group, start_checks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
-from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import Plan
-from isogpt.training import layout_check, precision, settings
+from isogpt.training import precision, settings
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
@@ -126,14 +128,13 @@ if stored and ranks.is_main:
     loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
     console.print_to_stderr(f"{stored.path}: step {stored.step}, val loss {loss}")
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
-precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 if mesh.splits_model:  # an edited model may not be divided as model.py was
     try:
-        if problem := layout_check.problem_of_sampling(GPT, plan, mesh, ranks.device):
-            raise ValueError(problem)
+        prove_layout(GPT, plan, mesh, ranks.device, config)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
-        fail(str(e))
-splits = parallelize.split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
+        fail(f"{e}, or set --tp=1 --pp=1")
+precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
+splits = parallelize.divide_model(model, plan, mesh, ranks.device, splits_sequence=False)
 parallelize.materialize(model, torch.device("cpu"), splits)
 if source:
     do_together(state.restore_checkpoint, source, model)
@@ -155,8 +156,8 @@ problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=
 problem = next(filter(None, gather_objects(problem)), "")
 notes.append(problem)
 if not mesh.splits_model:  # an edited model may not survive this either
-    small = layout_check.small_model(GPT, plan, ranks.device)
-    notes.append(generation.problem_of_prepare(small.eval(), plan.torch_dtype))
+    small = Trial(GPT, plan, mesh, ranks.device, {}).new_model().eval()
+    notes.append(generation.problem_of_prepare(small, plan.torch_dtype))
     if not notes[-1]:  # the weights are in the dtype to compute in
         generation.prepare(model, plan.torch_dtype)
         uses_autocast = False

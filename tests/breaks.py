@@ -1,6 +1,6 @@
 """
 Faults in the ways of dividing the work, each as a replacement of text in a function: a forgotten reduction, a
-wrong slice, a wrong divisor. isogpt/training/layout_check.py must see each of them.
+wrong slice, a wrong divisor. isogpt/check/layout.py must see each of them.
 """
 
 import importlib

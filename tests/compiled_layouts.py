@@ -23,13 +23,13 @@ import torch.distributed as dist
 from runs import train_defaults
 from torch._dynamo.utils import counters
 
+from isogpt.check import facts
 from isogpt.nn import kernels
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel import compilation
 from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import plan_of
-from isogpt.training import layout_check
 from isogpt.training.settings import check_plan, model_args_of
 from model import GPT
 
@@ -48,12 +48,12 @@ def compile_here(model, plan, mesh):
     compilation.compile_model(model, torch.device("cuda"), replace(plan, compile=True), mesh)
 
 
-def gradients(trial, whole, is_compiled):
+def gradients(trial, weights, is_compiled):
     """This rank's loss and gradients of a step."""
-    model, pipeline = trial.divided_model(whole)
+    model, pipeline = trial.divided_model(weights)
     if is_compiled:
         compile_here(model, trial.plan, trial.mesh)
-    loss, _ = trial.divided_step(model, pipeline, trial.micro_batches())
+    loss, _ = trial.step(model, pipeline)
     grads = {name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": torch.tensor(loss)} | grads
 
@@ -67,19 +67,19 @@ def difference(model_settings, layout, rank, world_size):
     plan = plan_of(config, config["islands"], **decided)
     check_plan(plan)
     mesh = connect_mesh(rank, plan, 60.0)
-    plan = replace(layout_check.small_plan(plan), model_args=args)
-    trial = layout_check.Trial(GPT, plan, mesh, CPU, config, draw=0)
-    whole = trial.new_model()
-    eager, compiled = (gradients(trial, whole, is_compiled) for is_compiled in (False, True))
+    facts.small_plan = lambda plan: replace(small_plan(plan), model_args=args)
+    trial = facts.Trial(GPT, plan, mesh, CPU, config)
+    weights = dict(trial.new_model().named_parameters())
+    eager, compiled = (gradients(trial, weights, is_compiled) for is_compiled in (False, True))
     assert eager.keys() == compiled.keys()
     return max(((compiled[n] - g).norm().item() / (g.norm().item() or 1.0), n) for n, g in eager.items())
 
 
 torch.set_num_threads(1)
 kernels.logits_at_once = lambda *_: (2**13, 2**15, 2**15)  # two chunks of 128 rows
-compile_parts = compilation.compile_parts
+compile_parts, small_plan = compilation.compile_parts, facts.small_plan
 # smaller buckets, at which DDP's graphs are divided
-layout_check.DistributedDataParallel = partial(layout_check.DistributedDataParallel, bucket_cap_mb=1)
+facts.DistributedDataParallel = partial(facts.DistributedDataParallel, bucket_cap_mb=1)
 dist.init_process_group("gloo")
 path, ranks = Path(sys.argv[1]), (dist.get_rank(), dist.get_world_size())
 results = [

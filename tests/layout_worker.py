@@ -1,5 +1,5 @@
 """
-Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
+Compare layouts with one process (all ranks), many in one launch: see isogpt/check/layout.py.
 
 Arguments: a JSON file with a list of [model settings, settings of the layout, break or null, name of an edit
 or ""], and the folder of the repository to compare. Rank 0 writes a JSON list of the differences beside
@@ -25,37 +25,29 @@ from breaks import broken
 from edits import edited_gpt
 from runs import train_defaults
 
+from isogpt.check.comparisons import HOLDS, compare_layout, plan_with
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.mesh import connect_mesh
-from isogpt.parallel.plan import LayoutError, plan_of
-from isogpt.training.layout_check import first_problem
-from isogpt.training.settings import check_plan, model_args_of
+from isogpt.parallel.plan import LayoutError
+from isogpt.training.settings import model_args_of
 from model import GPT
 
 torch.set_num_threads(1)
 path, results = Path(sys.argv[1]), []
-if "RANK" in os.environ:
-    dist.init_process_group("gloo")
-rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+dist.init_process_group("gloo")
 for model_settings, layout, fault, edit in json.loads(path.read_text()):
     config = train_defaults(n_layer=4, n_head=4, n_embd=32, block_size=64) | model_settings | layout
     args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))
-    plan = plan_of(
-        config, config["islands"], world_size=world_size, device_type="cpu", dtype="float32", model_args=args
-    )
-    check_plan(plan)
+    plan = plan_with(layout, config, args, dist.get_world_size())
     try:
         with broken(*fault) if fault else nullcontext():
-            mesh = connect_mesh(rank, plan, 60.0)
-            model_class = edited_gpt(edit) if edit else GPT
-            problem = first_problem(model_class, plan, mesh, torch.device("cpu"), config)
-        results.append(f"differs: {problem}" if problem else "")
+            state, text = compare_layout(edited_gpt(edit) if edit else GPT, plan, config)
+        results.append("" if state == HOLDS else f"{state}: {text}")
     except LayoutError as e:  # on all ranks
         results.append(f"refused: {e}")
     except Exception as e:
         results.append(f"crashed: {e}")
         break
 # the first rank that crashed says why
-if rank == 0 or (results[-1].startswith("crashed") and not path.with_suffix(".out").exists()):
+if dist.get_rank() == 0 or (results[-1].startswith("crashed") and not path.with_suffix(".out").exists()):
     path.with_suffix(".out").write_text(json.dumps(results))
 os._exit(0)

@@ -12,11 +12,11 @@ from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
 from runs import FORKED, REPO, TINY, assert_same_curve, train_defaults
 
+from isogpt.check import comparisons
+from isogpt.check.comparisons import COMBINED, LAYOUTS, in_processes
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.parallelize import materialize
-from isogpt.speed import model_check
-from isogpt.speed.model_check import COMBINED, LAYOUTS, in_processes
 
 MODELS = {
     "gpt2": {"bias": True},
@@ -123,15 +123,15 @@ def test_rows_that_mix_are_seen_where_ranks_read_parts_of_a_micro_batch(zygote, 
     assert [*found] == [1] and found[1].startswith("differs")
 
 
-def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, work):
-    run = zygote.train(["--check_layout=True", "--tp=2", "--max_iters=1"], work, 2)
-    assert run.text().count("layout:  tp=2 computes the same as one process") == 1
+def test_a_run_whose_layout_differs_stops_with_one_line(zygote, work):
     repo = apply("token shift", work / "edited")
     run = zygote.train(["--check_layout=True", "--tp=2", "--max_iters=1"], work, 2, repo=repo, ok=False)
     (message,) = re.findall(r"^error: .*", run.text(), flags=re.M)
     assert "Traceback" not in run.text() and run.codes == [1, 1]
-    said = "tp=2 does not compute what one process computes with this model.py: the loss"
-    assert message.startswith(f"error: {said}") and "; dp and zero=3 compute the same." in message
+    assert message.startswith(
+        "error: tp=2 does not compute what one process computes with this model.py: the"
+    )
+    assert "; dp and zero=3 compute the same." in message
     (work / "edited/model.py").write_text(edited(EDITS["without a rule"], (REPO / "model.py").read_text()))
     torchrun = ["--standalone", "--nproc_per_node=2", str(repo / "train.py"), *TINY]
     run = zygote.start([*torchrun, "--check_layout=True", "--zero=3"], work, script=FORKED).wait(ok=False)
@@ -144,7 +144,8 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
     """With a module that has the name of the experts' router, and without a gradient of the embeddings."""
     repo = apply(name, work / "edited")
     checked = ["--check_layout=True", "--out_dir=out"]
-    zygote.train([*checked, "--max_iters=1"], work, nproc, repo=repo)
+    run = zygote.train([*checked, "--max_iters=1"], work, nproc, repo=repo)
+    assert run.text().count("layout:  dp on 2 processes computes the same as one process") == nproc - 1
     zygote.train([*checked, "--max_iters=2", "--init_from=resume"], work, nproc, repo=repo)
     zygote.train(["--max_iters=2", "--out_dir=one"], work, repo=repo)
     assert_same_curve(work / "out", work / "one")
@@ -155,13 +156,12 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
 
 def test_a_comparison_that_fails_is_refused_with_the_reason(at):
     zbv, args = {"pp": 2, "pp_schedule": "zbv"}, asdict(GPTConfig(n_layer=1))
-    plan = model_check.plan_with(zbv, train_defaults(), args, 2)
-    compare = partial(model_check.compare_layout, torch.nn.Module, plan, train_defaults())
-    state, text = in_processes(2, compare)
+    plan = comparisons.plan_with(zbv, train_defaults(), args, 2)
+    state, text = in_processes(2, partial(comparisons.compare_layout, torch.nn.Module, plan, {}))
     assert state == "refused" and text.startswith("pp_schedule 'zbv' makes 4 stages")
     state, text = in_processes(1, partial(json.loads, "x"))
     assert state == "refused" and text.startswith("it cannot be computed: JSONDecodeError: Expecting")
-    at.set(model_check, "LIMIT_S", 0.5)
+    at.set(comparisons, "LIMIT_S", 0.5)
     assert in_processes(2, signal.pause) == ("refused", "no result within 0 s"), "it does not end"
 
 

@@ -18,6 +18,8 @@ from edits import COUNTED, COUNTED_SHAPE, edited_gpt
 from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isogpt.check.comparisons import compare_counts
+from isogpt.check.facts import Trial
 from isogpt.checkpoint import huggingface
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
@@ -27,9 +29,7 @@ from isogpt.nn.kernels import ChunkedLoss, Dropout, KVCache, causal_attention, s
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import plan_of
-from isogpt.speed.model_check import compare_counts
 from isogpt.training import optim, precision
-from isogpt.training.layout_check import Trial, small_plan
 from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
@@ -914,7 +914,7 @@ def test_what_an_edit_computes_more_than_is_counted_is_said():
     for model_class in (GPT, edited_gpt("blocks applied twice")):
         args = dataclasses.asdict(GPTConfig(**COUNTED_SHAPE))
         plan = plan_of(train_defaults(), 1, model_args=args, **ONE_CPU)
-        trials.append(Trial(model_class, small_plan(plan), Mesh(), torch.device("cpu"), {}, draw=0))
+        trials.append(Trial(model_class, plan, Mesh(), torch.device("cpu"), {}))
     usual, twice = (compare_counts(trial) for trial in trials)
     assert usual == ("holds", "") and twice[0] == "differs" and "FLOPs per token, of which" in twice[1]
 

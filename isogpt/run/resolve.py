@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from isogpt.check.layout import prove_layout
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.start import Start, find_start
 from isogpt.data.dataset import Dataset, open_dataset
@@ -19,7 +20,6 @@ from isogpt.parallel.plan import Plan
 from isogpt.speed.planner import make_plan
 from isogpt.training import precision
 from isogpt.training.budget import limits_of
-from isogpt.training.layout_check import prove_layout
 from isogpt.training.schedule import Schedule, make_schedule
 from isogpt.training.settings import settings_of_model, without_secrets
 
@@ -84,7 +84,9 @@ def resolve_run(
     start = find_start(config, ranks, model_class.from_pretrained)
     plan = make_plan(config, ranks, data, start, model_class)
     mesh = connect_mesh(ranks.rank, plan, config["dist_timeout_s"])
-    checked = prove_layout(model_class, plan, mesh, ranks.device, config)
+    checked = []
+    if config["check_layout"]:
+        checked = prove_layout(model_class, plan, mesh, ranks.device, config)
     notes = precision.set_up(ranks.device, plan, config["deterministic"], start.previous_dtype)
     not_continued = progress.begin(config, data, start.resumed)
     vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])

@@ -9,7 +9,6 @@ are forked from bench.py, which has computed nothing.
 import multiprocessing
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -22,24 +21,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference
+from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.checkpoint import huggingface
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
-from isogpt.nn import generation
+from isogpt.nn import counts, generation, kernels
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import count_model
-from isogpt.nn.kernels import IGNORE
-from isogpt.parallel.compilation import compile_parts, trial_compilation
+from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import Mesh, connect_mesh
-from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.pipeline import SCHEDULES
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, plan_of
+from isogpt.parallel.plan import LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.speed.workload import Workload
-from isogpt.training import layout_check, settings
-from isogpt.training.layout_check import Trial, difference_of, small_plan
-from isogpt.training.optim import describe_updates, make_optimizers
+from isogpt.training import optim, settings
 
 CPU = torch.device("cpu")
 Answer = tuple[str, str]  # the state and the text of a comparison
@@ -63,42 +59,50 @@ COMBINED = {
 }
 COMBINED["zero 3, dp_replicate 2"] = {"zero": 3, "dp_replicate": 2}
 # settings of train.py before a layout changes them
-UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
-UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
-UNDIVIDED_SETTINGS |= {"batch_size": layout_check.ROWS, "gradient_accumulation_steps": 8}
+ALONE = ONE_PROCESS | {"fsdp": False, "batch_size": ROWS, "gradient_accumulation_steps": 8}
 
 
 def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1) -> Plan:
     """The plan of a layout. Settings of the config that divide the work are not kept."""
-    config = config | UNDIVIDED_SETTINGS | changes
+    config = config | ALONE | changes
     facts = {"world_size": processes, "device_type": "cpu", "dtype": "float32", "model_args": model_args}
     return plan_of(config, config["islands"], **facts)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# the comparisons: each returns a state and a text
+# the comparisons
 
 
-def verdict(problem: str) -> Answer:
-    """Whether a comparison holds, which has found this problem, or none."""
-    return (DIFFERS, problem) if problem else (HOLDS, "")
+def verdict(problem: str, about: str = "") -> Answer:
+    """The answer of a comparison with this problem, or none."""
+    return (DIFFERS, problem) if problem else (HOLDS, about)
 
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
-    """Compare a step of all ranks with that of one process (all ranks), see layout_check."""
+    """Compare a step of all ranks with that of one process (all ranks)."""
     settings.check_plan(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
-    return verdict(layout_check.first_problem(model_class, plan, mesh, CPU, config))
+    return verdict(first_problem(model_class, plan, mesh, CPU, config))
 
 
 def compare_alone(trial: Trial) -> Answer:
-    """Whether the loss is finite, and each parameter that is trained gets a gradient."""
+    """
+    Whether each parameter that is trained gets a gradient, and a step changes these parameters and no other.
+    Says what updates them.
+    """
     model = trial.new_model()
-    loss = trial.whole_step(model, trial.micro_batches())
-    if not loss.isfinite():
-        return DIFFERS, f"the loss is {loss.item()}"
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    return verdict(f"{unused[0]} gets no gradient" if unused else "")
+    before = weights_of(model)
+    trial.step_of_one_process(model)
+    optimizers = optim.make_optimizers(model, trial.config)
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is None:
+            return DIFFERS, f"{name} gets no gradient"
+        is_trained = p.grad is not None and bool(p.grad.any())
+        if is_trained == torch.equal(p, before[name].value):
+            return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
+    return HOLDS, optim.describe_updates(model, optimizers, trial.mesh)
 
 
 @torch.no_grad()
@@ -108,51 +112,40 @@ def compare_logits(trial: Trial) -> Answer:
     with the loss in evaluation mode.
     """
     model = trial.new_model()
-    x, y = trial.micro_batches()[0]
-    count = float((y != IGNORE).sum())
-    summed, (logits, mean), evaluated = model(x, y, count)[1], model(x, y), model.eval()(x, y, count)[1]
-    for name, loss in {"the loss of an evaluation": evaluated, "the loss by logits": mean}.items():
-        if difference := difference_of(name, summed.item(), loss.item()):
-            return DIFFERS, difference.text
-    error = (model(x)[0] - logits[:, -1:]).norm() / logits[:, -1:].norm()  # of (B, 1, V)
-    if not error <= layout_check.NUMBER_LIMIT:
-        return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
-    return HOLDS, ""
+    x, y = trial.batches(Mesh())[0]
+    count = float((y != kernels.IGNORE).sum())
+    _, loss = model(x, y, count)
+    logits, mean = model(x, y)
+    expected = {
+        "the loss of an evaluation": fact(loss, LIMIT),
+        "the loss by logits": fact(loss, LIMIT),
+        "the last position without targets": fact(logits[:, -1:], LIMIT),
+    }
+    _, evaluated = model.eval()(x, y, count)
+    results = (evaluated, mean, model(x)[0])
+    return verdict(first_difference(expected, dict(zip(expected, map(fact, results), strict=True))))
 
 
 def compare_compiled(trial: Trial) -> Answer:
-    """Compare the loss and the gradients of the compiled model with those of the same model, uncompiled."""
-    if problem := trial_compilation(CPU):
+    """Compare the facts of the compiled model with those of the same model, uncompiled."""
+    if problem := compilation.trial_compilation(CPU):
         return REFUSED, f"it does not work on this machine: {problem}"
-    whole, compiled = trial.new_model(), trial.new_model()
-    compile_parts(compiled, by_block=False)
-    batches = trial.micro_batches()
-    losses = [trial.whole_step(model, batches).item() for model in (whole, compiled)]
-    difference = difference_of("the loss", *losses) or trial.difference_of_gradients(whole, compiled)
-    return verdict(difference.text if difference else "")
-
-
-def compare_optimizers(trial: Trial) -> Answer:
-    """Whether a step changes each parameter that has a gradient, and no other. Says what updates them."""
-    model = trial.new_model()
-    trial.whole_step(model, trial.micro_batches())
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizers = make_optimizers(model, trial.config)
-    for optimizer in optimizers:
-        optimizer.step()
-    for name, p in model.named_parameters():
-        is_trained = p.grad is not None and bool(p.grad.any())
-        if is_trained == torch.equal(p, before[name]):
-            return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
-    return HOLDS, describe_updates(model, optimizers, trial.mesh)
+    compiled = trial.new_model()
+    compilation.compile_parts(compiled, by_block=False)
+    return verdict(first_difference(trial.facts(trial.new_model()), trial.facts(compiled)))
 
 
 def compare_generation(trial: Trial) -> Answer:
     """Compare the logits of cached steps with those of whole sequences, see generation.problem_of_cache."""
     model = trial.new_model().eval()
-    x, _ = trial.micro_batches()[0]
+    x, _ = trial.batches(Mesh())[0]
     problem = generation.problem_of_cache(model, x[:1, :4], max_new_tokens=trial.length)
     return (REFUSED, problem) if problem else (HOLDS, "")
+
+
+def weights_of(model: nn.Module) -> dict[str, Fact]:
+    """Copies of the weights, which may not differ."""
+    return {name: fact(p.detach().clone()) for name, p in model.state_dict().items()}
 
 
 def compare_export(trial: Trial) -> Answer:
@@ -162,21 +155,19 @@ def compare_export(trial: Trial) -> Answer:
     model = trial.new_model()
     with TemporaryDirectory() as folder:
         huggingface.save(Path(folder), model, {})
-        weights = type(model).from_pretrained(folder).state_dict()
-    wrong = [name for name, p in model.state_dict().items() if not torch.equal(p, weights[name])]
-    return verdict(f"{wrong[0]} is different after the conversion back" if wrong else "")
+        copy = type(model).from_pretrained(folder)
+    return verdict(first_difference(weights_of(model), weights_of(copy)))
 
 
 def compare_initial_values(trial: Trial) -> Answer:
     """Compare a model that is made in memory with one that is allocated after it is made, as in a run."""
     config = GPTConfig(**trial.plan.model_args)
-    expected = trial.model_class(config, trial.draw).state_dict()
+    expected = weights_of(trial.model_class(config, trial.draw))
     with torch.device("meta"):
         model = trial.model_class(config)
-    materialize(model, CPU)
-    init_weights(model, trial.draw)
-    wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
-    return verdict(f"{wrong[0]} begins with different values" if wrong else "")
+    parallelize.materialize(model, CPU)
+    parallelize.init_weights(model, trial.draw)
+    return verdict(first_difference(expected, weights_of(model)))
 
 
 def compare_counts(trial: Trial) -> Answer:
@@ -187,8 +178,8 @@ def compare_counts(trial: Trial) -> Answer:
     if trial.plan.model_args["n_expert"]:
         return REFUSED, "torch counts no matmuls of experts"
     model = trial.new_model()
-    counted = 2 * count_model(model).matrices
-    x, y = trial.micro_batches()[0]
+    counted = 2 * counts.count_model(model).matrices
+    x, y = trial.batches(Mesh())[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x, y)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
@@ -199,11 +190,10 @@ def compare_counts(trial: Trial) -> Answer:
 
 
 # {name: comparison} of those in a single process
-ALONE = {
+IN_ONE_PROCESS = {
     "one process": compare_alone,
     "initial values": compare_initial_values,
     "parameters and FLOPs": compare_counts,
-    "optimizers": compare_optimizers,
     "loss by logits": compare_logits,
     "generation with a cache": compare_generation,
     "export to transformers": compare_export,
@@ -224,8 +214,8 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
         processes: how many the layouts are compared on.
     """
     config, model_args = workload.settings, workload.model_args()
-    trial = Trial(workload.gpt, small_plan(plan_with({}, config, model_args)), Mesh(), CPU, config, draw=0)
-    for name, compare in ALONE.items():
+    trial = Trial(workload.gpt, plan_with({}, config, model_args), Mesh(), CPU, config)
+    for name, compare in IN_ONE_PROCESS.items():
         yield name, *in_processes(1, partial(compare, trial))
     for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
         if model_args["n_expert"] or "ep" not in changes:
@@ -262,10 +252,8 @@ def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int
             dist.init_process_group("gloo", f"file://{folder}/store", limit, processes, rank)
         return compare()
     except Exception as e:  # whatever an edited model raises
-        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-        if isinstance(e, ValueError) and frame.f_globals["__name__"].startswith("isogpt."):
-            return REFUSED, str(e)  # a sentence for the user
-        return REFUSED, f"it cannot be computed: {layout_check.crash_of(e)}"
+        is_sentence = type(e) in (ValueError, LayoutError)
+        return REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
 
 
 def compare_resume(launches: Launches, trial: Trial) -> Answer:
@@ -274,18 +262,18 @@ def compare_resume(launches: Launches, trial: Trial) -> Answer:
     data, out = launches.folder / "random", launches.folder / "resumed"
     data.mkdir(exist_ok=True)
     write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
-    run = config | UNDIVIDED_SETTINGS | FIXED | settings.settings_of_model(args, config)
+    run = config | ALONE | FIXED | settings.settings_of_model(args, config)
     run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out, "nproc": 0, "max_iters": 5}
     run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
     run |= {"save_checkpoint": True, "always_save_checkpoint": True}
-    steps = []
+    runs = []
     for start in ("scratch", "resume:3"):
         code, errors = launches.start(run | {"init_from": start})
         if code:
             return REFUSED, reason_for(code, errors)
-        steps.append({step["iter"]: (step["loss"], step["grad_norm"]) for step in read_run(out).steps})
-    before, after = steps
-    for step, numbers in after.items():
-        if numbers != before[step]:
-            return DIFFERS, f"step {step} has loss and gradient norm {numbers} instead of {before[step]}"
-    return HOLDS, ""
+        runs.append({})
+        for step in read_run(out).steps:
+            for name in ("loss", "grad_norm"):
+                runs[-1][f"{name} of step {step['iter']}"] = fact(step[name])
+    before, after = runs
+    return verdict(first_difference({name: before[name] for name in after}, after))

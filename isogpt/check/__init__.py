@@ -1,0 +1,1 @@
+"""Does an edited model still compute what one process computes?"""

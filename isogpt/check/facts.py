@@ -1,0 +1,374 @@
+"""
+What a small model with the code of model.py computes, as facts that can be compared: on one process, and on
+all ranks, as a plan divides it.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.kernels import IGNORE
+from isogpt.parallel import parallelize
+from isogpt.parallel.data_parallel import reshard, uses_ddp
+from isogpt.parallel.gradients import make_sums
+from isogpt.parallel.local_parts import LocalPart, Splits, local, local_part_of, splits_of
+from isogpt.parallel.mesh import Mesh, stages_per_rank
+from isogpt.parallel.pipeline import Pipeline, cause_of
+from isogpt.parallel.plan import LayoutError, Plan
+from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
+from isogpt.training import precision
+from isogpt.training.optim import make_optimizers
+
+LAYERS, WIDTH = 12, 64  # more if there are more stages or heads
+LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
+ROWS = 2  # sequences of a micro-batch
+KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
+RATE = 1e-2  # of the optimizers' step: the run's may be too small or too large to see anything
+# How much numbers may differ, relative to themselves, and gradients, relative to the norm of the whole
+# gradient: a parameter's norm is no measure, since the gradient of the keys' bias is nothing but rounding
+LIMIT = 1e-5
+LOGITS_LIMIT = 1e-4  # relative to their norm
+UPDATE_LIMIT = 1e-2  # relative to the norm of a parameter's update, besides the rounding of the weights
+ROUNDING = 1e-6
+
+
+class Fact(NamedTuple):
+    """A result: a whole tensor or, where ranks divide the work, this rank's part of it."""
+
+    value: Tensor
+    limit: float = 0.0  # the largest norm of the difference that rounding makes
+    splits: Splits = ()  # how tensor and expert parallelism have split the value
+
+
+def fact(value: Tensor | float, relative: float = 0.0) -> Fact:
+    """A whole result, which may differ by this fraction of its norm."""
+    if not torch.is_tensor(value):
+        value = torch.tensor(value, dtype=torch.float64)
+    return Fact(value.detach(), relative * value.float().norm().item())
+
+
+def first_difference(expected: dict[str, Fact], facts: dict[str, Fact]) -> str:
+    """
+    Compare facts of one process with this rank's (all ranks). Returns the first difference of any rank, in
+    the order of the expected facts; "" if there is none.
+    """
+    order = list(expected)
+    differences = {}
+    if unknown := facts.keys() - expected.keys():
+        differences[-1] = f"one process has no {min(unknown)}"
+    for place, name in enumerate(order):
+        if name in facts:
+            part = local_part_of(facts[name].value, facts[name].splits)
+            text = difference(part, expected[name])
+            if text:
+                differences[place] = f"{name} {text}"
+    missing = {place for place, name in enumerate(order) if name not in facts}
+    gathered = gather_objects((missing, min(differences.items(), default=None)))
+    lost = set.intersection(*(missing for missing, _ in gathered))
+    first = [difference for _, difference in gathered if difference]
+    first += [(place, f"{order[place]} is on no rank") for place in lost]
+    return min(first)[1] if first else ""
+
+
+def difference(part: LocalPart, whole: Fact) -> str:
+    """How far a rank's part is from the same part of a whole result; "" if rounding explains it."""
+    squares = torch.zeros(3, dtype=torch.float64)
+    for piece, values in part.cut(whole.value):
+        piece, values = piece.cpu().double(), values.cpu().double()
+        squares += torch.stack([t.square().sum() for t in (piece - values, piece, values)])
+    error, norm, expected = squares.sqrt().tolist()
+    if error <= whole.limit:
+        return ""
+    if not part.shape:  # a number
+        return f"is {norm:.6f} instead of {expected:.6f}"
+    return f"differs by {error:.1e} (its norm is {norm:.4e} instead of {expected:.4e})"
+
+
+def crash_of(error: Exception) -> str:
+    """The error that was raised first, and the last line of our code that led to it."""
+    error = cause_of(error)
+    reason = " ".join(str(error).split())[:300]
+    if is_connection_lost(error):
+        reason = "a different rank has failed, or communicates differently"
+    text = f"{type(error).__name__}: {reason}"
+    root = Path(__file__).resolve().parents[2]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(root):
+            return f"{text} ({Path(frame.filename).relative_to(root)}, line {frame.lineno})"
+    return text
+
+
+def small_plan(plan: Plan) -> Plan:
+    """The plan with a small model of the same kind and a small batch, without what is lossy on purpose."""
+    args = plan.model_args
+    stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
+    heads, tp = args["n_head"], plan.tp
+    head_size = min(args["n_embd"] // heads, max(4, WIDTH // heads // 2 * 2))
+    width = heads * head_size
+    parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
+    longest = LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU
+    small = {
+        "n_layer": min(args["n_layer"], max(LAYERS, stages)),
+        "n_embd": width,
+        # as uneven as the real sizes
+        "n_hidden": 2 * width + args["n_hidden"] % tp,
+        "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
+        "block_size": min(args["block_size"], longest // parts * parts),
+        "dropout": 0.0,
+    }
+    if args["n_expert"]:
+        experts = multiple_up(args["n_expert_active"] + 1, plan.ep)
+        small["n_expert"] = min(args["n_expert"], experts)
+    data_size = plan.world_size // (plan.pp * plan.cp * plan.tp)
+    micro_steps = multiple_up(2, plan.pp)
+    return replace(
+        plan,
+        dtype="float32",
+        model_args=args | small,
+        batch_size=ROWS,
+        micro_batch=ROWS,
+        gradient_accumulation_steps=data_size * micro_steps,
+        shares="equal",
+        grad_sync="auto" if plan.grad_sync == "never" else plan.grad_sync,
+        grad_compression="none",
+        compile=False,
+        cuda_graphs=False,
+    )
+
+
+@dataclass
+class Trial:
+    """
+    A small model of the kind of a run's, whole and divided.
+
+    Args:
+        run_plan: of the run. If it has no batch_size, the model only generates.
+        draw: seed of the weights and tokens.
+    """
+
+    model_class: Callable[[GPTConfig], nn.Module]
+    run_plan: Plan
+    mesh: Mesh
+    device: torch.device
+    config: dict
+    draw: int = 0
+
+    def __post_init__(self) -> None:
+        self.plan = plan = small_plan(self.run_plan)
+        self.share = share_of_plan(plan, self.mesh)
+        self.length = plan.model_args["block_size"]
+        # ranks may read fewer rows than batch_size, and padding rows, which one process does not
+        self.rows, self.pads = ROWS, False
+        self.trains = bool(self.run_plan.batch_size)
+        if self.trains:
+            share = share_of_plan(self.run_plan, self.mesh, parse_shares(self.run_plan.shares))
+            self.rows = ROWS if {*share.rows_of} == {self.run_plan.batch_size} else 1
+            self.pads = share.padding() > 0 and not plan.exact
+
+    def batches(self, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
+        """
+        The different micro-batches, inputs and targets of the positions that a rank of a mesh reads, (ROWS, T
+        / cp) each. Some targets do not count.
+        """
+        generator = torch.Generator().manual_seed(self.draw)
+        shape = (KINDS, ROWS, self.length + 1)
+        tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
+        x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
+        y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
+        if self.pads:
+            x[-1, -1], y[-1, -1] = 0, IGNORE
+        positions = mesh.positions(self.length)
+        if positions is not None:
+            x, y = x[..., positions], y[..., positions]
+        return list(zip(x.to(self.device), y.to(self.device), strict=True))
+
+    def new_model(self) -> nn.Module:
+        """
+        The whole model, with weights that are all different from 0 and from each other: an initial weight of
+        0 would hide what comes before it.
+        """
+        model = self.model_class(GPTConfig(**self.plan.model_args), self.draw)
+        generator = torch.Generator().manual_seed(self.draw)
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.add_(noise, alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.3)
+        model.to(self.device)
+        model.tie_weights()
+        for block in {*model.transformer.h} if self.plan.pp > 1 else ():
+            block.register_forward_hook(self.check_block)
+        return model
+
+    def check_block(self, block: nn.Module, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
+        """Raise LayoutError if a block returns something that stages of a pipeline do not send."""
+        x = output[0] if isinstance(output, tuple) else output
+        shape = tuple(x.shape[1:])
+        if shape != (self.length, self.plan.model_args["n_embd"]):
+            raise LayoutError(
+                "pp sends (tokens, n_embd) of each sequence from block to block, but a block of model.py "
+                f"returns {shape} for {self.length} tokens: set --pp=1"
+            )
+
+    def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
+        """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
+        plan, mesh, device = self.plan, self.mesh, self.device
+        with torch.device("meta"):
+            model = self.model_class(GPTConfig(**plan.model_args))
+        splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
+        parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
+        for name, p in model.named_parameters():
+            if name in weights:
+                try:
+                    local_part_of(p.detach(), splits_of(p)).put(weights[name])
+                except RuntimeError as e:
+                    raise RuntimeError(f"{name}: {e}") from None
+        return model, parallelize.make_pipeline(model, mesh, device, plan, splits_sequence=self.trains)
+
+    def step_of_one_process(self, model: nn.Module) -> tuple[float, float]:
+        """
+        Compute the gradients of this rank's island with one process. Returns the loss of the batch, and the
+        norm of the gradient (all ranks).
+
+        Raises:
+            LayoutError: checkpoints, zero 2 and 3, or DDP do not support what an edit does.
+        """
+        constants = dict(model.named_buffers())
+        if self.plan.zero >= 2:
+            constants |= dict(model.named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in constants.items()}
+        places = self.share.island.places
+        counts = Counter(kind_of(place) for place in places[::ROWS])
+        tokens = float(len(places) * self.length)
+        island_loss = 0.0
+        for kind, (x, y) in enumerate(self.batches(Mesh())):
+            precision.seed_micro_batch(self.draw, 0, 0, Mesh())
+            if self.pads:
+                is_read = (y != IGNORE).any(1)
+                x, y = x[is_read], y[is_read]
+            for xs, ys in zip(x.split(self.rows), y.split(self.rows), strict=True):
+                loss = counts[kind] * model(xs, ys, tokens)[1]
+                loss.backward()
+                island_loss += loss.detach()
+        for name, tensor in constants.items():
+            if not torch.equal(tensor, before[name]):
+                raise LayoutError(
+                    f"a forward pass of model.py changes {name}: checkpoints contain no buffers (make it a "
+                    "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
+                )
+        params = dict(model.named_parameters())
+        for name, p in params.items() if uses_ddp(self.plan, self.mesh) else ():
+            if p.requires_grad and p.grad is None:
+                raise LayoutError(
+                    f"{name} gets no gradient, for which DDP waits: use it in each forward pass, freeze it "
+                    "with requires_grad_(False), or set --zero=2"
+                )
+        grads = [p.grad for p in params.values() if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        return gather_number(island_loss, self.device).mean().item(), norm.item()
+
+    def step(self, model: nn.Module, pipeline: Pipeline | None) -> tuple[float, float]:
+        """The same as `step_of_one_process` on all ranks together, with train.py's step (all ranks)."""
+        plan, mesh, share = self.plan, self.mesh, self.share
+        wrapped = model
+        if uses_ddp(plan, mesh):
+            group = mesh.replicas.group
+            wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
+        batches = self.batches(mesh)
+        micro_batches = [batches[kind_of(share.first(number))] for number in range(share.micro_steps)]
+        gradients.allocate(*micro_batches[0], nullcontext())
+        gradients.start_step()
+        if pipeline:
+            pipeline.prepare(share, scaler, gradients, nullcontext)
+            loss_sum = pipeline.step(micro_batches)
+        else:
+            loss_sum = 0.0
+            for number, (x, y) in enumerate(micro_batches, 1):
+                precision.seed_micro_batch(self.draw, 0, 0, mesh)
+                with gradients.micro_batch(is_last=number == share.micro_steps):
+                    _, loss = wrapped(x, y, gradients.loss_divisor)
+                    loss.backward()
+                loss_sum += gradients.loss_term(loss)
+        gradients.finish()
+        loss = gather_number(gradients.mean_loss(loss_sum), self.device).mean()
+        square = gather_number(sum(gradients.norm_share()), self.device).sum()
+        return loss.item(), square.sqrt().item()
+
+    def facts(
+        self, model: nn.Module, pipeline: Pipeline | None = None, is_divided: bool = False
+    ) -> dict[str, Fact]:
+        """
+        What a whole or a divided model computes (all ranks): the logits if it only generates. Else the loss,
+        the gradients and their norm, the loss of an evaluation, and the weights after a step with gradients
+        that are equal, since Muon would amplify their rounding.
+        """
+        mesh, zero = (self.mesh, self.plan.zero) if is_divided else (Mesh(), 0)
+        called = pipeline or model
+        x, y = self.batches(mesh)[0]
+        if not self.trains:
+            with torch.no_grad():
+                logits, _ = called.eval()(x)
+            return {"the tensor of logits": fact(logits, LOGITS_LIMIT)}
+        optimizers = make_optimizers(model, self.config, zero, torch.float32, mesh)
+        loss, norm = self.step(model, pipeline) if is_divided else self.step_of_one_process(model)
+        params = dict(model.named_parameters())
+        facts = {"the loss": fact(loss, LIMIT)}
+        for name, p in params.items():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            facts[f"the gradient of {name}"] = Fact(grad.detach(), LIMIT * norm, splits_of(p))
+        if self.plan.islands == 1:  # islands have separate gradients
+            facts["the gradient's norm"] = fact(norm, LIMIT)
+        with torch.no_grad():
+            _, loss = called.eval()(x, y, 1.0)
+        reshard(model)
+        loss = gather_number(loss, self.device).mean() * mesh.cp
+        facts["the loss of an evaluation"] = fact(loss, LIMIT)
+        before = {name: local(p.detach()).clone() for name, p in params.items()}
+        for p in params.values():
+            if p.grad is not None:
+                p.grad = p.detach().clone()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = RATE
+            optimizer.step()
+        for name, p in params.items():
+            part = local(p.detach())
+            change, size = (part - before[name]).norm().item(), part.norm().item()
+            limit = UPDATE_LIMIT * change + ROUNDING * size
+            facts[f"{name} after an optimizer's step"] = Fact(p.detach(), limit, splits_of(p))
+        return facts
+
+    def problem(self) -> str:
+        """
+        The first difference between the whole model and the divided one; "" if there is none (all ranks).
+
+        Raises:
+            LayoutError: one process cannot compute the model, or see `check_step` and `check_block`.
+        """
+        try:
+            whole = self.new_model()
+            weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+            expected = self.facts(whole)
+        except LayoutError:
+            raise
+        except Exception as e:  # whatever an edited model raises, on all ranks
+            text = f"a small model cannot be computed on one process: {crash_of(e)}"
+            raise LayoutError(f"{text}. --check_layout=False trains without this check") from e
+        model, pipeline = self.divided_model(weights)
+        return first_difference(expected, self.facts(model, pipeline, is_divided=True))
+
+
+def kind_of(sequence: int) -> int:
+    """Which of the micro-batches begins at this place of the batch."""
+    return sequence // ROWS % KINDS
