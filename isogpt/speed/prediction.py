@@ -80,7 +80,7 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     tokens = plan.micro_batch * T / cp
     n_mlp = max(1, args["n_expert"]) / plan.ep  # a rank's experts run one matmul after the other
     mlp_tokens = tokens * args["n_expert_active"] / n_mlp if args["n_expert"] else tokens
-    weights_s = plan.torch_dtype.itemsize * (part.block + part.block_experts) / hw.bytes_per_s
+    weights_s = plan.torch_dtype.itemsize * (part.block) / hw.bytes_per_s
     matmuls = max(weights_s, matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens)))
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
     traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
@@ -109,7 +109,7 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
         traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp)
         forward += (8 + 2 * size) * traffic
         backward += (4 + 2 * size) * traffic
-    parameter_s = (part.dense + part.experts) / hw.bytes_per_s  # to read a byte of each
+    parameter_s = (part.parameters) / hw.bytes_per_s  # to read a byte of each
     if size == 2 and plan.zero < 2:  # autocast reads each weight in float32 and writes it
         forward += 6 * parameter_s
     # adding to the gradient reads two tensors and writes one
