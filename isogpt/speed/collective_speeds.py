@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-from isogpt.common import console
+from isogpt.common.console import aligned, print_result
 from isogpt.common.torch_versions import all_gather_single, reduce_scatter_single
 from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.together import gather_number
@@ -30,13 +30,11 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     if n == 1:
         raise ValueError("comm needs two processes: set --nproc=2, and --device=cpu if there is one GPU")
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
-    rows, table = [], []
+    rows, table, others = [], [], (n - 1) / n
     for size in MESSAGE_SIZES:
         whole, other = (torch.zeros(size // 4 // n * n, device=ranks.device) for _ in range(2))
         part = torch.zeros(len(whole) // n, device=ranks.device)
-        others = (n - 1) / n
         line = {"message": f"{size / 1024:,.0f} KB"}
-        table.append(line)
         # factor: bytes that each link carries per byte of the message
         for name, factor, function, *arguments in (
             ("all-reduce", 2 * others, dist.all_reduce, whole),
@@ -46,14 +44,15 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
             ("all-to-all", others, dist.all_to_all_single, other, whole),
         ):
             seconds = mean_seconds(ranks.device, function, *arguments)
-            figures = {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
-            rows.append({"operation": name, "bytes": whole.nbytes, "ranks": n} | figures)
-            line[name] = f"{figures['gb_per_s']:.3f}"
-    if ranks.is_main:
-        console.print_result(f"{n} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
-        latencies = {row["operation"]: f"{row['us']:.1f}" for row in rows[:5]}
-        table.append({"message": "1 KB, in µs"} | latencies)
-        console.print_result("\n".join(console.aligned(table)))
+            speed = factor * whole.nbytes / seconds / 1e9
+            row = {"operation": name, "bytes": whole.nbytes, "ranks": n}
+            rows.append(row | {"us": seconds * 1e6, "gb_per_s": speed})
+            line[name] = f"{speed:.3f}"
+        table.append(line)
+    latencies = {row["operation"]: f"{row['us']:.1f}" for row in rows[:5]}
+    table.append({"message": "1 KB, in µs"} | latencies)
+    print_result(f"{n} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
+    print_result("\n".join(aligned(table)))
     leave_process_group()
     return rows
 

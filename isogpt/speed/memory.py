@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from isogpt.lab.combinations import typed
 from isogpt.nn.kernels import logits_at_once
 from isogpt.parallel.mesh import splits_backward, stages_per_rank
 from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
@@ -90,8 +91,8 @@ def memory_report(plan: Plan) -> str:
     ):
         total = memory_estimate(replace(plan, **changes))["total"]
         if total < parts["total"]:
-            flags = " ".join(f"--{name}={value}" for name, value in changes.items())
-            lower.append(f"{flags} {total:.2f}".replace("micro_batch", "batch_size"))
+            flags = " ".join(typed(changes)).replace("micro_batch", "batch_size")
+            lower.append(f"{flags} {total:.2f}")
     totals = f"; lower totals: {', '.join(lower)}" if lower else ""
     return f"GB on each rank, estimated: {text}{totals}"
 
