@@ -109,7 +109,7 @@ def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
     "argument, message",
     [
         ("", "give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'"),
-        ("good zz*", "zz* contains no run: give train.py's out_dir, or a folder of such folders"),
+        ("good zz*", "zz* contains no run: give train.py's out_dir, or a folder of them"),
         ("good empty", "empty contains no run: give train.py's out_dir"),
         ("fifo", f"fifo/metrics.jsonl {DAMAGED} ([Errno 22] it is not"),
         ("good noise", f"noise/metrics.jsonl {DAMAGED} ('seed')"),
