@@ -244,9 +244,14 @@ def test_a_plan_says_how_long_the_run_takes(plan, budget, steps):
 
 
 def test_an_estimate_for_pretrained_weights(zygote, work):
-    args = [*FINETUNE, "--estimate_world_size=1", "--device=cpu"]
+    """With --hardware, also of the process."""
+    args = [*FINETUNE, "--estimate_world_size=1", "--device=cpu", "--hardware=h100"]
     text = zygote.start(args, work, script="bench.py").wait().text()
-    assert float(re.search(r"^ +([\d.]+)", text, re.M)[1]) == pytest.approx(1.5576 * 4, abs=0.01)  # gpt2-xl
+    names, numbers = (line.split()[:6] for line in text.splitlines()[1:3])
+    assert names == ["weights", "gradients", "optimizer", "activations", "process", "total"]
+    *parts, total = map(float, numbers)
+    assert parts[0] == pytest.approx(1.5576 * 4, abs=0.01) and parts[4] == 2.5  # gpt2-xl
+    assert total == pytest.approx(sum(parts), abs=0.003)
 
 
 def test_a_card_of_ones_own_is_planned(plan):
