@@ -36,7 +36,6 @@ from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
 from isogpt.speed import reports
-from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
@@ -168,7 +167,7 @@ try:
             settings["dataset"] = folder
         launches = Launches(TRAIN_PY, Path(folder), rank, is_launched)
         if comm:
-            result["comm"] = measure_collectives(device, settings["backend"], settings["dist_timeout_s"])
+            result["comm"] = reports.measure_collectives(device, settings)
         elif check:
             result["check"] = report_check(launches, workload)
         elif lists:
