@@ -46,8 +46,8 @@ def memory_estimate(plan: Plan, device_gb: float = 0.0) -> dict[str, float]:
         device_gb: memory of the GPU, on which the size of the loss's chunks depends (0: that of this
             machine's GPU, or usual without one).
     """
-    first, last = (rank_estimate(plan, rank, device_gb) for rank in (0, plan.pp - 1))
-    return first if first["total"] >= last["total"] else last
+    ranks = (rank_estimate(plan, rank, device_gb) for rank in {0, plan.pp - 1})
+    return max(ranks, key=lambda parts: parts["total"])
 
 
 def rank_estimate(plan: Plan, pp_rank: int, device_gb: float) -> dict[str, float]:
