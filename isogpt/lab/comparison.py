@@ -85,7 +85,7 @@ def parting_of(a: Run, b: Run) -> int | None:
     """The first logged step at which the training losses of two runs differ; None: there is none."""
     losses = {step["iter"]: step["loss"] for step in b.steps}
     for step in a.steps:
-        if step["loss"] != losses.get(step["iter"], step["loss"]):
+        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
             return step["iter"]
     return None
 
@@ -180,6 +180,7 @@ def row_of(group: Group, target: float) -> dict:
         row |= {"loss": target, "runs_to_loss": len(points)}
         row |= {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
     steps = [step for run in runs for step in run.steps[1:]]  # the first step is slow
+    row["tokens_per_s"] = row["memory_gb"] = None
     if steps:
         row["tokens_per_s"] = statistics.median(step["tokens_per_s"] for step in steps)
         row["memory_gb"] = max(step["memory_gb_max"] for step in steps)
