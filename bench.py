@@ -30,19 +30,17 @@ from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.check.comparisons import DIFFERS, check_model
-from isogpt.common.console import aligned, discard_output, print_result
+from isogpt.common.console import discard_output, print_result
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import read_lists
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
-from isogpt.speed import plan_report
-from isogpt.speed.collective_speeds import measure_collectives
+from isogpt.speed import reports
 from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
-from isogpt.speed.launch_reports import report_step, run_sweep
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
-from isogpt.speed.planner import typed
+from isogpt.speed.planner import flags_of
 from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name
 from isogpt.training.settings import report
@@ -75,10 +73,10 @@ TRAIN_PY = Path(__file__).resolve().with_name("train.py")
 
 def mistakes(lists: dict) -> Iterator[str]:
     """A sentence for each mistake in the settings that choose a report."""
-    reports = [comm, plan, tune, check, bool(lists)]
-    if reports.count(True) > 1:
+    starters = [plan, tune, check, bool(lists)]
+    if comm + sum(starters) > 1:
         yield "comm, plan, tune, check and lists such as --tp=1,2 are separate reports: type one"
-    if is_launched and any(reports[1:]):
+    if is_launched and any(starters):
         yield "this report starts processes: start bench.py without a launcher"
     if check and nproc not in (0, 2, 4, 8):
         yield f"nproc is {nproc}: to check layouts, set --nproc=2, 4 or 8"
@@ -100,22 +98,20 @@ def mistakes_in_devices(lists: dict) -> Iterator[str]:
     for card in {*hardware.split(",")} - {*HARDWARE, "this"}:
         yield f"hardware is {card!r}, which is not known: {KNOWN_CARDS}"
     is_described = devices or hardware != "this"
-    if not plan and ("," in hardware or is_described and not (tune or estimate or estimate_world_size)):
+    predicts_one = tune or estimate or estimate_world_size
+    if not plan and ("," in hardware or is_described and not predicts_one):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
     is_listed = plan and hardware in HARDWARE.keys() - {"cpu"}
     if (device_memory_gb or device_tflops) and not is_listed:
-        yield (
-            "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
-            "--plan, and --hardware= to this card, such as --hardware=4090"
-        )
+        yield "device_memory_gb and device_tflops change a listed card: set --plan --hardware=4090 or another"
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and return the same."""
     rows = []
-    for row in check_model(launches, workload, max(2, nproc)):
-        print_result("{:24} {:8} {}".format(*row).rstrip())
-        rows.append(dict(zip(("name", "state", "text"), row, strict=True)))
+    for name, state, text in check_model(launches, workload, max(2, nproc)):
+        print_result(f"{name:24} {state:8} {text}".rstrip())
+        rows.append({"name": name, "state": state, "text": text})
     return rows
 
 
@@ -127,7 +123,7 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
         parts |= {"process": hw.fixed_gb, "total": parts.pop("total") + hw.fixed_gb}
     print_result(f"estimated GB on each of {world_size} ranks, in micro-batches of {planned.micro_batch}:")
     row = {name: f"{gb:.3f}" for name, gb in parts.items()}
-    print_result("\n".join(aligned([row | {"settings": typed(planned)}])))
+    reports.print_table([row | {"settings": flags_of(planned)}])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -171,17 +167,17 @@ try:
             settings["dataset"] = folder
         launches = Launches(TRAIN_PY, Path(folder), rank, is_launched)
         if comm:
-            result["comm"] = measure_collectives(device, settings["backend"], settings["dist_timeout_s"])
+            result["comm"] = reports.measure_collectives(device, settings)
         elif check:
             result["check"] = report_check(launches, workload)
         elif lists:
-            result["sweep"] = run_sweep(launches, workload, lists, steps)
+            result["sweep"] = reports.run_sweep(launches, workload, lists, steps)
         elif plan:
-            result["plan"] = plan_report.report_plan(workload, counts, cards)
+            result["plan"] = reports.report_plan(workload, counts, cards)
         elif tune:
-            result["tune"] = plan_report.tune(workload, launches, cards[0])
+            result["tune"] = reports.tune(workload, launches, cards[0])
         else:
-            result["report"] = report_step(launches, workload, steps)
+            result["report"] = reports.report_step(launches, workload, steps)
 except (ValueError, DistError) as e:
     fail(str(e))
 except KeyboardInterrupt:

@@ -21,9 +21,8 @@ from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.common import console
 from isogpt.common.files import as_json
 from isogpt.lab import pictures
-from isogpt.lab.comparison import commands_for_seeds, compare, group_runs
+from isogpt.lab.comparison import commands_for_seeds, compare, group_runs, report
 from isogpt.lab.runs import find_runs
-from isogpt.lab.table import report
 
 # -- what to compare -----------------------------------------------------------------------------------------
 loss = 0.0  # also print when each run has reached this validation loss (0: no) [>= 0]

@@ -9,7 +9,6 @@ They need data/shakespeare_char. nanoGPT runs in a temporary copy.
     memory        peaks of the resident sets    time_to_loss  also draws docs/time_to_loss.png
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -133,14 +133,8 @@ def memory(place: SimpleNamespace, count: int) -> None:
 def loss(place: SimpleNamespace, count: int) -> None:
     """Print the validation losses after 500 steps: of nanoGPT, and of isoGPT with `count` seeds."""
     for name in ("--batch_size=8 --dropout=0.0", "the Shakespeare model for a CPU"):
-        args = [
-            *SPEED[name][0],
-            EAGER,
-            "--gradient_accumulation_steps=1",
-            "--max_iters=500",
-            "--eval_interval=500",
-            "--eval_iters=20",
-        ]
+        steps = "--gradient_accumulation_steps=1 --max_iters=500 --eval_interval=500 --eval_iters=20"
+        args = [*SPEED[name][0], EAGER, *steps.split()]
         seeds = [f"--seed={seed}" for seed in (1337, *range(1, count))]
         ours = [train(ROOT, *args, *place.ours, seed).val_losses[1] for seed in seeds]
         theirs = train(place.nanogpt, *args).val_losses[1]
@@ -156,20 +150,13 @@ def sampling(place: SimpleNamespace, count: int) -> None:
 
 def time_to_loss(place: SimpleNamespace, count: int) -> None:
     """nanoGPT's recipe for Shakespeare on a CPU, by nanoGPT itself, and our fast one."""
-    whole_split = [
-        "--eval_only=True",
-        "--eval_iters=145",
-        "--batch_size=12",
-        "--block_size=64",
-        "--dataset=shakespeare_char",
-        "--dtype=float32",
-        f"--init_from={place.nanogpt / 'out'}",
-    ]
+    whole_split = "--eval_only=True --eval_iters=145 --batch_size=12 --block_size=64 --dtype=float32"
+    whole_split += f" --dataset=shakespeare_char --init_from={place.nanogpt / 'out'}"
     recipe = [CHARACTERS, *CPU_RECIPE, "--eval_interval=2000", "--out_dir=out"]
     ratios = []
     for seed in range(1337, 1337 + count):
         theirs = train(place.nanogpt, *recipe)
-        theirs.val_losses = train(ROOT, *whole_split).val_losses
+        theirs.val_losses = train(ROOT, *whole_split.split()).val_losses
         # without the first and the last step, whose times include an evaluation
         theirs.ms, theirs.losses = theirs.ms[1:-1], theirs.losses[1:-1]
         ours = train(ROOT, FAST, *place.ours, f"--seed={seed}")
@@ -198,9 +185,7 @@ def plot(curves: dict[str, SimpleNamespace]) -> None:
 
 def main() -> None:
     kinds = {kind.__name__: kind for kind in (speed, start, memory, loss, sampling, time_to_loss)}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--pairs", type=int, default=3)

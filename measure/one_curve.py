@@ -10,13 +10,13 @@ that are killed twice, the second time resumed on 3. Takes ten minutes on two id
 figures: one_curve.png contains the losses of README.md, and differences.png shows how much all runs differ.
 """
 
-import argparse
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,21 +43,9 @@ BASE = [
     "--init_from=auto",
 ]
 # 25 sequences per step: no number of processes but 1 divides it, so some ranks have more than others
-ADAMW = [
-    *BASE,
-    "--device=cpu",
-    "--dtype=float32",
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=64",
-    "--block_size=64",
-    "--batch_size=5",
-    "--gradient_accumulation_steps=5",
-    "--dropout=0.0",
-    "--learning_rate=2e-3",
-    "--min_lr=2e-4",
-    "--warmup_iters=20",
-]
+ADAMW = "--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=5"
+ADAMW += " --gradient_accumulation_steps=5 --dropout=0.0 --learning_rate=2e-3 --min_lr=2e-4 --warmup_iters=20"
+ADAMW = [*BASE, *ADAMW.split()]
 # the model and the rates of README.md's first command, with a step of 4 micro-batches
 RECIPE = [str(ROOT / "config/train_stdlib_char_exact.py"), *BASE]
 
@@ -124,10 +112,8 @@ def plot_curves(axes: "Axes", layouts: list[Layout], losses: np.ndarray) -> None
     for i, (layout, color) in enumerate(zip(layouts, colors_of(layouts), strict=True)):
         axes.plot(losses[i], color=color, linewidth=widths[i], label=layout.name)
         for step in layout.kills:
-            place, cross = (
-                (step, losses[i, step]),
-                {"markersize": 12, "markeredgecolor": "white", "zorder": 3},
-            )
+            place = step, losses[i, step]
+            cross = {"markersize": 12, "markeredgecolor": "white", "zorder": 3}
             axes.plot(*place, "X", color="crimson", **cross)
             arrow = {"arrowstyle": "-", "color": "crimson"}
             above = {"xytext": (0, 60), "textcoords": "offset points", "ha": "center"}  # the curve's peaks
@@ -171,9 +157,7 @@ def plot_exact(axes: "Axes", inexact: np.ndarray, layouts: list[Layout], losses:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="the folder for the figures")
     parser.add_argument("--steps", type=int, default=300, help="of each run with AdamW, 30 or more")
     parser.add_argument("--exact_steps", type=int, default=150, help="of the recipe, 30 or more")

@@ -11,13 +11,13 @@ size of the micro-batches. The loss of each step must equal the loss of one proc
 status is 1 if a difference is larger, or if a run fails.
 """
 
-import argparse
 import math
 import random
 import re
 import signal
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,25 +34,10 @@ TOLERANCE = 1e-6  # of a loss
 STEPS, SAVE_EVERY = 40, 4
 SEQUENCES = 24  # of a step
 VOCABULARY = 65
-ARGS = [
-    "--dataset=tiny",
-    "--device=cpu",
-    "--dtype=float32",
-    "--optimizer=adamw",
-    "--dropout=0.0",
-    "--n_layer=4",
-    "--n_head=4",
-    "--n_embd=32",
-    "--block_size=32",
-    "--learning_rate=1e-3",
-    "--warmup_iters=10",
-    f"--max_iters={STEPS - 1}",
-    "--lr_decay_iters=100",
-    "--eval_interval=1000",
-    "--eval_iters=2",
-    f"--save_interval={SAVE_EVERY}",
-    "--dist_timeout_s=60",
-]
+ARGS = "--dataset=tiny --device=cpu --dtype=float32 --optimizer=adamw --dropout=0.0 --n_layer=4 --n_head=4"
+ARGS += " --n_embd=32 --block_size=32 --learning_rate=1e-3 --warmup_iters=10 --lr_decay_iters=100"
+ARGS += f" --max_iters={STEPS - 1} --eval_interval=1000 --eval_iters=2 --save_interval={SAVE_EVERY}"
+ARGS = [*ARGS.split(), "--dist_timeout_s=60"]
 MODELS = {
     "gpt2": ["--bias=True"],
     "nanochat": ["--arch=nanochat"],
@@ -167,9 +152,7 @@ def measure(zygote: Zygote, work: Path, runs: int, seed: int) -> int:
 
 def main() -> None:
     """Read the options, measure, and exit with status 1 if a run failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

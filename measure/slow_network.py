@@ -10,7 +10,6 @@ measured at each rate. The machine must be idle. Flags after -- go to train.py i
 those in JOB.
 """
 
-import argparse
 import itertools
 import math
 import os
@@ -19,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -40,30 +40,23 @@ JOB = [
     "--block_size=64",
     "--batch_size=12",
     "--dropout=0",
-    "--gradient_accumulation_steps=1",
-    "--learning_rate=1e-3",
-    "--min_lr=1e-3",
-    "--warmup_iters=50",
-    "--lr_decay_iters=50",
     "--device=cpu",
-    "--dtype=float32",
-    "--eval_interval=1000000",
-    "--eval_iters=1",
-    "--log_interval=1",
-    "--save_checkpoint=False",
 ]
+JOB += ["--dtype=float32", "--gradient_accumulation_steps=1", "--learning_rate=1e-3", "--min_lr=1e-3"]
+JOB += ["--warmup_iters=50", "--lr_decay_iters=50", "--eval_interval=1000000", "--eval_iters=1"]
+JOB += ["--log_interval=1", "--save_checkpoint=False"]
 # name: train.py's flags; N is the number of hosts. The first one determines the loss that the others have to
 # reach.
 MODES = {
-    "DDP": [],
-    "ZeRO-1": ["--zero=1"],
-    "ZeRO-3": ["--zero=3"],
-    "fp16": ["--grad_compression=fp16"],
-    "bf16": ["--grad_compression=bf16"],
-    "int8": ["--grad_compression=int8"],
-    "PowerSGD, rank 4": ["--grad_compression=powersgd:4"],
-    "local SGD, 8 steps": ["--islands=N", "--local_steps=8", "--outer_lr=1", "--outer_momentum=0"],
-    "DiLoCo, 32 steps": ["--islands=N", "--local_steps=32", "--outer_lr=0.7", "--outer_momentum=0.9"],
+    "DDP": "",
+    "ZeRO-1": "--zero=1",
+    "ZeRO-3": "--zero=3",
+    "fp16": "--grad_compression=fp16",
+    "bf16": "--grad_compression=bf16",
+    "int8": "--grad_compression=int8",
+    "PowerSGD, rank 4": "--grad_compression=powersgd:4",
+    "local SGD, 8 steps": "--islands=N --local_steps=8 --outer_lr=1 --outer_momentum=0",
+    "DiLoCo, 32 steps": "--islands=N --local_steps=32 --outer_lr=0.7 --outer_momentum=0.9",
 }
 WINDOW = 50  # steps over which losses are smoothed
 LONGEST = 3  # a mode is given up after this many times --steps
@@ -147,7 +140,7 @@ def run_table(hosts: Hosts, args: list[str], rates: list[str], steps: int) -> No
     """Print a row for each mode. A mode that fails gets a row that says why."""
     target, first = -math.inf, {}
     for name, flags in MODES.items():
-        mode = [*args, *(flag.replace("=N", f"={len(hosts.spaces)}") for flag in flags)]
+        mode = [*args, *flags.replace("=N", f"={len(hosts.spaces)}").split()]
         limit = steps if name == "DDP" else LONGEST * steps
         try:
             hosts.limit(None)  # what a slow link drops is sent again
@@ -169,9 +162,7 @@ def run_table(hosts: Hosts, args: list[str], rates: list[str], steps: int) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4), help="their number")
     parser.add_argument("--rate", default="100mbit", help="of each host's link, in one run")
     parser.add_argument("--table", action="store_true", help="compare the modes")

@@ -8,7 +8,6 @@ Kill runs at random moments, many times, and count what was lost.
     python measure/soak.py shrink                    agents are killed, 4 -> 3 -> 2 -> 3: same losses?
 """
 
-import argparse
 import atexit
 import os
 import random
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from datetime import datetime
 from pathlib import Path
 
@@ -50,20 +50,10 @@ def kill_around_saves(zygote, work, rng, kills, nproc=1, flags=()):
     resume from it. Returns how often this was not so.
     """
     out, completed, older, mid_save = work / "soak", 0, 0, 0
-    args = [
-        *TINY,
-        f"--out_dir={out}",
-        "--init_from=auto",
-        "--save_interval=1",
-        "--max_iters=1000000",
-        # a checkpoint takes some milliseconds, so kills hit it
-        "--n_embd=128",
-        "--n_layer=4",
-        "--block_size=8",
-        "--batch_size=1",
-        "--gradient_accumulation_steps=2",
-        *flags,
-    ]
+    # a checkpoint takes some milliseconds, so kills hit it
+    shape = "--n_embd=128 --n_layer=4 --block_size=8 --batch_size=1 --gradient_accumulation_steps=2"
+    saves = f"--out_dir={out} --init_from=auto --save_interval=1 --max_iters=1000000"
+    args = [*TINY, *saves.split(), *shape.split(), *flags]
     for kill in range(kills):
         run, wanted = zygote.start(args, work, nproc), rng.randint(1, 4)
         assert run.until(lambda text, n=wanted: text.count("saved ") >= n), run.text()[-2000:]
@@ -156,26 +146,13 @@ def differs(one, other):
 def kill_workers(work, rng, kills, nproc=4):
     """SIGKILL a random worker at a random moment, `kills` times."""
     out, straight, took = work / "killed", work / "straight", []
-    args = [
-        *TINY,
-        "--gradient_accumulation_steps=4",
-        "--save_interval=10",
-        "--eval_interval=100000",
-        "--max_iters=2000",
-        "--lr_decay_iters=2000",
-        "--init_from=auto",
-    ]
+    steps = "--gradient_accumulation_steps=4 --max_iters=2000 --lr_decay_iters=2000 --init_from=auto"
+    args = [*TINY, *steps.split(), "--save_interval=10", "--eval_interval=100000"]
     workers = f"--nproc_per_node={nproc}"
     assert torchrun(work, [*args, f"--out_dir={straight}"], "--standalone", workers).wait(600) == 0
-    elastic = [
-        "--nnodes=1:1",
-        workers,
-        f"--max-restarts={kills}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-        "--rdzv-conf=last_call_timeout=1",
-    ]
-    agent = torchrun(work, [*args, f"--out_dir={out}"], *elastic)
+    elastic = f"--nnodes=1:1 {workers} --max-restarts={kills} --rdzv-backend=c10d"
+    elastic += f" --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-conf=last_call_timeout=1"
+    agent = torchrun(work, [*args, f"--out_dir={out}"], *elastic.split())
     for _ in range(kills):
         wanted = steps_in(out) + rng.randrange(1, 30)
         wait_for(lambda step=wanted: steps_in(out) >= step or agent.poll() is not None, 120)
@@ -194,16 +171,8 @@ def shrink(zygote, work):
     run ends.
     """
     out, straight, port = work / "shrunk", work / "straight", free_port()
-    args = [
-        *TINY,
-        "--gradient_accumulation_steps=12",
-        "--save_interval=10",
-        "--max_iters=2500",
-        "--lr_decay_iters=2500",
-        "--eval_interval=100000",
-        "--dist_timeout_s=60",
-        "--init_from=auto",
-    ]
+    steps = "--gradient_accumulation_steps=12 --max_iters=2500 --lr_decay_iters=2500 --init_from=auto"
+    args = [*TINY, *steps.split(), "--save_interval=10", "--eval_interval=100000", "--dist_timeout_s=60"]
     zygote.start([*args, f"--out_dir={straight}"], work).wait(timeout=600)
     elastic = [
         "--nnodes=2:4",
@@ -211,9 +180,9 @@ def shrink(zygote, work):
         "--max-restarts=10",
         "--rdzv-backend=c10d",
         "--rdzv-id=shrink",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]
+    elastic.append(f"--rdzv-endpoint=127.0.0.1:{port}")
+    elastic.append("--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
     agents = [torchrun(work, [*args, f"--out_dir={out}"], *elastic)]
     wait_for(lambda: is_served(port))  # by the first agent, which is not killed
     agents += [torchrun(work, [*args, f"--out_dir={out}"], *elastic) for _ in range(3)]
@@ -238,9 +207,7 @@ def world_sizes(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["saves", "signals", "elastic", "shrink"])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -109,7 +109,7 @@ def test_a_long_run_is_thinned_and_its_end_stays(tmp_path):
     "argument, message",
     [
         ("", "give the folders of runs: python compare.py out-a out-b, or 'out-lr/*'"),
-        ("good zz*", "zz* contains no run: give train.py's out_dir, or a folder of such folders"),
+        ("good zz*", "zz* contains no run: give train.py's out_dir, or a folder of them"),
         ("good empty", "empty contains no run: give train.py's out_dir"),
         ("fifo", f"fifo/metrics.jsonl {DAMAGED} ([Errno 22] it is not"),
         ("good noise", f"noise/metrics.jsonl {DAMAGED} ('seed')"),
@@ -161,12 +161,11 @@ def test_groups_of_seeds(says):
     assert result["p"] == pytest.approx(test.pvalue, rel=1e-6)
     assert data["base"] == "learning_rate=0.001" and data["compared_by"] == "val_loss"
     low, high = test.confidence_interval(0.95)
-    size, tested = f"by {-result['mean']:.4f}", f"p = {test.pvalue:.2g}, paired t-test over 5 seeds"
-    assert lines[-1] == (
-        f"learning_rate=0.003 has a lower validation loss than learning_rate=0.001, {size} (95% interval: "
-        f"{low:+.4f} to {high:+.4f}), {tested}. Chance alone rarely causes such a difference; to detect a "
-        "difference of this size takes about 3 seeds each"
-    )
+    lower = "learning_rate=0.003 has a lower validation loss than learning_rate=0.001"
+    interval = f"by {-result['mean']:.4f} (95% interval: {low:+.4f} to {high:+.4f})"
+    chance = "paired t-test over 5 seeds. Chance alone rarely causes such a difference"
+    seeds = "to detect a difference of this size takes about 3 seeds each"
+    assert lines[-1] == f"{lower}, {interval}, p = {test.pvalue:.2g}, {chance}; {seeds}"
     pair(effect=0.0002)
     says("*", "This cannot be told from chance; to detect a difference of this size takes about ")
     write_run("c", [5, 4, 3.2], seed=1, learning_rate=9e-3)

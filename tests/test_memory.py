@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from edits import COUNTED, COUNTED_SHAPE, apply, edited_gpt
+from edits import COUNTED, COUNTED_SHAPE, edited_gpt
 from runs import CHANGED, FORKED, REPO, TINY, column, records, start_changed, train_defaults
 
 from isogpt.checkpoint.search import find_checkpoint
@@ -50,9 +50,7 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
         text = run.text()
         assert set(run.codes) == {1} and text.count(": out of memory with micro-batches of") == 1, text
         if on == "1":
-            assert (
-                "error: rank 1: out of memory with micro-batches of 8: OutOfMemoryError: injected: t" in text
-            )
+            assert "error: rank 1: out of memory with micro-batches of 8: OutOfMemoryError: inj" in text
             assert "rank 1 has failed (OutOfMemoryError: injected: tried to allocate 1 TiB), its" in text
         for part in ("weights", "gradients", "optimizer", "activations", "--activation_checkpointing=full"):
             assert part in text
@@ -169,9 +167,8 @@ def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(
     plan = plan_with(asdict(GPTConfig()), compile=compile)
     planned = max(memory.loss_activations(plan, 16 * 1024, gib * 2**30 / 1e9))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
-    )
+    card = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
     largest = max(memory.loss_activations(plan, 16 * 1024))
     assert largest == planned == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
 
@@ -227,24 +224,6 @@ def test_an_estimate_follows_an_edit_of_the_model(edit):
     # Muon keeps one moment, but not for what is looked up
     looked_up = edit in ("value embeddings", "factorized embedding")
     assert more("muon")["optimizer"] == (8 if looked_up else 4) * parameters
-
-
-def test_bench_estimates_an_edited_file(zygote, work):
-    """A copy of the repository in which model.py has an embedding of values in each block."""
-    args = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--dtype=bfloat16", "--hardware=h100"]
-    args += ["--vocab_size=50304", "--estimate_world_size=1"]
-    usual, edited = (
-        zygote.start(args, work, script="bench.py", repo=repo).wait().text().split()
-        for repo in (REPO, apply("value embeddings", work / "copy"))
-    )
-    start = usual.index("weights")
-    names = usual[start : start + 6]
-    assert names == ["weights", "gradients", "optimizer", "activations", "process", "total"]
-    usual, edited = ([float(gb) for gb in words[start + 7 : start + 13]] for words in (usual, edited))
-    added = 12 * 50304 * 256 / 1e9
-    assert edited[0] - usual[0] == pytest.approx(4 * added, abs=0.0011)
-    assert edited[2] - usual[2] == pytest.approx(8 * added, abs=0.0011)
-    assert usual[4] == 2.5 and usual[5] == pytest.approx(sum(usual[:5]), abs=0.003)
 
 
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])

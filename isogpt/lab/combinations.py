@@ -31,15 +31,19 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed, and the
     arguments that set other settings. The last argument counts if a setting occurs twice.
     """
-    pairs = [word.removeprefix("--").partition("=") for word in words]
-    values = {name: values_in(name, text) for name, _, text in pairs if name in known}
+    values = {}
+    for word in words:
+        name, _, text = word.removeprefix("--").partition("=")
+        if name in known:
+            values[name] = values_in(name, text)
     lists = {name: several for name, several in values.items() if len(several) > 1}
     return lists, without(words, lists)
 
 
 def without(words: Iterable[str], names: Iterable[str]) -> list[str]:
     """The arguments that do not set one of these settings."""
-    return [word for word in words if not word.startswith(tuple(f"--{name}=" for name in names))]
+    options = tuple(f"--{name}=" for name in names)
+    return [word for word in words if not word.startswith(options)]
 
 
 def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[dict[str, str]]:
@@ -49,10 +53,12 @@ def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[dict[s
     """
     if not each:
         return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+    others = dict(lists)
+    seeds = [{SEED: value} for value in others.pop(SEED, [])] or [{}]
     base = {name: values[0] for name, values in lists.items()}
     variants = [base]
-    variants += [base | {name: value} for name in lists if name != SEED for value in lists[name][1:]]
-    seeds = [{SEED: value} for value in lists[SEED]] if SEED in lists else [{}]
+    for name, (_, *values) in others.items():
+        variants += [base | {name: value} for value in values]
     return [variant | seed for variant in variants for seed in seeds]
 
 
@@ -69,7 +75,8 @@ def folder_name(values: Mapping[str, Value]) -> str:
     """
     text = ",".join(f"{name}={value}" for name, value in values.items())
     name = UNSAFE.sub("_", text)[:LONGEST_NAME]
-    return text if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text if name == text else f"{name},{digest[:8]}"
 
 
 def part_of_task(runs: list, variables: Mapping[str, str]) -> list:

@@ -1,14 +1,16 @@
-"""Which runs belong together, by what they can be compared, and how they differ."""
+"""Which runs belong together, by what they can be compared, how they differ, and what compare.py prints."""
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from isogpt.checkpoint.measures import changed_measures, what_is_measured
+from isogpt.common.console import aligned, visible
 from isogpt.lab.runs import MORE_SEEDS, Group, Run
-from isogpt.lab.significance import corrected, difference
+from isogpt.lab.significance import LEVEL, MOST_SEEDS, NO_TEST, corrected, difference
 from isogpt.options.values import as_typed
 
 # settings that are not compared, since they change neither what a run learns nor how fast it does. The seed
@@ -22,6 +24,7 @@ NOT_COMPARED = {
 # settings that a command for more seeds does not repeat
 NOT_REPEATED = {"seed", "out_dir", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
+NAMES = {LOSS: "validation loss", BITS: "number of bits per byte"}
 TO_LOSS = {"iter": "steps_to_loss", "tokens": "tokens_to_loss", "seconds": "seconds_to_loss"}
 CODE = "code"  # the digest of the code that trains, which distinguishes runs as a setting does
 
@@ -35,11 +38,10 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     """
     runs = [run for group in groups for run in group.runs]
     by, reason = what_to_compare_by(runs)
-    is_pair = by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed
     rows = [row_of(group, target) for group in groups]
-    if by:
-        # the best first, and last those that are incomplete
+    if by:  # the best first, and last those that are incomplete
         rows.sort(key=lambda row: (bool(row["state"]), row[by]["mean"] if by in row else math.inf))
+    is_pair = by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed
     return {
         "compared_by": by,  # LOSS or BITS; "": the runs cannot be compared
         "reason": reason,  # why not by the loss
@@ -59,11 +61,11 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
     """
     base, results, steps = groups[0].counted, {}, {}
     for group in groups[1:]:
-        ends = [last_step(base), last_step(group.counted)]
-        if any(run.state for run in base + group.counted):
-            steps[group.name] = last_step(base + group.counted)
-            ends = [steps[group.name]] * 2
-        results[group.name] = difference(values_of(base, ends[0], by), values_of(group.counted, ends[1], by))
+        name, other = group.name, group.counted
+        end, other_end = last_step(base), last_step(other)
+        if any(run.state for run in base + other):
+            end = other_end = steps[name] = last_step(base + other)
+        results[name] = difference(values_of(base, end, by), values_of(other, other_end, by))
     return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
 
 
@@ -82,8 +84,10 @@ def last_step(runs: list[Run]) -> int:
 def parting_of(a: Run, b: Run) -> int | None:
     """The first logged step at which the training losses of two runs differ; None: there is none."""
     losses = {step["iter"]: step["loss"] for step in b.steps}
-    shared = [step for step in a.steps if step["iter"] in losses]
-    return next((step["iter"] for step in shared if step["loss"] != losses[step["iter"]]), None)
+    for step in a.steps:
+        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
+            return step["iter"]
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -156,31 +160,37 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
 def row_of(group: Group, target: float) -> dict:
     """The table's row of a group, by the headings. None: not known."""
     # at the last step at which all runs that count were evaluated
-    step = last_step(group.counted)
+    runs, step = group.runs, last_step(group.counted)
     ends = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = ends[0] if ends else {}
-    steps = [step for run in group.runs for step in run.steps[1:]]  # the first step is slow
-    points = [point for run in group.runs if target and (point := reaches(run, target))]
-    to_loss = {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
-    return {
+    row = {
         "group": group.name,
         "code": group.code or None,
-        "seeds": [run.seed for run in group.runs],
+        "seeds": [run.seed for run in runs],
         "steps": first.get("iter"),
         "tokens": first.get("tokens"),
         "seconds": mean_of(ends, "seconds")["mean"],
-        "parameters": group.runs[0].facts.get("parameters"),
-        **{name: mean_of(ends, name) for name in first if name.startswith(("val_", "best"))},
-        **({"loss": target, "runs_to_loss": len(points)} | to_loss if target else {}),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps) if steps else None,
-        "memory_gb": max((step["memory_gb_max"] for step in steps), default=None),
-        "commits": sorted({commit_of(run) for run in group.runs}),
-        "state": [run.state for run in group.runs if run.state],
-        "runs": [
-            {"folder": str(run.folder), "state": run.state, "evaluation": (run.evaluations or [None])[-1]}
-            for run in group.runs
-        ],
+        "parameters": runs[0].facts.get("parameters"),
     }
+    for name in first:
+        if name.startswith(("val_", "best")):
+            row[name] = mean_of(ends, name)
+    if target:
+        points = list(filter(None, (reaches(run, target) for run in runs)))
+        row |= {"loss": target, "runs_to_loss": len(points)}
+        row |= {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
+    steps = [step for run in runs for step in run.steps[1:]]  # the first step is slow
+    row["tokens_per_s"] = row["memory_gb"] = None
+    if steps:
+        row["tokens_per_s"] = statistics.median(step["tokens_per_s"] for step in steps)
+        row["memory_gb"] = max(step["memory_gb_max"] for step in steps)
+    row["commits"] = sorted({commit_of(run) for run in runs})
+    row["state"] = [run.state for run in runs if run.state]
+    row["runs"] = []
+    for run in runs:
+        last = run.evaluations[-1] if run.evaluations else None
+        row["runs"].append({"folder": str(run.folder), "state": run.state, "evaluation": last})
+    return row
 
 
 def best_loss(run: Run, step: int) -> float:
@@ -211,7 +221,7 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
             losses = [after[LOSS], before[LOSS]]
-            names = [name for name in TO_LOSS if name in after]
+            names = TO_LOSS.keys() & after
             return {name: np.interp(target, losses, [after[name], before[name]]) for name in names}
     return {}
 
@@ -222,13 +232,94 @@ def reaches(run: Run, target: float) -> dict[str, float]:
 
 def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
-    folders = [as_typed(f"{group.runs[0].folder}{MORE_SEEDS}") for group in groups]
-    commands = []
-    for group, folder in zip(groups, folders, strict=True):
-        options = [
-            f"--{name}={as_typed(value)}"
-            for name, value in group.runs[0].settings.items()
-            if name not in NOT_REPEATED and value != defaults.get(name, value)
-        ]
-        commands.append(" ".join(["python sweep.py", *options, "--seed=1,2,3", f"--out_dir={folder}"]))
-    return [*commands, " ".join(["python compare.py", *folders])]
+    commands, together = [], "python compare.py"
+    for group in groups:
+        first, command = group.runs[0], "python sweep.py"
+        for name, value in first.settings.items():
+            if name not in NOT_REPEATED and value != defaults.get(name, value):
+                command += f" --{name}={as_typed(value)}"
+        folder = as_typed(f"{first.folder}{MORE_SEEDS}")
+        commands.append(f"{command} --seed=1,2,3 --out_dir={folder}")
+        together += f" {folder}"
+    return [*commands, together]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# what is printed
+
+
+def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
+    """
+    The lines that compare.py prints.
+
+    Args:
+        more_seeds: the commands that train with more seeds.
+    """
+    rows, results = comparison["groups"], comparison["differences"]
+    lines = [*table(rows), ""]
+    if comparison["reason"]:
+        outcome = "not compared"
+        if comparison["compared_by"]:
+            outcome = "compared by bits per byte, since the losses are over different tokens"
+        lines.append(f"{outcome}: {comparison['reason']}")
+    lines += [sentence(name, comparison) for name in results]
+    if (step := comparison["parting"]) is not None:
+        lines.append(f"the first logged step at which their training losses differ is {step:,}")
+    if len(results) == 1 and any(NO_TEST in result["method"] for result in results.values()):
+        edited = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
+        lines += [f"To know, train with several seeds{edited}:", *(f"    {line}" for line in more_seeds)]
+    lines += [f"note: {note}" for note in comparison["notes"]]
+    lines += [f"a picture: {path}" for path in comparison["pictures"]]
+    return [visible(line) for line in lines]
+
+
+def table(rows: list[dict]) -> list[str]:
+    """A line for each row, with the columns in which they differ, and a line of what all have in common."""
+    cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
+    columns, same = {}, []
+    for name in dict.fromkeys(name for one in cells for name in one if one[name]):
+        column = [one.get(name, "") for one in cells]
+        if len(rows) > 1 and len(set(column)) == 1:
+            same.append(f"{name} {column[0]}")
+        else:
+            columns[name] = column
+    lines = aligned([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    return [f"all: {', '.join(same)}", *lines] if same else lines
+
+
+def text_of(value: object) -> str:
+    """A value as text; "" if it is not known."""
+    if isinstance(value, dict):  # a mean loss
+        error = "" if math.isnan(value["error"]) else f" ± {value['error']:.4f}"
+        return f"{value['mean']:.4f}{error}"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+    return str(value or "")
+
+
+def sentence(name: str, comparison: dict) -> str:
+    """A sentence about the difference of a group from the first one."""
+    result, base = comparison["differences"][name], comparison["base"]
+    measured, mean, p = NAMES[comparison["compared_by"]], result["mean"], result["p"]
+    method, step, seeds = result["method"], result["step"], result["seeds_needed"]
+    at = f" at step {step:,}, the last one that all have evaluated" if step else ""
+    if mean is None:
+        return f"{name} and {base}: {method}"
+    if mean == 0 and p is None:
+        equal = "to the last digit: what differs has had no effect"
+        return f"{name} and {base} have the same {measured}{at}, {equal}"
+    kind = "lower" if mean < 0 else "higher"
+    text = f"{name} has a {kind} {measured} than {base}, by {abs(mean):.4f}{at}"
+    if p is None:
+        return f"{text}; {method}"
+    interval = f"95% interval: {result['low']:+.4f} to {result['high']:+.4f}"
+    verdict = "This cannot be told from chance"
+    if p < LEVEL:
+        verdict = "Chance alone rarely causes such a difference"
+    needed = f"about {seeds}" if seeds else f"more than {MOST_SEEDS:,}"
+    text += f" ({interval}), p = {p:.2g}, {method}. {verdict}"
+    return f"{text}; to detect a difference of this size takes {needed} seeds each"

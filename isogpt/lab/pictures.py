@@ -42,14 +42,14 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
         ValueError: matplotlib is missing, or the runs cannot be drawn over `x`.
     """
     name = "iter" if x == "steps" else x
-    runs = [run for group in groups for run in group.runs]
-    for run in runs:
+    validation, training = {}, {}
+    for run in (run for group in groups for run in group.runs):
         if any(record.get(name) is None for record in run.evaluations):
             raise ValueError(f"{run.folder} does not record its {x}: use --x=steps")
-    validation = {run.folder: curve_of(run.evaluations, name, unit) for run in runs}
+        validation[run.folder] = curve_of(run.evaluations, name, unit)
+        training[run.folder] = smoothed(curve_of(run.steps, name, "loss_mean"))
     curves = {"Validation loss": validation}
     if unit == "val_loss":
-        training = {run.folder: smoothed(curve_of(run.steps, name, "loss_mean")) for run in runs}
         curves["Training loss, smoothed"] = training
     titles = [*curves]
     if len(groups) == 2 and all(group.counted for group in groups):
@@ -65,8 +65,7 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
             draw_groups(axes, groups, curves[title])
         else:
             draw_difference(axes, *groups, validation)
-        axes.set_title(title)
-        axes.set_ylabel("bits per byte" if unit == "val_bpb" else "nats per token")
+        axes.set(title=title, ylabel="bits per byte" if unit == "val_bpb" else "nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
     panels[-1].set_xlabel(f"training {x}")
@@ -107,8 +106,8 @@ def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve])
     significance.difference computes them.
     """
     x, values = together([curves[run.folder] for run in a.counted + b.counted])
-    before = {run.seed: line for run, line in zip(a.counted, values, strict=False)}
-    after = {run.seed: line for run, line in zip(b.counted, values[len(a.counted) :], strict=True)}
+    lines = iter(values)
+    before, after = ({run.seed: next(lines) for run in group.counted} for group in (a, b))
     for seed in before.keys() & after.keys():
         axes.plot(x, after[seed] - before[seed], color="0.7", linewidth=0.8)
     results = []

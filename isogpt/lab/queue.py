@@ -19,6 +19,7 @@ from isogpt.checkpoint.manifest import steps_in
 from isogpt.common.console import duration, print_line, print_to_stderr
 from isogpt.common.files import lock, parse_json, read_records, read_utf8, write_whole
 from isogpt.data.dataset import open_dataset
+from isogpt.lab.combinations import typed
 from isogpt.lab.comparison import NOT_COMPARED
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import environment_without_launcher, stop_signals
@@ -92,9 +93,9 @@ class SweptRun:
         if not self.step and not self.is_complete:
             return  # train.py moves aside what is in the folder
         before = next(read_records(self.folder / SETTINGS), {})
-        changed = [f"--{name}={value}" for name, value in before.items() if c.get(name, value) != value]
+        changed = {name: value for name, value in before.items() if c.get(name, value) != value}
         if changed or not before:
-            text = " ".join(changed) or "unknown settings"
+            text = " ".join(typed(changed)) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
 
     def start(self, train_py: Path, slot: list[str]) -> bool:
@@ -173,9 +174,10 @@ def make_slots(jobs: int, processes: int, device: str) -> list[list[str]]:
         size = max(1, len(units) // jobs)
     else:
         return [[]] * (jobs or 1)  # not limited
-    firsts = range(0, len(units) - size + 1, size)  # a rest is left out
-    groups = [",".join(map(str, units[first : first + size])) for first in firsts]
-    slots = [f"{limit}{group}".split() for group in groups]
+    slots = []
+    for first in range(0, len(units) - size + 1, size):  # a rest is left out
+        group = ",".join(map(str, units[first : first + size]))
+        slots.append(f"{limit}{group}".split())
     return slots[: jobs or None] if len(slots) > 1 else [[]]
 
 

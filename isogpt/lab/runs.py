@@ -83,7 +83,8 @@ def read_run(folder: Path, place: str = "") -> Run:
         record |= {name: float(value) for name, value in record.items() if value in ("nan", "inf", "-inf")}
         event, step = record.get("event"), record.get("iter", 0)
         if "tokens" in record and "flops_per_step" in run.facts:
-            record["flops"] = record["tokens"] / run.facts["tokens_per_step"] * run.facts["flops_per_step"]
+            steps_taken = record["tokens"] / run.facts["tokens_per_step"]
+            record["flops"] = steps_taken * run.facts["flops_per_step"]
         if event in ("start", "resume"):
             settings = record.pop("config")
             # a resume does not say where the weights come from
@@ -133,9 +134,7 @@ def find_runs(arguments: list[str]) -> list[Run]:
         matches = [Path(match) for match in sorted(glob(argument)) or [argument]]
         folders = [(folder, match) for match in matches for folder in folders_in(match)]
         if not folders:
-            raise ValueError(
-                f"{argument} contains no run: give train.py's out_dir, or a folder of such folders"
-            )
+            raise ValueError(f"{argument} contains no run: give train.py's out_dir, or a folder of them")
         for folder, match in folders:
             places.setdefault(folder.resolve(), (folder, str(match)))
     runs = []

@@ -26,6 +26,16 @@ class Link:
     bytes_per_s: float
 
 
+# between the devices of a machine
+PCIE_3, PCIE_4, PCIE_5 = Link(1e-5, 10e9), Link(1e-5, 20e9), Link(1e-5, 40e9)
+NVLINK_2, NVLINK_3 = Link(1e-5, 120e9), Link(8e-6, 230e9)
+NVLINK_4, NVLINK_5 = Link(8e-6, 350e9), Link(8e-6, 700e9)
+XGMI = Link(1e-5, 310e9)
+# between machines: of eight or four devices with an adapter each, in Gbit/s, and a usual one, see --network
+EIGHT_400, EIGHT_200, FOUR_100 = Link(2e-5, 8 * 45e9), Link(2e-5, 8 * 22e9), Link(2e-5, 4 * 11e9)
+ONE_10 = Link(5e-5, 1.2e9)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """
@@ -58,8 +68,8 @@ class Hardware:
     tflops: float
     tb_per_s: float
     memory_gb: float
-    local: Link
-    network: Link
+    local: Link = PCIE_4
+    network: Link = ONE_10
     reached: float = 0.7  # where nothing else is known
     attention: float = 0.38
     half: float = 32.0
@@ -82,15 +92,6 @@ class Hardware:
         return BANDWIDTH * self.tb_per_s * 1e12
 
 
-# between the devices of a machine
-PCIE_3, PCIE_4, PCIE_5 = Link(1e-5, 10e9), Link(1e-5, 20e9), Link(1e-5, 40e9)
-NVLINK_2, NVLINK_3 = Link(1e-5, 120e9), Link(8e-6, 230e9)
-NVLINK_4, NVLINK_5 = Link(8e-6, 350e9), Link(8e-6, 700e9)
-XGMI = Link(1e-5, 310e9)
-# between machines: of eight or four devices with an adapter each, in Gbit/s, and a usual one, see --network
-EIGHT_400, EIGHT_200, FOUR_100 = Link(2e-5, 8 * 45e9), Link(2e-5, 8 * 22e9), Link(2e-5, 4 * 11e9)
-ONE_10 = Link(5e-5, 1.2e9)
-
 # GeForce: the peak with accumulation in float32, which is half of the peak with accumulation in float16. That
 # of an RTX 5090 is a quarter of the advertised 838 TFLOP/s, which are with sparsity and accumulation in
 # float16. Compared with copies of the data sheets in November 2026: A100, B200, L40S, MI300X, V100, T4.
@@ -108,25 +109,25 @@ HARDWARE = {  # by names for --hardware
     # No published run was compared with what these are assumed to reach, and with their links. Cards for PCIe
     # are taken to have no bridges.
     "b200": Hardware("B200", 2250, 8.0, 180, NVLINK_5, EIGHT_400, 0.65),
-    "h200-nvl": Hardware("H200 NVL", 835, 4.8, 141, PCIE_5, ONE_10),
+    "h200-nvl": Hardware("H200 NVL", 835, 4.8, 141, PCIE_5),
     "gh200": Hardware("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400),
-    "h100-nvl": Hardware("H100 NVL", 835, 3.9, 94, PCIE_5, ONE_10),
-    "h100-pcie": Hardware("H100 PCIe", 756, 2.0, 80, PCIE_5, ONE_10),
-    "a100-pcie": Hardware("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80, PCIE_4, ONE_10),
-    "a100-pcie-40gb": Hardware("A100-PCIE-40GB", 312, 1.555, 40, PCIE_4, ONE_10),
-    "a10": Hardware("A10", 125, 0.6, 24, PCIE_4, ONE_10),
-    "a10g": Hardware("A10G", 70, 0.6, 24, PCIE_4, ONE_10),
-    "6000-ada": Hardware("RTX 6000 Ada Generation", 364, 0.96, 48, PCIE_4, ONE_10),
-    "a6000": Hardware("RTX A6000", 155, 0.768, 48, PCIE_4, ONE_10),
-    "l40s": Hardware("L40S", 362, 0.864, 48, PCIE_4, ONE_10, 0.65),
-    "l40": Hardware("L40", 181, 0.864, 48, PCIE_4, ONE_10),
-    "l4": Hardware("L4", 121, 0.3, 24, PCIE_4, ONE_10, 0.5),
-    "5090": Hardware("RTX 5090", 209.5, 1.792, 32, PCIE_5, ONE_10, 0.85),
-    "4090": Hardware("RTX 4090", 165, 1.0, 24, PCIE_4, ONE_10, 0.85),
-    "3090": Hardware("RTX 3090", 71, 0.936, 24, PCIE_4, ONE_10, 0.85),
+    "h100-nvl": Hardware("H100 NVL", 835, 3.9, 94, PCIE_5),
+    "h100-pcie": Hardware("H100 PCIe", 756, 2.0, 80, PCIE_5),
+    "a100-pcie": Hardware("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80),
+    "a100-pcie-40gb": Hardware("A100-PCIE-40GB", 312, 1.555, 40),
+    "a10": Hardware("A10", 125, 0.6, 24),
+    "a10g": Hardware("A10G", 70, 0.6, 24),
+    "6000-ada": Hardware("RTX 6000 Ada Generation", 364, 0.96, 48),
+    "a6000": Hardware("RTX A6000", 155, 0.768, 48),
+    "l40s": Hardware("L40S", 362, 0.864, 48, reached=0.65),
+    "l40": Hardware("L40", 181, 0.864, 48),
+    "l4": Hardware("L4", 121, 0.3, 24, reached=0.5),
+    "5090": Hardware("RTX 5090", 209.5, 1.792, 32, PCIE_5, reached=0.85),
+    "4090": Hardware("RTX 4090", 165, 1.0, 24, reached=0.85),
+    "3090": Hardware("RTX 3090", 71, 0.936, 24, reached=0.85),
     "v100": Hardware("V100-SXM2-(16|32)GB", 125, 0.9, 32, NVLINK_2, FOUR_100),
-    "v100-pcie": Hardware("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3, ONE_10),
-    "t4": Hardware("T4", 65, 0.32, 16, PCIE_3, ONE_10, 0.4),
+    "v100-pcie": Hardware("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3),
+    "t4": Hardware("T4", 65, 0.32, 16, PCIE_3, reached=0.4),
     "mi300x": Hardware("AMD Instinct MI300X( OAM)?", 1307, 5.3, 192, XGMI, EIGHT_400, 0.45),
     # one core, with gloo; `--hardware=this` measures
     "cpu": Hardware(
@@ -180,8 +181,8 @@ def hardware_of(card: str, device: torch.device, dtype: str, per_node: int) -> H
     hw, share = HARDWARE["cpu"], len(own_cores()) / per_node / torch.get_num_threads()
     speed = share * measured_matmul(device, dtype) / hw.matmul
     speeds = {"tflops": speed * hw.tflops, "tb_per_s": speed * hw.tb_per_s}
-    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / per_node
-    return replace(hw, memory_gb=memory_gb, per_node=per_node, **speeds)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return replace(hw, memory_gb=memory / 1e9 / per_node, per_node=per_node, **speeds)
 
 
 def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
@@ -212,10 +213,10 @@ def find_peak(device: torch.device, dtype: str) -> Peak:
 
 def peak_of(device: torch.device, dtype: str) -> Peak:
     """The peak of this device: from the data sheet, or else measured."""
-    card = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    on_gpu, source = device.type == "cuda", "measured matmul"
+    card = known_gpu(torch.cuda.get_device_name(device)) if on_gpu else None
     if card and dtype != "float32":
         return Peak(card.tflops * 1e12 / (2 if dtype == "tf32" else 1), "data sheet")
-    source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, but a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
     try:
@@ -223,7 +224,7 @@ def peak_of(device: torch.device, dtype: str) -> Peak:
     except RuntimeError:
         return Peak()
     finally:
-        if device.type == "cuda":  # up to 0.8 GB that no step needs
+        if on_gpu:  # up to 0.8 GB that no step needs
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.data_folder import write_random_tokens
+from isogpt.lab.combinations import typed
 from isogpt.launch.launchers import stop_signals
 from isogpt.launch.pretended_ranks import Collective, is_pretended, pretend
 from isogpt.parallel.compression import POWERSGD_START
@@ -39,18 +40,15 @@ from isogpt.speed.workload import vocab_size_of
 from isogpt.training.optimizer_class import inner_optimizer
 
 # settings of train.py with which a dry run takes two steps and writes nothing
-SETTINGS = FIXED | {
-    "local_steps": 1,  # the second step averages over islands
+SETTINGS = FIXED | {"device": "cpu", "skip_steps": "nan", "data_order": "random", "log_interval": 10**9}
+SETTINGS |= {
     "nproc": 0,
-    "device": "cpu",
-    "check_layout": False,
     "check_ranks_interval": 0,
+    "check_layout": False,
     "profile": False,
     "decay_lr": False,
-    "skip_steps": "nan",
-    "data_order": "random",
-    "log_interval": 10**9,
 }
+SETTINGS["local_steps"] = 1  # the second step averages over islands
 
 
 @dataclass
@@ -129,7 +127,7 @@ def start(config: dict, script: str) -> None:
     run = DryRun(folder, settings["max_iters"])
     rank, _, ranks = config["dry_run_ranks"].rpartition("/")
     pretend(int(rank or 0), int(ranks), run)
-    sys.argv += [f"--{name}={value}" for name, value in settings.items()]
+    sys.argv += typed(settings)
     warnings.filterwarnings("ignore", message="Set timeout is now only supported|Accessing the data pointer")
     with folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         write_random_tokens(Path(folder.name), settings["vocab_size"], 2 * config["block_size"] + 1)
@@ -170,31 +168,30 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
     yield f"a step: {count} of {share.rows} x {plan.model_args['block_size']:,} tokens on this rank"
     yield ""
     predicted = rank_estimate(replace(plan, micro_batch=max(share.rows_of)), mesh.index("pp"), 0.0)
-    counted = run.count()
-    parts = [
-        {"GB at the peak": name, "counted": f"{counted[name]:.4g}", "predicted": f"{gb:.4g}"}
-        for name, gb in predicted.items()
-    ]
-    yield from console.aligned(parts)
+    counted, rows = run.count(), []
+    for name, gb in predicted.items():
+        row = {"GB at the peak": name, "counted": f"{counted[name]:.4g}", "predicted": f"{gb:.4g}"}
+        rows.append(row)
+    yield from console.aligned(rows)
     yield ""
-    groups = {}
-    for collective in run.collectives:
-        if collective.size and len(collective.ranks) > 1:  # else nothing is sent
-            groups.setdefault((collective.operation, collective.ranks), []).append(collective)
-    rows = []
-    headings = "collectives of a step", "ranks", "count", "bytes", "sent", "along"
+    groups, rows = {}, []
+    for c in run.collectives:
+        if c.size and len(c.ranks) > 1:  # else nothing is sent
+            groups.setdefault((c.operation, c.ranks), []).append(c)
     for (operation, ranks), members in groups.items():
-        size, sent = sum(c.size for c in members), round(sum(c.sent for c in members))
-        numbers = [f"{number:,}" for number in (len(ranks), len(members), size, sent)]
-        cells = operation, *numbers, axes_of(ranks, mesh)
-        rows.append(dict(zip(headings, cells, strict=True)))
+        row = {"collectives of a step": operation, "ranks": f"{len(ranks):,}"}
+        row["count"] = f"{len(members):,}"
+        row["bytes"] = f"{sum(c.size for c in members):,}"
+        row["sent"] = f"{sum(c.sent for c in members):,.0f}"
+        rows.append(row | {"along": axes_of(ranks, mesh)})
     yield from console.aligned(rows)
     if plan.islands > 1 and local_steps > 1:
         yield f"those along islands take place once in {local_steps:,} steps"
     alone = replace(UNDIVIDED, model_args=plan.model_args, counts=plan.counts, optimizer=plan.optimizer)
     undivided = state_bytes(alone, part_of(alone, 0))
-    held, whole = (parts["weights"] + parts["optimizer"] for parts in (counted, undivided))
-    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole / 1e9:.4g} GB"
+    held = counted["weights"] + counted["optimizer"]
+    whole = (undivided["weights"] + undivided["optimizer"]) / 1e9
+    yield f"\ncheckpoint, weights and moments: this rank holds {held:.4g} GB of about {whole:.4g} GB"
 
 
 def axes_of(ranks: tuple[int, ...], mesh: Mesh) -> str:

@@ -9,6 +9,7 @@ from subprocess import PIPE, Popen
 from tempfile import mkdtemp
 
 from isogpt.common import console
+from isogpt.lab.combinations import typed
 from isogpt.lab.runs import read_run
 from isogpt.speed.clock import WAITING
 from isogpt.speed.devices import fraction_of_peak
@@ -57,7 +58,7 @@ class Launches:
 
     def start(self, settings: dict, show: bool = False) -> tuple[int, str]:
         """Run train.py. Returns its exit status and what it wrote to stderr."""
-        command = [sys.executable, self.train_py, *(f"--{name}={value}" for name, value in settings.items())]
+        command = [sys.executable, self.train_py, *typed(settings)]
         path = self.folder / "errors.txt"
         with path.open("w") as stderr, Popen(command, stdout=PIPE, stderr=stderr) as run:
             for line in run.stdout:
@@ -89,14 +90,13 @@ def figures(out: Path, steps: int) -> dict:
     """
     run = read_run(out)
     record = run.facts | {"settings": run.settings}
-    for kind, suffix in (("mean", ""), ("max", "_max")):
+    for kind, suffix in (("max", "_max"), ("mean", "")):
         step_ms = median(step[f"step_ms{suffix}"] for step in run.steps[-steps:])
         ms = {name: span[kind] for name, span in run.ending["spans_ms"].items()}
-        memory = {"memory, GB": run.steps[-1][f"memory_gb{suffix}"]}
-        record[kind] = {"ms per step": step_ms} | split_step(step_ms, ms) | memory
-    per_second = 1e3 / record["mean"]["ms per step"]
-    record["tokens_per_s"] = record["tokens_per_step"] * per_second
-    record["flops_per_s"] = record["flops_per_step"] * per_second
+        record[kind] = {"ms per step": step_ms} | split_step(step_ms, ms)
+        record[kind]["memory, GB"] = run.steps[-1][f"memory_gb{suffix}"]
+    for name in ("tokens", "flops"):
+        record[f"{name}_per_s"] = record[f"{name}_per_step"] / step_ms * 1e3
     record["mfu"] = fraction_of_peak(record["flops_per_s"], record["peak_flops"])
     return record
 
@@ -107,14 +107,13 @@ def split_step(step_ms: float, ms: dict[str, float]) -> dict[str, float | None]:
     rank computes in `stages` and waits in the bubble. Communication is exposed if no computation hides it.
     The slowest rank's parts need not add up to the slowest step.
     """
-    waiting = ms.get(WAITING, 0.0)
-    exposed = ms["reduce"] + ms["agree"]
+    exposed, parts = ms["reduce"] + ms["agree"], {"data wait": ms["data"]}
     if "pipeline" in ms:
-        passes = {"stages": ms["stages"], "bubble": ms["pipeline"] - ms["stages"]}
+        parts |= {"stages": ms["stages"], "bubble": ms["pipeline"] - ms["stages"]}
     else:
-        passes = {"forward": ms["forward"], "backward": ms["backward"] - waiting}
+        waiting = ms.get(WAITING, 0.0)
+        parts |= {"forward": ms["forward"], "backward": ms["backward"] - waiting}
         exposed += waiting
-    parts = {"data wait": ms["data"], **passes}
     parts["exposed comm"] = exposed if WAITING in ms else None  # ranks may also wait inside the passes
     parts["optimizer"] = ms["norm"] + ms["optimizer"]
     parts["other"] = max(0.0, step_ms - sum(filter(None, parts.values())))

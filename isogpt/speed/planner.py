@@ -20,6 +20,7 @@ from isogpt.checkpoint.start import Start
 from isogpt.common.console import count_text, print_line
 from isogpt.common.files import parse_json, read_utf8, write_whole
 from isogpt.data.dataset import Dataset
+from isogpt.lab.combinations import typed
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
@@ -103,17 +104,16 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
     if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
-        print_line(f"layout:  {typed(replace(plan, **settings))}, recorded in {path}")
+        print_line(f"layout:  {flags_of(replace(plan, **settings))}, recorded in {path}")
         return settings
     hw = hardware_of("this", ranks.device, plan.dtype, per_node)
-    best, *others = map(min, ranked(plan, hw))
+    ranking = [steps[0] for steps in ranked(plan, hw)]
+    best = ranking[0]
     check_fits(best)
-    print_line(
-        f"layout:  {typed(best.plan)}, the fastest of {1 + len(others)} by prediction: "
-        f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
-    )
-    for other in others[:2]:
-        print_line(f"         {typed(other.plan)}: {reason(other, best)}")
+    took = f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
+    print_line(f"layout:  {flags_of(best.plan)}, the fastest of {len(ranking)} by prediction: {took}")
+    for other in ranking[1:3]:
+        print_line(f"         {flags_of(other.plan)}: {reason(other, best)}")
     record(path, job, best.plan.layout_settings())
     return best.plan.layout_settings()
 
@@ -123,8 +123,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 
 def divisors(n: int, most: int) -> list[int]:
-    """1 and the further divisors of n up to `most`."""
-    return [1, *(d for d in range(2, min(n, most) + 1) if n % d == 0)]
+    """The divisors of n up to `most`, and 1."""
+    return [d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most)]
 
 
 def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
@@ -141,7 +141,8 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
         "zero": [0, 1, 2, 3],
         "dp_replicate": sorted({1, devices // per_node}),
     }
-    for degrees in product(*(fixed_or(plan, name, values) for name, values in choices.items())):
+    choices = {name: fixed_or(plan, name, values) for name, values in choices.items()}
+    for degrees in product(*choices.values()):
         layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
         if is_valid(layout):
             mesh = make_mesh(0, layout)
@@ -176,9 +177,11 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Predict
     modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
     for schedule, size in product(schedules, micro_batches(wanted, layout)):
         step = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
-        layout = replace(layout, pp_schedule=schedule, **step)
-        plans = (replace(layout, activation_checkpointing=mode) for mode in modes)
-        for prediction in (predict(plan, hw) for plan in plans if is_valid(plan)):
+        for mode in modes:
+            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **step)
+            if not is_valid(plan):
+                continue
+            prediction = predict(plan, hw)
             yield prediction
             if not prediction.problem:
                 break  # with this micro-batch, more recomputation only costs time
@@ -203,27 +206,24 @@ def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
     predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
     ranking = sorted(filter(None, predictions), key=min)
     if not ranking:
-        raise ValueError(
-            f"no layout: a step reads too few sequences ({plan.sequences}) for the devices "
-            f"({plan.world_size}), or the settings exclude all layouts"
-        )
+        few = f"{plan.sequences} sequences are too few for {plan.world_size} devices"
+        raise ValueError(f"no layout: {few}, or the settings exclude all")
     return ranking
 
 
 def check_fits(fastest: Prediction) -> None:
     """Raise ValueError if the first of the ranked predictions does not fit, with what to try."""
     if fastest.problem:
-        raise ValueError(
-            f"no layout fits on {count_text(fastest.plan.world_size, 'device')}: to see how many it takes, "
-            "run bench.py with these settings and --plan --devices=1,2,4,8,16,32; on GPUs, try --zero=3 "
-            "--cpu_offload=True"
-        )
+        devices = count_text(fastest.plan.world_size, "device")
+        advice = "try --zero=3 --cpu_offload=True on GPUs, or bench.py --plan --devices=1,2,4,8,16,32"
+        raise ValueError(f"no layout fits on {devices}: {advice}")
 
 
-def typed(plan: Plan) -> str:
+def flags_of(plan: Plan) -> str:
     """The settings of a plan's layout that differ from the defaults, in the form in which they are typed."""
+    usual = UNDIVIDED.layout_settings()
     settings = plan.layout_settings().items()
-    return " ".join(f"--{name}={value}" for name, value in settings if value != getattr(UNDIVIDED, name))
+    return " ".join(typed({name: value for name, value in settings if value != usual[name]}))
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:

@@ -8,6 +8,7 @@ bytes over bandwidth, as rings (Thakur et al. 2005, doi:10.1177/1094342005051521
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf, log2
 
 from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh, stages_per_rank
@@ -63,8 +64,10 @@ def matmuls_s(hw: Hardware, tokens: float, weights: float, smallest: float) -> f
 
 def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
     """Seconds to read or write `size` bytes between matmuls. torch.compile does so in fewer kernels."""
-    on_gpu = COMPILED if plan.compile else EAGER
-    return (on_gpu if plan.device_type == "cuda" else 1) * size / hw.bytes_per_s
+    factor = 1.0
+    if plan.device_type == "cuda":
+        factor = COMPILED if plan.compile else EAGER
+    return factor * size / hw.bytes_per_s
 
 
 def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
@@ -76,18 +79,20 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and read in the forward
     pass and read in the backward pass, and the gradient is written and read.
     """
-    args, tp, cp = plan.model_args, plan.tp, plan.cp
-    C, T = args["n_embd"], args["block_size"]
-    tokens = plan.micro_batch * T / cp
-    n_mlp = max(1, args["n_expert"]) / plan.ep  # a rank's experts run one matmul after the other
-    mlp_tokens = tokens * args["n_expert_active"] / n_mlp if args["n_expert"] else tokens
-    weights_s = plan.torch_dtype.itemsize * (part.block + part.block_experts) / hw.bytes_per_s
-    matmuls = max(weights_s, matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens)))
+    args, tp, C = plan.model_args, plan.tp, plan.model_args["n_embd"]
+    T, experts = args["block_size"], args["n_expert"]
+    tokens = plan.micro_batch * T / plan.cp
+    n_mlp = max(1, experts) / plan.ep  # a rank's experts run one matmul after the other
+    mlp_tokens = tokens * args["n_expert_active"] / n_mlp if experts else tokens
+    read_s = plan.torch_dtype.itemsize * part.block / hw.bytes_per_s
+    multiply_s = matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens))
+    matmuls = max(read_s, multiply_s)
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
     traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
     forward = matmuls + attention + 2 * traffic
     # context_attention repeats the forward pass
-    backward = 2 * matmuls + (2.5 + (cp > 1)) * attention + 3 * traffic
+    attention *= 2.5 + (plan.cp > 1)
+    backward = 2 * matmuls + attention + 3 * traffic
     kernels = (20 + 12 * n_mlp) * hw.kernel_s
     return max(forward, kernels), max(backward, 2 * kernels)
 
@@ -96,9 +101,10 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
     args, size, part = plan.model_args, plan.torch_dtype.itemsize, part_of(plan, pp_rank)
     forward, backward = block_s(hw, plan, part)
-    if every := recompute_every(plan.activation_checkpointing):
+    mode = plan.activation_checkpointing
+    if every := recompute_every(mode):
         # selective: without matmuls and attention
-        share = 0.15 if plan.activation_checkpointing == "selective" else 1.0
+        share = 0.15 if mode == "selective" else 1.0
         backward += share * forward / every
     # matmuls outside of the blocks, such as the head
     tokens = plan.micro_batch * args["block_size"] / plan.cp
@@ -110,7 +116,7 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
         traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp)
         forward += (8 + 2 * size) * traffic
         backward += (4 + 2 * size) * traffic
-    parameter_s = (part.dense + part.experts) / hw.bytes_per_s  # to read a byte of each
+    parameter_s = part.parameters / hw.bytes_per_s  # to read a byte of each
     if size == 2 and plan.zero < 2:  # autocast reads each weight in float32 and writes it
         forward += 6 * parameter_s
     # adding to the gradient reads two tensors and writes one
@@ -145,15 +151,18 @@ def collectives_s(hw: Hardware, ranks: Role, kind: str, size: float, count: int 
     machines = n / on_machine
     bandwidth = hw.local.bytes_per_s if on_machine > 1 else inf
     if machines > 1:
-        bandwidth = min(bandwidth, hw.network.bytes_per_s * on_machine / hw.per_node)
-    hops = ceil(log2(machines)) if kind == "reduce" else machines - 1
+        links = hw.network.bytes_per_s * on_machine / hw.per_node
+        bandwidth = min(bandwidth, links)
+    rounds, hops = 1, machines - 1
+    if kind == "reduce":
+        rounds, hops = 2, ceil(log2(machines))
     latency = hops * hw.network.latency_s + ceil(log2(on_machine)) * hw.local.latency_s
     slowness = {"gather": hw.gather, "scatter": hw.scatter}.get(kind, 1.0)
-    rounds = 2 if kind == "reduce" else 1
-    return rounds * (count * latency + slowness * size * (n - 1) / n / bandwidth)
+    sent_s = slowness * size * (n - 1) / n / bandwidth
+    return rounds * (count * latency + sent_s)
 
 
-def parameters_s(hw: Hardware, ranks: Role, kind: str, part: RankPart, size: float, piece: float) -> float:
+def parameters_s(hw: Hardware, part: RankPart, ranks: Role, kind: str, size: float, piece: float) -> float:
     """
     Return the seconds of collectives of all parameters, or of their gradients. Experts, which ep has divided
     already, are the same on fewer ranks.
@@ -162,9 +171,10 @@ def parameters_s(hw: Hardware, ranks: Role, kind: str, part: RankPart, size: flo
         size: bytes for a parameter.
         piece: parameters that are sent at once.
     """
-    dense = collectives_s(hw, ranks, kind, size * part.dense, ceil(part.dense / piece))
-    same = ranks.without("ep")
-    return dense + collectives_s(hw, same, kind, size * part.experts, ceil(part.experts / piece))
+    total = 0.0
+    for n, holders in ((part.dense, ranks), (part.experts, ranks.without("ep"))):
+        total += collectives_s(hw, holders, kind, size * n, ceil(n / piece))
+    return total
 
 
 def activations_s(hw: Hardware, mesh: Mesh, plan: Plan) -> float:
@@ -176,21 +186,22 @@ def activations_s(hw: Hardware, mesh: Mesh, plan: Plan) -> float:
     sent to their experts and back. With pp, stages send activations and gradients.
     """
     args, layers = plan.model_args, part_of(plan, 0).layers
-    hidden = plan.torch_dtype.itemsize * plan.micro_batch * args["block_size"] / plan.cp * args["n_embd"]
+    tokens = plan.micro_batch * args["block_size"] / plan.cp
+    hidden = plan.torch_dtype.itemsize * tokens * args["n_embd"]
     kv = 2 * hidden * plan.cp * args["n_kv_head"] / args["n_head"] / plan.tp
     # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
     mesh = replace(mesh, pp=min(2, plan.pp))
-    collectives = [  # (kind, axis, bytes of each, number)
+    total = 0.0
+    for kind, axis, size, count in (
         ("gather", "tp", hidden, 4 * layers + 2),
         ("scatter", "tp", hidden, 4 * layers + 2),
         ("gather", "cp", kv, 2 * layers),
         ("scatter", "cp", kv, layers),
         ("exchange", "ep", hidden * args["n_expert_active"], 4 * layers),
         ("exchange", "pp", hidden / plan.tp, 4 * stages_per_rank(plan.pp_schedule)),
-    ]
-    return sum(
-        count * collectives_s(hw, Role(mesh, (axis,)), kind, size) for kind, axis, size, count in collectives
-    )
+    ):
+        total += count * collectives_s(hw, Role(mesh, (axis,)), kind, size)
+    return total
 
 
 def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: Passes) -> float:
@@ -204,25 +215,27 @@ def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: 
     Args:
         computed: the computation of a micro-step, which hides a part of them.
     """
-    part, replicas, shards = part_of(plan, 0), mesh.replicas, mesh.shards
-    gather = 0.0
-    total = parameters_s(hw, Role(mesh, ("islands",)), "reduce", part, 4, BUCKET) / plan.local_steps
+    part, replicas = part_of(plan, 0), mesh.replicas
+    send = partial(parameters_s, hw, part)
+    gather, again = 0.0, 0.0
+    total = send(Role(mesh, ("islands",)), "reduce", 4, BUCKET) / plan.local_steps
+    at_once = ("every",) if plan.zero < 2 else ("auto", "every")
+    reductions = micro_steps if plan.grad_sync in at_once else 1
     if plan.zero < 2:
-        reductions = micro_steps if plan.grad_sync == "every" else 1
-        reduction = parameters_s(hw, replicas, "reduce", part, 4, BUCKET)
+        reduction = send(replicas, "reduce", 4, BUCKET)
         if plan.zero == 1:
-            total += parameters_s(hw, replicas, "gather", part, 4, BUCKET)
+            total += send(replicas, "gather", 4, BUCKET)
     else:
-        reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-        piece = (part.dense + part.experts) / (part.layers + 1)
-        gather = parameters_s(hw, shards, "gather", part, plan.torch_dtype.itemsize, piece)
-        reduction = parameters_s(hw, shards, "scatter", part, 4, piece)
-        total += reductions * parameters_s(hw, replicas, "reduce", part, 4 / shards.size, piece)
+        shards = mesh.shards
+        piece = part.parameters / (part.layers + 1)
+        gather = send(shards, "gather", plan.torch_dtype.itemsize, piece)
+        again = gather if plan.zero == 3 else 0.0
+        reduction = send(shards, "scatter", 4, piece)
+        total += reductions * send(replicas, "reduce", 4 / shards.size, piece)
     forward, backward = computed
-    gather_again = gather if plan.zero == 3 else 0.0
     total += micro_steps * exposed_s(hw, gather, forward)
-    total += reductions * exposed_s(hw, gather_again + reduction, backward)
-    return total + (micro_steps - reductions) * exposed_s(hw, gather_again, backward)
+    total += reductions * exposed_s(hw, again + reduction, backward)
+    return total + (micro_steps - reductions) * exposed_s(hw, again, backward)
 
 
 def exposed_s(hw: Hardware, collectives: float, computation: float) -> float:
@@ -245,15 +258,15 @@ def predict(plan: Plan, hw: Hardware) -> Prediction:
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
     slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
-    micro_steps, part = share.micro_steps, part_of(plan, 0)
-    communication = micro_steps * activations_s(hw, mesh, plan)
-    communication += weights_s(hw, mesh, plan, micro_steps, slowest)
+    micro_step, part = sum(slowest), part_of(plan, 0)
+    communication = share.micro_steps * activations_s(hw, mesh, plan)
+    communication += weights_s(hw, mesh, plan, share.micro_steps, slowest)
     # ZeRO divides experts less, since ep has divided them already
     shards = mesh.loss if plan.zero == 1 else mesh.shards
     updated = part.dense / shards.size + part.experts / shards.without("ep").size
     seconds = {
-        "compute": micro_steps * sum(slowest),
-        "bubble": (plan.pp - 1) * sum(slowest) * IDLE[plan.pp_schedule],
+        "compute": share.micro_steps * micro_step,
+        "bubble": (plan.pp - 1) * micro_step * IDLE[plan.pp_schedule],
         "communication": communication,
         # AdamW reads weights, gradients and two moments, and writes all but the gradients; clipping scales
         # the gradients first. On an H200, AdamW took 1.3 ms for 124M parameters (docs/benchmarks.md), and 1.2

@@ -27,13 +27,12 @@ CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "ini
 
 def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
     """Return train.py's settings as --help of bench.py shows them."""
-    changed = {}
+    settings = dict(settings)
     for name, value in FIXED.items():
-        changed[name] = replace(settings[name], default=value, section="set by bench.py")
-    batch = settings["gradient_accumulation_steps"]
-    meaning = "micro-batches of a step (0: one per process)"
-    changed[batch.name] = replace(batch, default=0, range=">= 0", meaning=meaning)
-    return settings | changed
+        settings[name] = replace(settings[name], default=value, section="set by bench.py")
+    name, meaning = "gradient_accumulation_steps", "micro-batches of a step (0: one per process)"
+    settings[name] = replace(settings[name], default=0, range=">= 0", meaning=meaning)
+    return settings
 
 
 class Workload:
@@ -93,12 +92,12 @@ class Workload:
             ValueError: init_from is a folder or a file, or the data set, from which the vocabulary's size is
                 read, is not prepared.
         """
-        if self.settings["init_from"] not in ("scratch", "auto", "resume"):
-            raise ValueError(
-                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know only the "
-                f"shapes of {', '.join(GPT2)}: set --init_from=scratch and a shape"
-            )
-        return asdict(GPTConfig(**model_args_of(self.settings, vocab_size_of(self.settings))))
+        init_from = self.settings["init_from"]
+        if init_from not in ("scratch", "auto", "resume"):
+            known = f"a plan and an estimate know only {', '.join(GPT2)}"
+            raise ValueError(f"init_from is {init_from!r}: {known}: set --init_from=scratch and a shape")
+        args = model_args_of(self.settings, vocab_size_of(self.settings))
+        return asdict(GPTConfig(**args))
 
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
@@ -143,16 +142,16 @@ class Workload:
         Args:
             arguments: bench.py's, of which the command repeats those for train.py.
         """
-        n, per_node, wanted = plan.world_size, self.config["per_node"], self.chosen | plan.layout_settings()
+        n, per_node = plan.world_size, self.config["per_node"]
+        wanted = self.chosen | plan.layout_settings()
         changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
         repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout", "dry_run_ranks"}
         words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
-        words += [f"--{name}={value}" for name, value in changed.items()]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
-        return f"{program} train.py {shlex.join(words)}"
+        return f"{program} train.py {shlex.join(words + typed(changed))}"
 
 
 def vocab_size_of(settings: dict) -> int:
@@ -165,5 +164,4 @@ def vocab_size_of(settings: dict) -> int:
     try:
         return settings["vocab_size"] or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
     except ValueError as e:
-        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
-        raise ValueError(f"{e}{hint}") from e
+        raise ValueError(f"{e}; without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
