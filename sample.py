@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.checkpoint import download, run_vocabulary, search, state
+from isogpt.checkpoint import download, manifest, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
 from isogpt.data.tokenizer import load as load_tokenizer
@@ -88,7 +88,7 @@ with exit_together():
     if stored:
         source = open_checkpoint(stored)
     elif init_from == "resume":
-        raise search.no_checkpoint(out_dir, damaged)
+        raise manifest.no_checkpoint(out_dir, damaged)
     else:
         pretrained = GPT.from_pretrained(init_from)
     run = source.run if source else {"model_args": pretrained.describe()}

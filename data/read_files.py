@@ -4,13 +4,13 @@ import glob
 import gzip
 import json
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
-from isogpt.data.text_files import read_text
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
@@ -73,6 +73,19 @@ def texts_in(path: Path, text_key: str, separator: str) -> Iterator[object]:
             for line in filter(bytes.strip, lines):
                 record = json.loads(line)
                 yield record.get(text_key, record) if isinstance(record, dict) else record
+
+
+def read_text(path: Path) -> str:
+    """
+    Return the text of a file in UTF-8, or in UTF-16 with a byte order mark: any other encoding would be a
+    guess. It has '\\n' line endings and no byte order mark.
+    """
+    with open(path, "rb") as file:
+        is_utf16 = file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE)
+    try:
+        return path.read_text(encoding="utf-16" if is_utf16 else "utf-8-sig")
+    except UnicodeError as e:
+        raise ValueError(f"{path} is not text in UTF-8 ({e}): save it as UTF-8") from e
 
 
 def separated(path: Path, separator: str) -> Iterator[str]:

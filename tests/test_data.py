@@ -17,7 +17,7 @@ import sysconfig
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -65,21 +65,28 @@ def load_prepare(data, name):
     """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
 
     def main(argv):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(bins, "run", lambda prepare, *args, **options: prepare(argv, *args, **options))
+        with patch.object(bins, "run", typed(argv)):
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
 
 
-def error_of(main, monkeypatch, *args):
-    """The line with which a script that calls `main` ends; '' without an error."""
-    monkeypatch.setattr(sys, "argv", ["script.py", *args])
+def typed(argv):
+    """call(function, *args, **options) calls a function that reads these arguments."""
+
+    def call(function, *args, **options):
+        with patch.object(sys, "argv", ["script.py", *argv]):
+            return function(*args, **options)
+
+    return call
+
+
+def error_of(work, *args):
+    """The line with which a script that calls work(*args) ends."""
     with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
-        bins.run(main)
-    assert stop.value.code == (1 if said.getvalue() else None)
-    line = said.getvalue().removesuffix("\n")
-    assert "\n" not in line
+        bins.run(work, *args)
+    (line,) = said.getvalue().splitlines()
+    assert stop.value.code == 1
     return line
 
 
@@ -100,7 +107,7 @@ def write_jsonl(path, documents):
 
 def write_text(folder, text):
     """Write a data set of the characters of a text."""
-    bins.prepare_text([f"--out={folder}"], __file__, "", lambda _: (text, {}))
+    typed([f"--out={folder}"])(bins.prepare_text, __file__, "", lambda _: (text, {}))
 
 
 def contents(folder):
@@ -285,13 +292,13 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
-    said = error_of(main, monkeypatch, f"--data_files={broken}", "--num_proc=2")
+    said = error_of(main, [f"--data_files={broken}", "--num_proc=2"])
     assert said.startswith(f"error: {broken}, document 301: ")
     for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
         monkeypatch.setattr(write_files.SplitText, "add", Mock(side_effect=error))
         said = "error: " + (str(error) or "KeyboardInterrupt")
-        assert error_of(main, monkeypatch, files, "--num_proc=2") == said
-        assert error_of(lambda _: write_text(folder, "some text"), monkeypatch) == said
+        assert error_of(main, [files, "--num_proc=2"]) == said
+        assert error_of(write_text, folder, "some text") == said
     assert contents(folder) == before
 
 
@@ -323,7 +330,7 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
     """Which train.py accepts, and which needs no login."""
     monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
     (data / name).mkdir(exist_ok=True)
-    bins.prepare_text([], str(data / name / "prepare.py"), "", lambda _: ("some text " * 20, {}))
+    write_text(data / name, "some text " * 20)
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
     config = accepted("train.py", *shlex.split(command))
     assert config["dataset"] == name and not config["wandb_log"]
@@ -379,9 +386,9 @@ def inputs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases.items()]
 )
-def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, name, args, message):
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, name, args, message):
     before = contents(data / name)
-    line = error_of(load_prepare(data, name), monkeypatch, *args.split())
+    line = error_of(load_prepare(data, name), args.split())
     assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 

@@ -91,7 +91,7 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
         return (part[:, i : i + 10] for part in parts(tokens) for i in range(0, part.shape[1], 10))
 
     monkeypatch.setattr(write_files, "parts_of", small_parts)
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     assert "60 documents of 17 tokens on average, separated by token 9\n" in capsys.readouterr().out
     begins = np.fromfile(folder / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
@@ -131,26 +131,21 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     command = f"type python data/find_documents.py {folder}"
     message = f"{folder}/documents.bin is missing or of another train.bin: {command}"
     assert refusal(folder) == message
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     changed(folder, train_documents=59)
     assert refusal(folder) == message
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     with open(folder / "train.bin", "ab") as f:
         f.write(np.array([5, END], np.uint16).tobytes())
     assert refusal(folder) == message
 
 
-@pytest.mark.parametrize(
-    ("ids", "args", "problem"),
-    [
-        ([1, 2, 3, END], ["--id=9"], "train.bin: no documents, which token 9 would separate; set --id="),
-        ([1, END, 3], [], "train.bin: no documents, which token None would sep"),
-    ],
-)
-def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
+@pytest.mark.parametrize(("ids", "token"), [([1, 2, 3, END], END), ([1, END, 3], None)])
+def test_a_text_without_documents_is_refused(tmp_path, ids, token):
     folder = write(tmp_path / "data", ids)
+    problem = f"train.bin: no documents, which token {token} would separate; set --id="
     with pytest.raises(ValueError, match=problem):
-        find_documents.main([str(folder), *args])
+        find_documents.find_documents(folder, token)
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
@@ -161,7 +156,7 @@ def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
 def test_a_run_reads_documents(zygote, tmp_path):
     ids = ids_of_documents(False) * 4
     folder = write(tmp_path / "tiny", ids)
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     args = [*TINY, f"--dataset={folder}", "--block_size=8", "--data_order=documents", "--out_dir=out"]
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
     windows = open_dataset(str(folder), 8, data_order="documents").windows
@@ -170,7 +165,7 @@ def test_a_run_reads_documents(zygote, tmp_path):
     assert "iter 3: loss" in text
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "this run continues with" not in text
-    find_documents.main([str(folder), "--id=5"])
+    find_documents.find_documents(folder, 5)
     compared = open_dataset(str(folder), 8, data_order="documents").facts()["the data's documents"]
     assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()

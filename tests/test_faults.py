@@ -108,10 +108,10 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
     (work / "own.py").write_text(OWN)
     args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
-    problem = f"rank 1: out_dir {work}/out1 is not the folder in which rank 0 keeps this run"
+    problem = f"rank 1: out_dir {work}/out1 is not rank 0's folder, but all ranks write shards"
     run = zygote.train([*args, "--zero=1"], work, 2, ok=False)
     assert set(run.codes) == {1} and run.text().count(f"error: {problem}") == 1
-    assert "or --save_checkpoint=False\n" in run.text() and not (work / "out1").exists()
+    assert "or set --save_checkpoint=False\n" in run.text() and not (work / "out1").exists()
     zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
     zygote.train(args, work, 2)
     run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)

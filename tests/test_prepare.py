@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO, wait_for
-from test_data import bins, contents, error_of, needs_gpt2, write_jsonl, write_tokenizer
+from test_data import bins, contents, error_of, needs_gpt2, typed, write_jsonl, write_tokenizer
 from test_data import cached_tokenizers as cached_tokenizers
 
 from isogpt.data.data_folder import open_split, read_meta
@@ -41,7 +41,8 @@ def source(tmp_path, monkeypatch):
 def prepare(source, out, *args):
     """Prepare in this process."""
     options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
-    bins.prepare_documents([*options, "--val_fraction=0.2", "--num_proc=1", *args], __file__, "", "", {})
+    options += ["--val_fraction=0.2", "--num_proc=1", *args]
+    typed(options)(bins.prepare_documents, __file__, "", "", {})
 
 
 def killed_at(moment, function, *args):
@@ -106,11 +107,11 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     folder = tmp_path / "out"
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
-    text = ["--shard_tokens=0", f"--out={folder}"]
-    bins.prepare_text(text, __file__, "", lambda _: ("some text " * 20, {}))
+    text = __file__, "", lambda _: ("some text " * 20, {})
+    typed([f"--out={folder}"])(bins.prepare_text, *text)
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    bins.prepare_text(["--shard_tokens=50", text[1]], __file__, "", lambda _: ("some text " * 20, {}))
+    typed(["--shard_tokens=50", f"--out={folder}"])(bins.prepare_text, *text)
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
@@ -178,7 +179,7 @@ def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monke
         add(*args)
 
     monkeypatch.setattr(write_files.SplitText, "add", killing)
-    line = error_of(lambda _: prepare(source, tmp_path / "out", "--num_proc=2"), monkeypatch)
+    line = error_of(prepare, source, tmp_path / "out", "--num_proc=2")
     assert line.startswith("error: A ") and "process" in line
     assert not list((tmp_path / "out").iterdir())
 

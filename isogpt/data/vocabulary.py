@@ -124,7 +124,7 @@ def recorded(run: dict) -> Vocabulary | None:
         raise ValueError(f"the vocabulary in the checkpoint cannot be read: {e!r:.100}") from e
 
 
-def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
+def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
     """
     Return GPT-2's vocabulary, as in nanoGPT, for ids whose meaning is not recorded anywhere. A model with
     vocab_size ids must be large enough for GPT-2's tokens. `where` names the place without a record.

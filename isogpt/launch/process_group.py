@@ -102,10 +102,9 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         gpu = f"{torch.cuda.get_device_properties(picked).uuid} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
-        raise ValueError(
-            f"{console.ranks_text(others['gpu_sharers'])} share GPUs: start fewer processes, let them see "
-            "different GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu"
-        )
+        sharers = console.ranks_text(others["gpu_sharers"])
+        advice = "start fewer processes, let them see different GPUs, or set --device=cpu"
+        raise ValueError(f"{sharers} share GPUs: {advice}")
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
@@ -144,11 +143,9 @@ def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[
         store = within(timeout_s + ANSWER_S, network.connect_store, timeout_s, serves)
         return store, within(timeout_s + ANSWER_S, network.meet, store, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        address, problem = network.store_address(), str(e).partition("\n")[0]
-        raise ValueError(
-            f"cannot reach the other ranks at {address} within {timeout_s:g} s: {problem}. If no launcher "
-            "started this process, RANK is left over in the shell: type unset RANK"
-        ) from e
+        reason, where = str(e).partition("\n")[0], network.store_address()
+        problem = f"cannot reach the other ranks at {where} within {timeout_s:g} s: {reason}"
+        raise ValueError(f"{problem}. If no launcher started this process, type unset RANK") from e
 
 
 def stop_with_launcher() -> None:
