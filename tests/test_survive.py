@@ -53,7 +53,8 @@ def faulty(zygote, work):
     return start
 
 
-def different(tensors, others):
+def different(*folders):
+    tensors, others = map(tensors_in, folders)
     return [name for name in tensors | others if not torch.equal(tensors[name], others[name])]
 
 
@@ -66,17 +67,15 @@ def events(folder, name):
 
 
 @pytest.mark.parametrize("nproc, args, name", [(1, [], "SIGINT"), (2, ["--zero=3"], "SIGHUP")])
-def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(
-    faulty, zygote, work, nproc, args, name
-):
+def test_a_signal_saves_the_step_and_a_resume_has_its_bits(faulty, zygote, work, nproc, args, name):
     args = [*args, "--dropout=0.1", "--max_iters=8", "--out_dir=out", "--init_from=auto"]
     run = faulty(args, nproc, WAIT=[[4, nproc - 1]])
     assert run.until(lambda text: "held by the test" in text)
-    run.kill([nproc - 1], getattr(signal, name))  # only one rank: all stop together
+    number = getattr(signal, name)
+    run.kill([nproc - 1], number)  # only one rank: all stop together
     assert run.until(lambda text: f"{name}: stopping after this step" in text)
     (work / "go").touch()
     run.wait(ok=False)
-    number = getattr(signal, name)
     assert run.codes == ([0] * nproc if nproc > 1 else [128 + number]), run.text()
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
     assert mark == {"iter": 5, "reason": name, "steps": 5} and max(column(work / "out", "loss")) == 4
@@ -169,7 +168,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
             (without / "excluded_steps.json").write_text("[2, 4]")
             args = ["--max_iters=6", f"--out_dir={without}", "--init_from=resume"]
             zygote.train(args, work, nproc)
-            assert not different(tensors_in(out), tensors_in(without))
+            assert not different(out, without)
         reference, losses = column(without, "loss"), column(out, "loss")
         assert all(abs(reference[s] - losses[s]) < 1e-5 for s in reference if s in losses)
 
@@ -198,10 +197,8 @@ def test_a_step_clips(monkeypatch, optimizer, max_norm):
         p.grad = torch.full_like(p, 0.5)
     if max_norm:
         torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
-    optimizers, others = (
-        optim.make_optimizers(m, train_defaults(optimizer=optimizer, learning_rate=1e-2))
-        for m in (model, expected)
-    )
+    config = train_defaults(optimizer=optimizer, learning_rate=1e-2)
+    optimizers, others = (optim.make_optimizers(m, config) for m in (model, expected))
     with monkeypatch.context() as m:
         if optimizer == "adamw":
             m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
@@ -234,9 +231,8 @@ def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer
 def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     run = faulty(["--out_dir=out", "--save_interval=4"], 2, NAN=[[6, 1]]).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    assert re.search(
-        r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text()
-    )
+    said = r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)"
+    assert re.search(said, run.text())
     assert [*events(work / "out", "not_finite")[0]["windows"]] == ["1"]
     assert (work / "out" / "step_00000004").is_dir()
 
@@ -259,14 +255,14 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
         losses = column(work / folder, "loss")
         assert sorted(losses) == [s for s in range(15) if s not in (7, 8, 9)]
         assert losses == column(work / "restarted", "loss"), folder
-        assert not different(tensors_in(work / folder), tensors_in(work / "restarted")), folder
+        assert not different(work / folder, work / "restarted"), folder
 
 
 def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(faulty, work):
     nan = [[step, 0] for step in (2, 3, 4)]
     run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    assert run.text().count("; start again with a lower --learning_rate\n") == 1
+    assert "; start again with a lower --learning_rate\n" in run.text()
     assert not (work / "out/excluded_steps.json").exists()
 
 
@@ -328,13 +324,10 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
         facts.append(start_facts(data | {"out_dir": str(rank), "mirror": f"s3://key:secret@bucket{rank}"}))
     names = rank_names(["node-a", "node-a", "node-b"])
     check_alike(facts, names)
-    facts[2] |= {"torch": "2.11.0"}
-    with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
-        check_alike(facts, names)
-    changes = {"the code's digest": "x", "the data's digest": "b", "seed": 2, "mirror": False}
+    changes = {"torch": "2", "the code's digest": "x", "the data's digest": "b", "seed": 2, "mirror": False}
     for key, value in changes.items():
-        with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
-            check_alike([facts[0], facts[0] | {key: value}], names)
+        with pytest.raises(ValueError, match=rf"{key} is .* on rank 0 .*, {value!r} on rank 2 \(node-b\)"):
+            check_alike([*facts[:2], facts[2] | {key: value}], names)
 
 
 def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tmp_path):
@@ -345,7 +338,7 @@ def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tm
         shutil.copyfile(REPO / "model.py", tmp_path / name)
         digests.add(start_facts({})["the code's digest"])
     assert len(digests) == 4
-    shutil.copyfile(REPO / "model.py", tmp_path / "compare.py")  # which trains nothing
+    (tmp_path / "compare.py").touch()  # which trains nothing
     assert start_facts({})["the code's digest"] in digests
 
 
@@ -381,15 +374,14 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     # it is written in the background, and reported only after step 12
     wait_for(lambda: (work / "out/step_00000010/manifest.json").exists())
     zygote.start([*TINY, *args], work).wait()
-    before = tensors_in(work / "out")
+    before = shutil.copytree(work / "out", work / "before", symlinks=True)
     (work / "go").touch()
     first.wait(ok=False)
     assert first.codes == [1] and "a different run was started in out" in first.text()
     # the steps that the first one has taken since then are not in the log of the second
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
-    assert not different(tensors_in(work / "out"), before)
-    assert sorted(column(work / "out", "loss")) == list(range(21))
+    assert not different(work / "out", before)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -407,9 +399,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     wait_for(lambda: steps_in(work / "out") > 15, 180)
     os.kill(children(run.pids[0])[0], signal.SIGKILL)
     run.wait(90)
-    assert column(work / "out", "loss") == column(work / "straight", "loss"), (
-        "the same bits on the same layout"
-    )
+    assert column(work / "out", "loss") == column(work / "straight", "loss")
 
 
 @pytest.mark.slow
