@@ -30,10 +30,8 @@ GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for th
 EOT = 50256
 
 needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
-needs_gpt2 = pytest.mark.skipif(
-    not (TOKENIZERS / GPT2_FILE).exists(),
-    reason=f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)",
-)
+no_gpt2 = f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)"
+needs_gpt2 = pytest.mark.skipif(not (TOKENIZERS / GPT2_FILE).exists(), reason=no_gpt2)
 
 sys.path.insert(0, str(REPO / "data"))
 import bins
@@ -65,20 +63,15 @@ def load_prepare(data, name):
     """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
 
     def main(argv):
-        with patch.object(bins, "run", typed(argv)):
+        with typed(*argv), patch.object(bins, "run", lambda work, *args, **more: work(*args, **more)):
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
 
 
-def typed(argv):
-    """call(function, *args, **options) calls a function that reads these arguments."""
-
-    def call(function, *args, **options):
-        with patch.object(sys, "argv", ["script.py", *argv]):
-            return function(*args, **options)
-
-    return call
+def typed(*argv):
+    """A context in which these are the arguments of a script."""
+    return patch.object(sys, "argv", ["script.py", *argv])
 
 
 def error_of(work, *args):
@@ -107,7 +100,8 @@ def write_jsonl(path, documents):
 
 def write_text(folder, text):
     """Write a data set of the characters of a text."""
-    typed([f"--out={folder}"])(bins.prepare_text, __file__, "", lambda _: (text, {}))
+    with typed(f"--out={folder}"):
+        bins.prepare_text(__file__, "", lambda _: (text, {}))
 
 
 def contents(folder):
@@ -195,22 +189,19 @@ def test_shakespeare_has_nanogpts_counts(data, tmp_path):
     meta, decoded = decode_characters(data / "shakespeare_char")
     assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1_003_854, 111_540)
     assert meta["dtype"] == "uint16" and decoded == text
-
     meta, train, val = read(data / "shakespeare")
-    assert (meta["train_tokens"], meta["val_tokens"]) == (301_966, 36_059)
-    assert (meta["dtype"], meta["tokenizer"]) == ("uint16", "gpt2")
-    assert (meta["vocab_size"], meta["tokenizer_size"]) == (50304, 50257)
+    assert (meta["train_tokens"], meta["val_tokens"], meta["dtype"]) == (301_966, 36_059, "uint16")
+    assert (meta["vocab_size"], meta["tokenizer_size"], meta["tokenizer"]) == (50304, 50257, "gpt2")
     assert tiktoken.get_encoding("gpt2").decode([*train.tolist(), *val.tolist()]) == text
     assert not (data / "shakespeare" / "meta.pkl").exists()
 
 
 def test_download(data, tmp_path, monkeypatch):
-    served = tmp_path / "served.txt"
+    served, folder = tmp_path / "served.txt", data / "shakespeare_char"
     served.write_text("To be, or not to be")
     monkeypatch.setattr(read_files, "SHAKESPEARE", served.as_uri())
-    load_prepare(data, "shakespeare_char")([])
-    assert decode_characters(data / "shakespeare_char")[1] == served.read_text()
-    assert (data / "shakespeare_char" / "input.txt").read_text() == served.read_text()
+    load_prepare(data, folder.name)([])
+    assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
 
 
 # ----- document data sets
@@ -268,15 +259,16 @@ def test_the_hub(data, monkeypatch):
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("openwebtext", "fineweb"):
-        load_prepare(data, name)(["--num_proc=1", "--val_fraction=0.2"])
+    for name in ("openwebtext", "fineweb", "tinystories"):
+        load_prepare(data, name)(["--num_proc=1", "--val_fraction=0.2", "--tokenizer=gpt2"])
         meta, train, val = read(data / name)
         assert sorted(decode_documents(train) + decode_documents(val)) == rows["text"]
         assert meta["documents"] == 10
-    assert calls == [
-        ("Skylion007/openwebtext", {"revision": "refs/convert/parquet"} | streamed),
-        ("HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"} | streamed),
-    ]
+    assert dict(calls) == {
+        "Skylion007/openwebtext": {"revision": "refs/convert/parquet"} | streamed,
+        "HuggingFaceFW/fineweb-edu": {"name": "sample-10BT"} | streamed,
+        "roneneldan/TinyStories": streamed,
+    }
 
 
 # ----- complete or absent
@@ -312,15 +304,15 @@ def test_links_and_other_folders(data, tmp_path):
     shutil.copytree(data / "shakespeare_char", disk)
     (data / "mine").symlink_to(disk)
 
-    def option(name, *args):
-        result = prepare(data, name, f"--data_files={tmp_path / 'a.txt'}", *args, cwd=tmp_path)
+    for name, out, dataset in (
+        ("mine", [], "mine"),
+        ("shakespeare_char", ["--out=new folder/x"], f"'{tmp_path}/new folder/x'"),
+    ):
+        result = prepare(data, name, "--data_files=a.txt", *out, cwd=tmp_path)
         assert (result.returncode, result.stderr) == (0, "")
-        last = result.stdout.splitlines()[-1]
-        command = r"next: python train.py config/train_small.py (--dataset=.+) --out_dir=out-\w+"
-        return re.fullmatch(command, last)[1]
-
-    assert option("mine") == "--dataset=mine" and (disk / "train.bin").exists()
-    assert option("shakespeare_char", "--out=new folder/x") == f"--dataset='{tmp_path}/new folder/x'"
+        command = f"next: python train.py config/train_small.py --dataset={dataset} --out_dir=out-"
+        assert result.stdout.splitlines()[-1].startswith(command)
+    assert (disk / "train.bin").exists()
     assert (tmp_path / "new folder" / "x" / "meta.json").exists()
     assert not (data / "shakespeare_char" / "train.bin").exists()
 
@@ -383,29 +375,29 @@ def inputs(tmp_path, monkeypatch):
 
 
 @needs_gpt2
-@pytest.mark.parametrize(
-    ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases.items()]
-)
-def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, name, args, message):
+@pytest.mark.parametrize("name", KINDS)
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, name):
     before = contents(data / name)
-    line = error_of(load_prepare(data, name), args.split())
-    assert re.match(f"error: .*{message}", line), line
+    for args, message in KINDS[name].items():
+        line = error_of(load_prepare(data, name), args.split())
+        assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 
 
 def test_what_is_read_with_a_note(data, inputs, capsys):
     """Null is no text; text that the tokenizer loses."""
     write_tokenizer(Path("folder"), {"one": 0, "two": 1, "?": 2})
-    main, folder = load_prepare(data, "shakespeare"), data / "shakespeare"
-    main(["--data_files=null.parquet", "--tokenizer=folder", "--val_fraction=0.5"])
-    _, train, val = read(folder)
-    assert [*train, *val] == [0, 1]
-    # each text begins with a byte order mark
-    for encoding in ("utf-8-sig", "utf-16"):
-        Path("mark.txt").write_text("one two\nONE\r\n" * 80, encoding=encoding, newline="")
-        main(["--data_files=mark.txt", "--tokenizer=folder"])
-        _, train, val = read(folder)
-        assert [*train, *val] == [0, 1, 2] * 80
+    for encoding in ("utf-8-sig", "utf-16"):  # each text begins with a byte order mark
+        Path(f"{encoding}.txt").write_text("one two\nONE\r\n" * 80, encoding=encoding, newline="")
+    for file, ids in {
+        "null.parquet": [0, 1],
+        "utf-8-sig.txt": [0, 1, 2] * 80,
+        "utf-16.txt": [0, 1, 2] * 80,
+    }.items():
+        options = [f"--data_files={file}", "--tokenizer=folder", "--val_fraction=0.5"]
+        load_prepare(data, "shakespeare")(options)
+        _, train, val = read(data / "shakespeare")
+        assert [*train, *val] == ids
     assert "note: the tokenizer does not keep the text" in capsys.readouterr().out
 
 

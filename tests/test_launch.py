@@ -197,11 +197,8 @@ def as_rank(at, rank, world_size, port, **more):
 
 def test_the_store_of_one_machine_is_not_open_to_others(at):
     # mpirun and DeepSpeed, torchrun, Kubeflow: its name for the first of several pods
-    for master, local_size, is_open in (
-        ("127.0.0.1", 1, False),
-        ("localhost", 2, False),
-        ("localhost", 1, True),
-    ):
+    cases = [(LOOPBACK, 1, False), ("localhost", 2, False), ("localhost", 1, True)]
+    for master, local_size, is_open in cases:
         port = free_port()
         as_rank(at, 0, 2, port, MASTER_ADDR=master, LOCAL_WORLD_SIZE=local_size)
         store = network.connect_store(5, serves=True)

@@ -42,7 +42,8 @@ def prepare(source, out, *args):
     """Prepare in this process."""
     options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
     options += ["--val_fraction=0.2", "--num_proc=1", *args]
-    typed(options)(bins.prepare_documents, __file__, "", "", {})
+    with typed(*options):
+        bins.prepare_documents(__file__, "", "", {})
 
 
 def killed_at(moment, function, *args):
@@ -90,15 +91,13 @@ def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch
 
 def test_where_documents_begin(source, tmp_path):
     """0, and each end-of-text token of train but the last one, also those that the text contains."""
-    for shard_tokens in ("0", "100"):
-        folder = tmp_path / shard_tokens
-        prepare(source, folder, f"--shard_tokens={shard_tokens}")
-        ids = np.frombuffer(joined(folder, "train"), np.uint16)
-        begins = np.fromfile(folder / "documents.bin", np.int64)
-        assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
-        meta = json.loads((folder / "meta.json").read_text())
-        assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
-        write_jsonl(source / "a.jsonl", [END, *DOCUMENTS[1:]])  # the first token is one too
+    write_jsonl(source / "a.jsonl", [END, *DOCUMENTS[1:]])  # the first token is one too
+    prepare(source, tmp_path, "--shard_tokens=100")
+    ids = np.frombuffer(joined(tmp_path, "train"), np.uint16)
+    begins = np.fromfile(tmp_path / "documents.bin", np.int64)
+    assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
 
 
 def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
@@ -107,10 +106,12 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
     text = __file__, "", lambda _: ("some text " * 20, {})
-    typed([f"--out={folder}"])(bins.prepare_text, *text)
+    with typed(f"--out={folder}"):
+        bins.prepare_text(*text)
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    typed(["--shard_tokens=50", f"--out={folder}"])(bins.prepare_text, *text)
+    with typed(f"--out={folder}", "--shard_tokens=50"):
+        bins.prepare_text(*text)
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20

@@ -19,12 +19,11 @@ from test_signals import TABLE
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
+skipif = pytest.mark.skipif
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"
-    ),
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
+    skipif(bool(MISSING), reason=f"not installed: {MISSING} (apt-get install slurm-wlm munge)"),
+    skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
 ]
 CONF = """
 ClusterName=iso
@@ -48,13 +47,13 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=1 RealMemory=4000
-PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime={grace} State=UP
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=25 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 State=UP
 """
 
 
 class Slurm:
-    def __init__(self, folder, grace):
+    def __init__(self, folder):
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self.daemons = []
         for name in ("state", "spool.n1", "spool.n2"):
@@ -69,7 +68,7 @@ class Slurm:
         self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
         wait_for((folder / "munge.socket").exists)
         ports = dict(port=free_port(), one=free_port(), two=free_port())
-        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], grace=grace, **ports)
+        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports)
         (folder / "slurm.conf").write_text(conf)
         self.start(["slurmctld", "-D", "-i"], folder)
         for node in ("n1", "n2"):
@@ -105,9 +104,9 @@ class Slurm:
             daemon.wait(30)
 
 
-@pytest.fixture(params=[25], ids=["grace time"])
-def slurm(request, tmp_path):
-    made = Slurm(tmp_path / "slurm", request.param)
+@pytest.fixture
+def slurm(tmp_path):
+    made = Slurm(tmp_path / "slurm")
     yield made
     made.close()
 
@@ -146,7 +145,6 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
     assert_same_curve(out, work / "one")
 
 
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_srun_time_limit_and_scancel(slurm, zygote, work):
     five = [*TINY, "--max_iters=4"]
     zygote.start([*five, "--out_dir=five"], work).wait()
@@ -172,7 +170,6 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
@@ -193,7 +190,6 @@ def test_each_signal_to_a_job(slurm, work):
     wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"))
 
 
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
     sweep = [sys.executable, str(REPO / "tests/forked_sweep.py"), *TINY]
     sweep += ["--max_iters=2", "--seed=1,2,3", "--out_dir=out"]

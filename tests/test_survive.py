@@ -88,8 +88,8 @@ def test_a_signal_saves_the_step_and_a_resume_has_its_bits(faulty, zygote, work,
 
 def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     long = [*TINY, "--out_dir=out", "--eval_iters=1000000", "--eval_interval=10", "--init_from=auto"]
-    run = zygote.start([*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"], work, 2).wait()
-    assert "M parameters, from scratch\n" in run.text(), "auto without a checkpoint"
+    short = [*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"]
+    assert "M parameters, from scratch\n" in zygote.start(short, work, 2).wait().text()
     # resumes at 15; at 20 it evaluates, which would take hours
     run = zygote.start([*long, "--max_iters=25"], work, 2)
     assert run.until(lambda text: "iter 19:" in text)
@@ -104,13 +104,12 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run.kill(sig=signal.SIGTERM)
     assert run.wait(ok=False).codes == [143] and "stopped on request before step 22" in run.text()
     assert "step 22: train loss" in zygote.start([*last, "--eval_iters=1"], work).wait().text()
-    each = [*TINY, "--out_dir=saving", "--save_interval=1", "--max_iters=100000", "--init_from=auto"]
-    run = zygote.start(each, work)
+    run = zygote.start([*TINY, "--out_dir=saving", "--save_interval=1", "--max_iters=100000"], work)
     assert run.until(lambda text: text.count("saved") > 5)
     run.kill(sig=signal.SIGTERM)
-    run.wait(ok=False)
+    assert run.wait(ok=False).codes == [143]
     mark = json.loads((work / "saving" / "PREEMPTED").read_text())
-    assert run.codes == [143] and (work / "saving" / f"step_{mark['iter']:08d}").is_dir()
+    assert (work / "saving" / f"step_{mark['iter']:08d}").is_dir()
 
 
 def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote, work):
@@ -206,10 +205,10 @@ def test_a_step_clips(monkeypatch, optimizer, max_norm):
     for other in others:
         other.step()
     states = [optimizer_state.state_by_name(*pair) for pair in ((model, optimizers), (expected, others))]
-    exactly = dict(rtol=0, atol=0)  # not clipped: the same bits
-    torch.testing.assert_close(*states, **(dict(rtol=1e-5, atol=0) if max_norm == 1 else exactly))
-    near = dict(rtol=1e-4, atol=1e-6) if max_norm == 1 else exactly
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), **near)
+    is_clipped = max_norm == 1  # else the same bits
+    torch.testing.assert_close(*states, rtol=1e-5 * is_clipped, atol=0)
+    weights = model.state_dict(), expected.state_dict()
+    torch.testing.assert_close(*weights, rtol=1e-4 * is_clipped, atol=1e-6 * is_clipped)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -224,8 +223,7 @@ def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer
     optim.clip_and_step(optimizers, scaler, gathered, 1.0, skips_spikes=True)
     after = model.state_dict(), optimizer_state.state_by_name(model, optimizers)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    # for the report
-    assert all(torch.equal(p.grad, torch.full_like(p, gradient)) for p in model.parameters())
+    assert all((p.grad == gradient).all() for p in model.parameters()), "for the report"
 
 
 def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
@@ -344,19 +342,14 @@ def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tm
 
 def test_slow_ranks_are_detected(monkeypatch):
     monkeypatch.setattr(slow_ranks, "PATIENCE", 3)
-    counts = {}
-
-    def seen(**columns):
-        columns = {name.replace("_", " "): np.array(values) for name, values in columns.items()}
-        return [*slow_ranks.slow_ranks(columns, counts)]
-
-    assert not seen(forward_ms=[10.0, 40.0]) and not seen(forward_ms=[10.0, 40.0])
-    assert seen(forward_ms=[10.0, 40.0]) == ["rank 1: forward ms 40.0, others 10.0"]
-    assert not seen(forward_ms=[10.0, 40.0]), "reported once"
-    for _ in range(10):
-        assert not seen(forward_ms=[10.0, 12.0], memory_GB=[1.0, 1.1, 1.2])
-    named = [seen(memory_GB=[1.0, 1.0, 9.0]) for _ in range(3)][-1]
-    assert named == ["rank 2: memory GB 9.0, others 1.0"]
+    for name, values, said in (
+        ("forward ms", [10.0, 40.0], ["rank 1: forward ms 40.0, others 10.0"]),
+        ("memory GB", [1.0, 1.0, 9.0], ["rank 2: memory GB 9.0, others 1.0"]),
+        ("memory GB", [1.0, 1.1, 1.2], []),
+    ):
+        counts, columns = {}, {name: np.array(values)}
+        seen = [[*slow_ranks.slow_ranks(columns, counts)] for _ in range(10)]
+        assert seen == [[], [], said, *[[]] * 7], "reported once"
 
 
 def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
@@ -376,8 +369,7 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     zygote.start([*TINY, *args], work).wait()
     before = shutil.copytree(work / "out", work / "before", symlinks=True)
     (work / "go").touch()
-    first.wait(ok=False)
-    assert first.codes == [1] and "a different run was started in out" in first.text()
+    assert first.wait(ok=False).codes == [1] and "a different run was started in out" in first.text()
     # the steps that the first one has taken since then are not in the log of the second
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
