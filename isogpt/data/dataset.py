@@ -146,7 +146,7 @@ def open_dataset(
     data = replace(whole, vocab_size=vocab_size, further=further)
     if len({one.name for one in data.named}) < len(data.named):
         folders = ", ".join(str(one.folder) for one in data.named)
-        raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
+        raise ValueError(f"{folders} have the same name, by which losses are reported: rename one")
     return data
 
 

@@ -95,14 +95,10 @@ def variables_of_srun() -> tuple[str, ...] | None:
     tasks = [count for count, times in tasks for _ in range(int(times or 1))]
     nodes = re.match(r"(\[[^\]]*\]|[^,\[])*", env.get("SLURM_STEP_NODELIST", ""))
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[0])
-    return (
-        env["SLURM_PROCID"],
-        env["SLURM_STEP_NUM_TASKS"],
-        env.get("SLURM_LOCALID", "0"),
-        tasks[int(env.get("SLURM_NODEID", 0))],
-        first if len(tasks) > 1 else network.LOOPBACK,
-        f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
-    )
+    ranks = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0")
+    local_size = tasks[int(env.get("SLURM_NODEID", 0))]
+    address = first if len(tasks) > 1 else network.LOOPBACK
+    return *ranks, local_size, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
 
 
 def environment_without_launcher() -> dict[str, str]:

@@ -54,13 +54,10 @@ class Ranks:
         Return the arguments of init_process_group besides the backend; without a launcher, for a group of one
         process.
         """
-        return dict(
-            rank=self.rank,
-            world_size=self.world_size,
-            store=self.store or dist.HashStore(),
-            timeout=collectives_timeout(timeout_s, self.backend),
-            device_id=self.device if "nccl" in self.backend else None,
-        )
+        options = {"rank": self.rank, "world_size": self.world_size}
+        options["store"] = self.store or dist.HashStore()
+        options["timeout"] = collectives_timeout(timeout_s, self.backend)
+        return options | {"device_id": self.device if "nccl" in self.backend else None}
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
@@ -115,18 +112,11 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     # GPUs: with cpu_offload the optimizer runs on the CPU
     if machines.count(machines[rank]) > 1:
         torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
-    return Ranks(
-        rank=order.index(rank),
-        world_size=world_size,
-        device=picked,
-        backend=group_backend,
-        store=store,
-        hosts=[others["hosts"][machines[other]] for other in order],
-        machines=sorted(machines),
-        network="nccl" if "nccl" in group_backend else f"gloo over {interface}",
-        launch=make_launch(others["agents"]),
-        core_sharers=core_sharers,
-    )
+    rank, hosts = order.index(rank), [others["hosts"][machines[other]] for other in order]
+    over = "nccl" if "nccl" in group_backend else f"gloo over {interface}"
+    launch, machines = make_launch(others["agents"]), sorted(machines)
+    this = rank, world_size, picked, group_backend, store
+    return Ranks(*this, hosts, machines, over, launch, core_sharers)
 
 
 def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[dist.Store, dict]:

@@ -122,12 +122,10 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
     # numbers on the CPU go to the device in one copy from pinned memory: any other copy waits for the device
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
-    mine = torch.tensor(
-        [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
-        dtype=number_dtype(device),
-        pin_memory=device.type == "cuda",
-    )
-    mine = mine.to(device, non_blocking=device.type == "cuda")  # (fields,); MPS cannot pin memory
+    values = [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)]
+    is_cuda = device.type == "cuda"  # MPS cannot pin memory
+    mine = torch.tensor(values, dtype=number_dtype(device), pin_memory=is_cuda)
+    mine = mine.to(device, non_blocking=is_cuda)  # (fields,)
     for i, v in enumerate(numbers):
         if is_there[i]:
             mine[i] = v
@@ -137,8 +135,8 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
         all_gather_single(rows, mine)
     columns = rows.view(-1, len(mine)).T  # (fields, world_size)
     # from a GPU the copy goes to pinned memory, behind what has been queued so far
-    copy = columns.to("cpu", non_blocking=device.type == "cuda")
-    arrived = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    copy = columns.to("cpu", non_blocking=is_cuda)
+    arrived = torch.cuda.current_stream().record_event() if is_cuda else None
     return Gathered(type(numbers), columns, copy, arrived)
 
 
