@@ -122,7 +122,7 @@ def test_processes_that_share_cores_are_reported(monkeypatch):
     monkeypatch.setattr(banner, "own_cores", lambda: [0, 1])
     plan = SimpleNamespace(micro_batch=1, batch_size=1)
     line = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
-    for processes, device, is_said in ((8, "cpu", True), (2, "cpu", False), (8, "cuda", False)):
+    for processes, device, is_said in (8, "cpu", True), (2, "cpu", False), (8, "cuda", False):
         ranks = SimpleNamespace(device=torch.device(device), core_sharers=processes)
         assert (line in banner.about_machine(ranks, plan, devices.Peak())) == is_said
 
@@ -160,7 +160,7 @@ def test_fields_and_events_of_the_metrics(zygote, work):
     steps = [r for r in lines if "step_ms" in r]
     names = "iter loss grad_norm lr step_ms data_ms memory_gb tokens_per_s mfu tokens time"
     names += " step_ms_max data_ms_max memory_gb_max"
-    assert set(names.split()) <= set(steps[0]) and steps[0]["tokens"] == 2 * 4 * 32
+    assert set(names.split()) <= steps[0].keys() and steps[0]["tokens"] == 2 * 4 * 32
     assert [r["event"] for r in lines if "event" in r] == ["start", "peak", "save", "save", "end"]
     assert set(column(work / "out", "val_loss")) == {0, 2, 4}
     assert [r["peak_flops"] for r in lines if "peak_flops" in r] == [2.0, 2e14], "measured again by all ranks"

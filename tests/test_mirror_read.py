@@ -90,10 +90,14 @@ def test_a_resume_on_a_new_machine_has_the_bits_of_the_undisturbed_run(zygote, s
 
 
 def test_the_best_checkpoint_is_downloaded_too(start, run, at):
-    manifest = read_manifest(run / "step_00000008") | {"best_step": 4, "best_val_loss": 1.0}
-    Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
+    best_is_4(run)
     assert start().resumed.stored.step == 8
     assert steps_in("new") == [8, 4] and not damage(Path("new/step_00000004"))
+
+
+def best_is_4(run):
+    manifest = read_manifest(run / "step_00000008") | {"best_step": 4}
+    Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
 
 
 DAMAGE = {
@@ -215,8 +219,7 @@ def test_weights_from_a_url(start, url, run, capsys):
         assert found.checkpoint.shapes and len(list(Path("new").iterdir())) == 1
         download.discard_weights(found.checkpoint.stored)
         assert not Path("new").exists()
-    manifest = read_manifest(run / "step_00000008") | {"best_step": 4}
-    Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
+    best_is_4(run)
     assert start(init_from=url, mirror="").checkpoint.stored.step == 4
     flip(Path("mirror/step_00000004/ckpt.pt"))
     problem = "step_00000004 is damaged: the checksum of ckpt.pt does not match"

@@ -15,21 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 import torch
-from runs import (
-    REPO,
-    TINY,
-    assert_same_run,
-    children,
-    column,
-    records,
-    start_changed,
-    start_faulty,
-    steps_in,
-    tensors_in,
-    train_defaults,
-    wait_for,
-)
+from runs import REPO, TINY, column, records, start_changed, start_faulty, tensors_in, wait_for
 from test_launchers import FORKED
 
 from isogpt.launch import start_checks
@@ -83,7 +71,7 @@ def test_a_signal_saves_the_step_and_a_resume_has_its_bits(faulty, zygote, work,
     zygote.train(args, work, nproc)
     assert not (work / "out" / "PREEMPTED").exists()
     zygote.train([*args, "--out_dir=straight"], work, nproc)
-    assert_same_run(work / "out", work / "straight")
+    runs.assert_same_run(work / "out", work / "straight")
 
 
 def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
@@ -196,7 +184,7 @@ def test_a_step_clips(monkeypatch, optimizer, max_norm):
         p.grad = torch.full_like(p, 0.5)
     if max_norm:
         torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
-    config = train_defaults(optimizer=optimizer, learning_rate=1e-2)
+    config = runs.train_defaults(optimizer=optimizer, learning_rate=1e-2)
     optimizers, others = (optim.make_optimizers(m, config) for m in (model, expected))
     with monkeypatch.context() as m:
         if optimizer == "adamw":
@@ -217,7 +205,7 @@ def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer
     """The last one is a spike, since the limits of these numbers are 0."""
     model, gathered = small_model_with_gradients(gradient)
     gathered.columns[0] = loss
-    optimizers = optim.make_optimizers(model, train_defaults(optimizer=optimizer, learning_rate=1e-2))
+    optimizers = optim.make_optimizers(model, runs.train_defaults(optimizer=optimizer, learning_rate=1e-2))
     before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     optim.clip_and_step(optimizers, scaler, gathered, 1.0, skips_spikes=True)
@@ -388,8 +376,8 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     torchrun = ["--standalone", "--nproc_per_node=2", "--max-restarts=3", str(REPO / "train.py")]
     # the default is to start from scratch
     run = zygote.start([*torchrun, *args, "--out_dir=out"], work, script=FORKED)
-    wait_for(lambda: steps_in(work / "out") > 15, 180)
-    os.kill(children(run.pids[0])[0], signal.SIGKILL)
+    wait_for(lambda: runs.steps_in(work / "out") > 15, 180)
+    os.kill(runs.children(run.pids[0])[0], signal.SIGKILL)
     run.wait(90)
     assert column(work / "out", "loss") == column(work / "straight", "loss")
 
