@@ -94,8 +94,8 @@ def make_writable(out_dir: str) -> None:
             file.write("0")
         os.rename(tried / "folder", tried / "renamed")
     except OSError as e:
-        problem = f"out_dir {out_dir} cannot be used on {socket.gethostname()} ({e})"
-        raise ValueError(f"{problem}: set --out_dir= to a folder on a disk or on NFS") from e
+        host = socket.gethostname()
+        raise ValueError(f"out_dir {out_dir} cannot be used on {host} ({e}): set another --out_dir=") from e
     finally:
         shutil.rmtree(tried, ignore_errors=True)
 

@@ -129,8 +129,7 @@ def verify(stored: StoredCheckpoint) -> str:
         names = files if os.environ.get("LOCAL_RANK", "0") == "0" else ()
     # their texts, since a NaN that was sent differs from a NaN
     if not stored.is_bare and str(read_manifest(stored.folder)) != str(stored.manifest):
-        problem = f"{stored.path.absolute()} is not the checkpoint that rank 0 found"
-        raise ValueError(f"{problem}: all machines must share the folder, or have a copy of it")
+        raise ValueError(f"{stored.path.absolute()} is not the checkpoint that rank 0 found: share a folder")
     return damage(stored.folder, {name: files[name] for name in names})
 
 

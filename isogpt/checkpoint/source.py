@@ -164,5 +164,4 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite, since nanoGPT saves such weights, too."""
     if bad := names_of_not_finite(model):
-        problem = f"weights in {where} are not finite ({shortened(bad)})"
-        raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")
+        raise ValueError(f"weights in {where} are not finite ({shortened(bad)}): use an earlier checkpoint")

@@ -108,8 +108,8 @@ class Dataset:
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
-        facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
-        facts |= {f"the data's {name}": value for name, value in self.describe().items()}
+        facts = {"digest": self.digest, "vocabulary size": self.vocab_size, **self.describe()}
+        facts = {f"the data's {name}": value for name, value in facts.items()}
         return facts | {"the digest of eval_datasets": {one.name: one.digest for one in self.further}}
 
 

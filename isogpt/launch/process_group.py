@@ -100,8 +100,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
         sharers = console.ranks_text(others["gpu_sharers"])
-        advice = "start fewer processes, let them see different GPUs, or set --device=cpu"
-        raise ValueError(f"{sharers} share GPUs: {advice}")
+        raise ValueError(f"{sharers} share GPUs: start fewer processes, let them see different GPUs")
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
