@@ -138,7 +138,7 @@ def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
 def check_size(n_ids: int, vocab_size: int) -> None:
     """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
     if n_ids > vocab_size:
-        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: set --dataset= to its own")
+        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: set --dataset=NAME")
 
 
 # ------------------------------------------------------------------------------------------------------------
