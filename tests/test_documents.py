@@ -1,5 +1,6 @@
 """Windows that begin with a document: which ones, what they leave out, and documents.bin."""
 
+import itertools
 import json
 import re
 import sys
@@ -26,23 +27,18 @@ def windows_in_a_loop(begins, n_tokens, block_size):
     return sorted({min([b for b in fitting if b >= block], default=fitting[-1]) for block in blocks})
 
 
-def random_documents(rng, n, mean):
-    """Positions of n documents, and the number of tokens, some of them before the first document."""
-    lengths = np.maximum(1, rng.exponential(mean, n).astype(int))
-    lengths[rng.random(n) < 0.2] = rng.choice([1, BLOCK - 1, BLOCK, BLOCK + 1])
-    begins = np.append(0, lengths.cumsum()) + rng.integers(3)
-    return begins[:-1].tolist(), int(begins[-1])
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the windows
 
 
 def test_windows_are_those_of_a_loop_over_documents():
     rng = np.random.default_rng(0)
-    for n, mean in [(n, mean) for n in (3, 8, 61) for mean in (2, 9, 40)]:
-        begins, n_tokens = random_documents(rng, n, mean)
-        n_tokens += BLOCK + 1  # so that one window fits
+    for n, mean in itertools.product((3, 8, 61), (2, 9, 40)):
+        lengths = np.maximum(1, rng.exponential(mean, n).astype(int))
+        lengths[rng.random(n) < 0.2] = rng.choice([1, BLOCK - 1, BLOCK, BLOCK + 1])
+        # some of the tokens are before the first document, and one window fits
+        begins = (np.append(0, lengths.cumsum()) + rng.integers(3)).tolist()
+        n_tokens = begins.pop() + BLOCK + 1
         windows = DocumentWindows(np.array(begins), n_tokens, BLOCK)
         starts = windows_in_a_loop(begins, n_tokens, BLOCK)
         assert windows.starts(np.arange(len(windows))).tolist() == starts
@@ -112,13 +108,11 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     folder = write(tmp_path / "data", ids)
     command = f"type python data/find_documents.py {folder}"
     message = f"^{folder}/documents.bin is missing or of another train.bin: {command}$"
-    for damage in ("none yet", "fewer documents", "more tokens"):
-        if damage == "fewer documents":
-            find_documents.find_documents(folder, END)
-            np.fromfile(folder / "documents.bin", np.int64)[1:].tofile(folder / "documents.bin")
-        if damage == "more tokens":
-            find_documents.find_documents(folder, END)
-            np.append(ids, ids).astype(np.uint16).tofile(folder / "train.bin")
+    for name, content in ("documents.bin", b""), ("documents.bin", bytes(8)), ("train.bin", bytes(len(ids))):
+        find_documents.find_documents(folder, END)
+        (folder / name).unlink()
+        if content:
+            (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             open_dataset(str(folder), BLOCK, data_order="documents")
 
