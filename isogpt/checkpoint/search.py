@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ class StoredCheckpoint:
 
     path: Path
     step: int
-    manifest: dict = field(default_factory=dict)
+    manifest: dict
     val_loss: float | None = None
     is_bare: bool = False  # a ckpt.pt outside of a step folder
     damaged: tuple[str, ...] = ()  # names of step folders that are damaged
@@ -37,7 +37,7 @@ class StoredCheckpoint:
     @property
     def folder(self) -> Path:
         """The folder of the files in the manifest."""
-        return self.path.parent if self.path.name in self.manifest.get("files", {}) else self.path
+        return self.path.parent if self.path.name in self.manifest["files"] else self.path
 
 
 Result = tuple[StoredCheckpoint | None, list[str]]  # a checkpoint; what is wrong with newer ones
