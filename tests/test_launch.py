@@ -90,7 +90,7 @@ def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 1) == "gloo"
-    with pytest.raises(ValueError, match="needs GPUs and a PyTorch that contains NCCL: set --backend=auto"):
+    with pytest.raises(ValueError, match="needs GPUs and a PyTorch with NCCL: set --backend=auto"):
         pick_backend("nccl", gpu, 2)
 
 
