@@ -150,10 +150,7 @@ def write_unfinished(folder, name):
     return make_manifest(run, 1, 0, None) | {"run": run, "files": written}
 
 
-FORMS = pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
-
-
-@FORMS
+@pytest.mark.parametrize("name", ["ckpt.pt", "__0_0.distcp"])
 def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is_deleted(at, name):
     """
     Each file is synced before the rename, and the run's folder after it: else a power failure could leave

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
@@ -86,12 +87,18 @@ class Slurm:
         return run.stdout.strip()
 
     def submit(self, work, out, *args, steps, **env):
-        """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
-        here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
+        """
+        Submit cluster/slurm.sh on both nodes with TINY; returns the job's number. Its interpreter takes the
+        options of torchrun, as if it were `python -m torch.distributed.run`, and forks its workers.
+        """
+        python = work / "python"
+        python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
+        python.chmod(0o755)
+        env |= {"PYTHON": str(python), "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1"}
         script = str(REPO / "cluster/slurm.sh")
         command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script, *TINY]
         command += [f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"]
-        return self.ask(*command, cwd=work, **here)
+        return self.ask(*command, cwd=work, **env)
 
     def state(self, job):
         return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T") or "GONE"
@@ -106,24 +113,12 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path):
-    made = Slurm(tmp_path / "slurm")
-    yield made
-    made.close()
+    with closing(Slurm(tmp_path / "slurm")) as cluster:
+        yield cluster
 
 
 def events(folder):
     return [r["event"] for r in records(folder) if "event" in r]
-
-
-def forking_python(work):
-    """
-    An interpreter that takes the options of torchrun, as if it were `python -m torch.distributed.run`, and
-    forks its workers.
-    """
-    path = work / "python"
-    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
 
 
 def log_of(work, job):
@@ -132,7 +127,7 @@ def log_of(work, job):
 
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
     zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
-    job, out = slurm.submit(work, "out", steps=800, PYTHON=forking_python(work)), work / "out"
+    job, out = slurm.submit(work, "out", steps=800), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
     command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
     urgent = slurm.ask(*command, "--wrap=hostname")
@@ -155,8 +150,7 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert_same_curve(work / "srun", work / "five")
 
     # two minutes, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
-    limit = dict(steps=100000, SAVING="30", PYTHON=forking_python(work))
-    job, out = slurm.submit(work, "limit", "--time=2", **limit), work / "limit"
+    job, out = slurm.submit(work, "limit", "--time=2", steps=100000, SAVING="30"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 240)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 240)
@@ -175,7 +169,7 @@ def test_each_signal_to_a_job(slurm, work):
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
     """
     names = [name for name, receiver in TABLE if receiver == "Slurm job" and name != "TERM"]
-    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=forking_python(work)), work / "out"
+    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
     in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
     for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
         step = steps_in(out)
@@ -199,5 +193,5 @@ def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
     texts = [(work / f"task{task}.txt").read_text() for task in (0, 1)]
     assert [text.count("start  ") for text in texts] == [2, 1], texts
     for seed in (1, 2, 3):
-        assert events(work / "out" / f"seed={seed}")[0] == "start", texts
-        assert events(work / "out" / f"seed={seed}")[-1] == "end", texts
+        first, *_, last = events(work / "out" / f"seed={seed}")
+        assert (first, last) == ("start", "end"), texts
