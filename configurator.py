@@ -41,11 +41,12 @@ OTHER_NAMES = {
     "max_epochs": "max_tokens",
     "max_grad_norm": "grad_clip",
 }
+Settings, Values = dict[str, Setting], dict[str, Value]
 # modules that nanoGPT's scripts have imported when they run a config
 VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
 
-def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
+def settings_of(path: str | os.PathLike) -> Settings:
     """Return the settings of the script at `path`, in order. They are read from the source, line by line."""
     settings, section, is_rare = {}, "", False
     for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -64,9 +65,7 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     return settings
 
 
-def configure(
-    script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None
-) -> dict[str, Value]:
+def configure(script_globals: dict, argv: list[str] | None = None, extra: Settings | None = None) -> Values:
     """
     Apply `argv` to the settings in `script_globals` and return their final values. All errors are reported
     together; then nothing is applied and the process exits with status 1.
@@ -101,8 +100,8 @@ def configure(
 
 
 def apply_arguments(
-    arguments: list[str], values: dict[str, Value], script_globals: dict[str, Any], known: dict[str, Setting]
-) -> tuple[dict[str, Value], list[str]]:
+    arguments: list[str], values: Values, script_globals: dict[str, Any], known: Settings
+) -> tuple[Values, list[str]]:
     """
     Return `values` after the arguments, configs and --key=value, and a sentence for each mistake.
 
@@ -136,7 +135,7 @@ def fail(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare: bool = False) -> str:
+def help_text(script: str | os.PathLike, settings: Settings, with_rare: bool = False) -> str:
     """
     Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section.
     """
@@ -157,7 +156,7 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare
     return "\n".join(lines)
 
 
-def with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
+def with_equals_signs(arguments: list[str], settings: Settings) -> list[str]:
     """
     Rewrite `--key value` as `--key=value`, and `--key` alone as `--key=True` if the setting is a boolean.
     """
@@ -174,7 +173,7 @@ def with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> lis
     return rewritten
 
 
-def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
+def _read_option(argument: str, known: Settings) -> Values:
     """Return the setting that `argument`, --key=value, sets. Raise ValueError about a mistake."""
     typed, equals, text = argument.partition("=")
     name = typed.removeprefix("--")
@@ -192,7 +191,7 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
         raise ValueError(f"command line: --{name}={text!r}: not {WANTED[known[name].kind]}") from e
 
 
-def _run_config(config: str, visible: dict[str, Any], known: dict[str, Setting]) -> dict[str, Value]:
+def _run_config(config: str, visible: dict[str, Any], known: Settings) -> Values:
     """
     Run a config, which is relative to the working folder or to the script's, and return the settings that it
     sets. Raise ValueError about mistakes, one on each line. `visible` contains the names that the config may
@@ -231,7 +230,7 @@ def _run_config(config: str, visible: dict[str, Any], known: dict[str, Setting])
     return values
 
 
-def nearest(name: str, known: dict[str, Setting]) -> str:
+def nearest(name: str, known: Settings) -> str:
     """The setting that was probably meant by a name that is not one; "" if none is similar."""
     name = name.strip("-").lower().replace("-", "_").rpartition(".")[2]  # also torchtitan's optimizer.lr
     # 0.75 of at most 1: two letters that are swapped in a name of four

@@ -47,7 +47,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = search.find_checkpoint(out_dir, best=form == "hf")
     if not stored:
-        raise search.no_checkpoint(out_dir, damaged)
+        raise manifest.no_checkpoint(out_dir, damaged)
     for report in damaged:
         console.print_to_stderr(f"warning: {report}")
     source = open_checkpoint(stored)
@@ -157,7 +157,7 @@ def list_checkpoints(out_dir: str) -> str:
             lines.append(f"{step:>10}  {e}")
     if not folders:
         stored, problems = search.find_checkpoint(out_dir)
-        lines.append(row(stored) if stored else str(search.no_checkpoint(out_dir, problems)))
+        lines.append(row(stored) if stored else str(manifest.no_checkpoint(out_dir, problems)))
     return "\n".join(lines)
 
 

@@ -22,12 +22,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from isogpt.nn.huggingface import GPT2
 
 from configurator import configure, fail
 from isogpt.check.facts import Trial
 from isogpt.check.layout import prove_layout
-from isogpt.checkpoint import download, run_vocabulary, search, state
+from isogpt.checkpoint import download, manifest, run_vocabulary, search, state
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
 from isogpt.data.text_files import read_text
@@ -35,6 +34,7 @@ from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.launch import launchers, process_group, start_checks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.nn import generation
+from isogpt.nn.architecture import GPT2
 from isogpt.options.values import is_url
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import make_mesh
@@ -107,7 +107,7 @@ with exit_together():
     if stored:
         source = open_checkpoint(stored)
     elif init_from == "resume":
-        raise search.no_checkpoint(out_dir, damaged)
+        raise manifest.no_checkpoint(out_dir, damaged)
     else:
         pretrained = GPT.from_pretrained(init_from)
     run = source.run if source else {"model_args": pretrained.describe()}

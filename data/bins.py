@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
 from read_files import read_documents, read_hub, read_shakespeare
-from train_tokenizer import TRAIN_HELP, train_tokenizer
+from train_tokenizer import train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
 from isogpt.common.console import visible
@@ -37,39 +37,53 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     parser = ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
     parser.set_defaults(**defaults)
     add = parser.add_argument
-    add("--data_files", help="your own files, folders or globs, separated by commas")
-    add("--text_key", default="text", help="key or column of a document's text")
+    add("--data_files", help="files, folders or globs, separated by commas")
+    add("--text_key", default="text", help="key or column of the text")
     add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
     add("--val_fraction", type=float, help="what part goes to val.bin")
-    add("--shard_tokens", type=int, default=0, help="tokens of each file; 0: all are in one")
-    add("--tokenizer", help="char, an encoding of tiktoken, the folder of a tokenizer.json or of a run")
-    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=int, help=TRAIN_HELP)
-    add("--special_tokens", default="True", choices=["True", "False"], help="False: <|endoftext|> is text")
+    add("--shard_tokens", type=int, default=0, help="of each file; 0: all are in one")
+    add("--tokenizer", help="char, an encoding of tiktoken, or a folder that contains one or a run")
+    add("--train_tokenizer", dest="tokenizer", default=SUPPRESS, type=int, help="ids of a BPE to train")
+    add("--special_tokens", default="True", choices=["True", "False"], help="False: they are text")
     return parser
 
 
-def run(main: Callable, *args: object, **options: object) -> None:
+def run(work: Callable, *args: object, **options: object) -> None:
     """
-    Call main(what was typed, *args, **options), and exit, with a one-line message after Ctrl-C and errors
-    that a user can fix.
+    Call work(*args, **options), and exit, with a one-line message after Ctrl-C and errors that a user can
+    fix.
     """
     try:
-        sys.exit(main(sys.argv[1:], *args, **options))
+        sys.exit(work(*args, **options))
     except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
-        print("error:", visible(" ".join(str(error).split()) or type(error).__name__), file=sys.stderr)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print("error:", visible(reason), file=sys.stderr)
         sys.exit(1)
+
+
+def run_on_folder(work: Callable, about: str, **options: dict) -> None:
+    """
+    `run` a script that changes a data set: work(folder, **options).
+
+    Args:
+        about: the description of the script.
+        options: the arguments of add_argument, by the option's name.
+    """
+    parser = ArgumentParser(description=about)
+    parser.add_argument("folder", type=Path, help="that contains the data set")
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", **option)
+    run(work, **vars(parser.parse_args()))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # two kinds of data sets: one text, and documents
 
 
-def prepare_text(
-    argv: list[str], script: str, about: str, read: Callable = read_shakespeare, **defaults: object
-) -> None:
+def prepare_text(script: str, about: str, read: Callable = read_shakespeare, **defaults: object) -> None:
     """
-    Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
-    `script`: the first part of the text is train.bin, the rest val.bin.
+    Write a data set of one text, without end-of-text tokens, to --out or the folder of `script`: the first
+    part of the text is train.bin, the rest val.bin.
 
     Args:
         about: the description of the script.
@@ -80,24 +94,21 @@ def prepare_text(
         ValueError: the text is too short, or contains a character that the vocabulary lacks.
     """
     defaults = {"val_fraction": 0.1, "tokenizer": "char", "num_proc": 1} | defaults
-    args = make_parser(script, about, defaults).parse_args(argv)
+    args = make_parser(script, about, defaults).parse_args()
     if args.data_files:
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
     else:
         text, source = read(Path(script).parent)
-    source["val_fraction"] = args.val_fraction
     cut = int(len(text) * (1 - args.val_fraction))
     batches = [("train", text[:cut].encode()), ("val", text[cut:].encode())]
     write(args, source, [text], batches)
 
 
-def prepare_documents(
-    argv: list[str], script: str, about: str, dataset: str, selection: dict, **defaults: object
-) -> None:
+def prepare_documents(script: str, about: str, dataset: str, selection: dict, **defaults: object) -> None:
     """
-    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of `script`. The documents keep their order, and each is followed by the end-of-text token.
+    Write the documents of a Hugging Face data set, or of --data_files, to --out or the folder of `script`.
+    The documents keep their order, and each is followed by the end-of-text token.
 
     Args:
         about: the description of the script.
@@ -111,10 +122,11 @@ def prepare_documents(
 
     defaults = {"val_fraction": 0.0005, "tokenizer": "gpt2", "document_separator": ""} | defaults
     parser = make_parser(script, about, defaults)
-    parser.add_argument("--seed", type=int, default=1337, help="which documents go to val.bin")
-    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
-    parser.add_argument("--document_separator", help="what is between the documents of a .txt file")
-    args = parser.parse_args(argv)
+    add = parser.add_argument
+    add("--seed", type=int, default=1337, help="which documents go to val.bin")
+    add("--num_proc", type=int, default=os.cpu_count(), help="processes that tokenize")
+    add("--document_separator", help="between the documents of a .txt file")
+    args = parser.parse_args()
     if args.tokenizer == "char":  # all documents would be read for their characters
         raise ValueError("--tokenizer=char is for one text: see 'Your own text' in data/README.md")
 
@@ -124,7 +136,7 @@ def prepare_documents(
     else:
         read = partial(read_hub, dataset, args.text_key, selection)
         source = {"dataset": dataset, **selection}
-    source |= {"val_fraction": args.val_fraction, "seed": args.seed}
+    source["seed"] = args.seed
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds
     shown = tqdm(read(), unit=" documents", unit_scale=True, mininterval=pause, delay=pause)
     write(args, source, read(), batches_of(shown, args.seed, args.val_fraction))
@@ -148,6 +160,7 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     parts = tokenize(batches, make_tokenizer, args.num_proc)
     folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    source["val_fraction"] = args.val_fraction
     meta = write_data_set(folder, vocabulary, tokenizer, source, parts, args.shard_tokens)
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
@@ -183,5 +196,6 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
 
     newest, reports = find_checkpoint(str(folder))
     if not newest:
-        raise ValueError("; ".join([f"{folder} has no tokenizer.json and no checkpoint", *reports]))
+        problem = f"{folder} has no tokenizer.json and no checkpoint"
+        raise ValueError("; ".join([problem, *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)

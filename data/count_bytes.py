@@ -3,18 +3,17 @@ Count the bytes of the text in val.bin, or its shards, and record their number i
 reports bits per byte. Data sets of nanoGPT, for example, do not contain this number.
 """
 
-import argparse
 import json
 from pathlib import Path
 
-from bins import run
+from bins import run_on_folder
 from write_files import END_OF_DOCUMENT, SplitText
 
 from isogpt.common.files import write_whole
 from isogpt.data.data_folder import open_split, read_dict, read_meta, vocabulary_in
 from isogpt.data.dataset import GPT2_VOCAB, parts_of
 from isogpt.data.tokenizer import ids_of_encoding, load_encoding
-from isogpt.data.vocabulary import gpt2_or_unknown
+from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
 
 
 def count_bytes(folder: Path) -> None:
@@ -28,7 +27,7 @@ def count_bytes(folder: Path) -> None:
     meta = read_meta(folder)
     meta.pop("val_tokens", None)  # of an earlier val.bin
     tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
-    vocabulary = vocabulary_in(folder) or gpt2_or_unknown(meta.get("vocab_size", GPT2_VOCAB), str(folder))
+    vocabulary = vocabulary_or_gpt2(folder)
     if vocabulary.is_table:
         table = {i: token.encode() for i, token in vocabulary.tokens.items()}
     elif vocabulary.kind == "tiktoken":
@@ -44,9 +43,15 @@ def count_bytes(folder: Path) -> None:
             text.add(b"".join(table[i] for i in part[0].tolist()))
         except KeyError as e:
             raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
-    record(folder, {"val_tokens": len(tokens)} | text.facts("val"))
-    count = f"{len(tokens):,} tokens of {vocabulary.name}"
-    print(f"{tokens.path}: {count}, {text.bytes:,} bytes of text")
+    text.tokens = len(tokens)
+    record(folder, text.facts())
+    print(f"{tokens.path}: {text.tokens:,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")
+
+
+def vocabulary_or_gpt2(folder: Path) -> Vocabulary:
+    """What the ids of a data set mean: GPT-2's, if nothing says it and the size allows it."""
+    size = read_meta(folder).get("vocab_size", GPT2_VOCAB)
+    return vocabulary_in(folder) or gpt2_or_unknown(size, folder)
 
 
 def record(folder: Path, facts: dict) -> None:
@@ -56,12 +61,5 @@ def record(folder: Path, facts: dict) -> None:
     write_whole(path, json.dumps(recorded | facts, indent=2) + "\n")
 
 
-def main(argv: list[str]) -> None:
-    """Parse the arguments and count."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="the folder that contains val.bin")
-    count_bytes(parser.parse_args(argv).folder)
-
-
 if __name__ == "__main__":
-    run(main)
+    run_on_folder(count_bytes, __doc__)

@@ -3,18 +3,16 @@ Find where the documents of a training set begin and write documents.bin, which 
 train.py needs. Data sets of nanoGPT or llm.c, for example, do not contain this file.
 """
 
-import argparse
 from pathlib import Path
 
-from bins import run
-from count_bytes import record
+from bins import run_on_folder
+from count_bytes import record, vocabulary_or_gpt2
 from write_files import document_begins
 
 from isogpt.common.files import write_whole
-from isogpt.data.data_folder import open_split, read_meta, vocabulary_in
-from isogpt.data.dataset import GPT2_VOCAB
+from isogpt.data.data_folder import open_split, read_meta
 from isogpt.data.tokenizer import load
-from isogpt.data.vocabulary import GPT2_IDS, gpt2_or_unknown
+from isogpt.data.vocabulary import GPT2_IDS
 
 
 def find_documents(folder: Path, token: int | None) -> None:
@@ -27,9 +25,8 @@ def find_documents(folder: Path, token: int | None) -> None:
     Raises:
         ValueError: a file is missing or cannot be read, or there are fewer than two documents.
     """
-    meta = read_meta(folder)
-    tokens = open_split(folder, "train", meta, block_size=1)
-    vocabulary = vocabulary_in(folder) or gpt2_or_unknown(meta.get("vocab_size", GPT2_VOCAB), str(folder))
+    tokens = open_split(folder, "train", read_meta(folder), block_size=1)
+    vocabulary = vocabulary_or_gpt2(folder)
     if token is None and vocabulary.kind != "unknown":
         is_gpt2 = vocabulary.content == "gpt2"  # tiktoken needs a network or a cache
         token = GPT2_IDS - 1 if is_gpt2 else load(vocabulary).end_of_text
@@ -42,13 +39,6 @@ def find_documents(folder: Path, token: int | None) -> None:
     print(f"{len(begins):,} documents of {mean:,.0f} tokens on average, separated by token {token}")
 
 
-def main(argv: list[str]) -> None:
-    """Parse the arguments and search."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="that contains train.bin")
-    parser.add_argument("--id", type=int, dest="token", help="of the token that separates documents")
-    find_documents(**vars(parser.parse_args(argv)))
-
-
 if __name__ == "__main__":
-    run(main)
+    token = dict(type=int, dest="token", help="of the token that separates documents")
+    run_on_folder(find_documents, __doc__, id=token)

@@ -4,11 +4,10 @@ from which the command can be repeated with a different --val_fraction; then rep
 data set of several files needs no such command: its last file can be renamed.
 """
 
-import argparse
 import os
 from pathlib import Path
 
-from bins import run
+from bins import run_on_folder
 from count_bytes import record
 
 from isogpt.data.data_folder import files_of, read_meta
@@ -49,13 +48,6 @@ def split(folder: Path, val_fraction: float) -> None:
     print(f"{cut:,} tokens in train.bin, {len(tokens) - cut:,} in val.bin, all of them in all.bin")
 
 
-def main(argv: list[str]) -> None:
-    """Parse the arguments and divide the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="that contains train.bin")
-    parser.add_argument("--val_fraction", type=float, default=0.1, help="what part goes to val.bin")
-    split(**vars(parser.parse_args(argv)))
-
-
 if __name__ == "__main__":
-    run(main)
+    fraction = dict(type=float, default=0.1, help="what part goes to val.bin")
+    run_on_folder(split, __doc__, val_fraction=fraction)

@@ -12,7 +12,6 @@ WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-TRAIN_HELP = f"number of ids of a byte-level BPE to train on the first {SAMPLE:,} characters of the text"
 
 
 def train_tokenizer(documents: Iterable[str], n_ids: int) -> Vocabulary:

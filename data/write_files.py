@@ -130,9 +130,10 @@ class SplitText:
         self.documents, self.bytes, self.tokens = 0, 0, 0
         self.sha256 = hashlib.sha256()
 
-    def facts(self, split: str) -> dict:
+    def facts(self) -> dict:
         """What meta.json records of the text."""
-        return {f"{split}_bytes": self.bytes, f"{split}_text": self.sha256.hexdigest()}
+        facts = {"tokens": self.tokens, "bytes": self.bytes, "text": self.sha256.hexdigest()}
+        return {f"{self.split}_{name}": value for name, value in facts.items()}
 
     def add(self, text: bytes, ids: np.ndarray | tuple = ()) -> None:
         """
@@ -180,8 +181,7 @@ def write_data_set(
             raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
         meta = {"dtype": ids.dtype.name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}
         meta |= {"tokenizer": vocabulary.name, "tokenizer_size": size}
-        meta |= {f"{split}_tokens": writer.tokens for split, writer in writers.items()}
-        meta |= writers["train"].facts("train") | writers["val"].facts("val")
+        meta |= writers["train"].facts() | writers["val"].facts()
         if documents := sum(writer.documents for writer in writers.values()):
             tokens = open_files(sorted(temporary.glob("train*.bin")), meta["dtype"])
             begins = document_begins(tokens, tokenizer.end_of_text)

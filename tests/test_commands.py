@@ -65,7 +65,7 @@ def processes_of(command):
 def prepared(zygote, tmp_path_factory):
     """A folder with a data set, two runs of train.py, and a model in the format of transformers."""
     work = tmp_path_factory.mktemp("prepared")
-    find_documents.main([str(tiny_data(work)), "--id=0"])  # a line is a document
+    find_documents.find_documents(tiny_data(work), 0)  # a line is a document
     zygote.start(["config/train_stdlib_char.py", *SHORT, "--out_dir=out-stdlib-char"], work).wait()
     zygote.start([*SHORT, "--out_dir=out"], work).wait()
     zygote.start(["out", "--to=hf"], work, script="export.py").wait()

@@ -17,7 +17,7 @@ import sysconfig
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -30,10 +30,8 @@ GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for th
 EOT = 50256
 
 needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
-needs_gpt2 = pytest.mark.skipif(
-    not (TOKENIZERS / GPT2_FILE).exists(),
-    reason=f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)",
-)
+no_gpt2 = f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)"
+needs_gpt2 = pytest.mark.skipif(not (TOKENIZERS / GPT2_FILE).exists(), reason=no_gpt2)
 
 sys.path.insert(0, str(REPO / "data"))
 import bins
@@ -65,21 +63,23 @@ def load_prepare(data, name):
     """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
 
     def main(argv):
-        with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(bins, "run", lambda prepare, *args, **options: prepare(argv, *args, **options))
+        with typed(*argv), patch.object(bins, "run", lambda work, *args, **more: work(*args, **more)):
             runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
 
     return main
 
 
-def error_of(main, monkeypatch, *args):
-    """The line with which a script that calls `main` ends; '' without an error."""
-    monkeypatch.setattr(sys, "argv", ["script.py", *args])
+def typed(*argv):
+    """A context in which these are the arguments of a script."""
+    return patch.object(sys, "argv", ["script.py", *argv])
+
+
+def error_of(work, *args):
+    """The line with which a script that calls work(*args) ends."""
     with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
-        bins.run(main)
-    assert stop.value.code == (1 if said.getvalue() else None)
-    line = said.getvalue().removesuffix("\n")
-    assert "\n" not in line
+        bins.run(work, *args)
+    (line,) = said.getvalue().splitlines()
+    assert stop.value.code == 1
     return line
 
 
@@ -100,7 +100,8 @@ def write_jsonl(path, documents):
 
 def write_text(folder, text):
     """Write a data set of the characters of a text."""
-    bins.prepare_text([f"--out={folder}"], __file__, "", lambda _: (text, {}))
+    with typed(f"--out={folder}"):
+        bins.prepare_text(__file__, "", lambda _: (text, {}))
 
 
 def contents(folder):
@@ -126,8 +127,7 @@ def decode_characters(folder):
     assert {(type(i), type(c)) for i, c in vocabulary["itos"].items()} == {(int, str)}
     assert vocabulary["stoi"] == {c: i for i, c in vocabulary["itos"].items()}
     assert vocabulary["vocab_size"] == len(vocabulary["itos"]) == meta["vocab_size"] == meta["tokenizer_size"]
-    characters = np.array([vocabulary["itos"][i] for i in range(vocabulary["vocab_size"])])
-    text = characters[np.append(train, val)].tobytes().decode("utf-32-le")
+    text = "".join(vocabulary["itos"][i] for i in np.append(train, val).tolist())
     val = text[meta["train_tokens"] :].encode()
     assert (hashlib.sha256(val).hexdigest(), len(val)) == (meta["val_text"], meta["val_bytes"])
     return meta, text
@@ -150,9 +150,8 @@ def test_stdlib_char_is_the_same_every_time(data, tmp_path):
     """It is determined by the text, which a process with other hashes and another locale also reads."""
     result = prepare(data, "stdlib_char", cwd=tmp_path, PYTHONHASHSEED="1", LC_ALL="C")
     assert result.returncode == 0, result.stderr
-    files = {path.name for path in (data / "stdlib_char").iterdir()}
-    assert files == {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
-
+    files = {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
+    assert set(contents(data / "stdlib_char")) == files
     meta, text = decode_characters(data / "stdlib_char")
     assert text.isascii() and "\r" not in text and "import" in text
     assert meta["train_tokens"] == int(len(text) * 0.9) and meta["tokenizer"] == "char"
@@ -188,22 +187,19 @@ def test_shakespeare_has_nanogpts_counts(data, tmp_path):
     meta, decoded = decode_characters(data / "shakespeare_char")
     assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1_003_854, 111_540)
     assert meta["dtype"] == "uint16" and decoded == text
-
     meta, train, val = read(data / "shakespeare")
-    assert (meta["train_tokens"], meta["val_tokens"]) == (301_966, 36_059)
-    assert (meta["dtype"], meta["tokenizer"]) == ("uint16", "gpt2")
-    assert (meta["vocab_size"], meta["tokenizer_size"]) == (50304, 50257)
+    assert (meta["train_tokens"], meta["val_tokens"], meta["dtype"]) == (301_966, 36_059, "uint16")
+    assert (meta["vocab_size"], meta["tokenizer_size"], meta["tokenizer"]) == (50304, 50257, "gpt2")
     assert tiktoken.get_encoding("gpt2").decode([*train.tolist(), *val.tolist()]) == text
     assert not (data / "shakespeare" / "meta.pkl").exists()
 
 
 def test_download(data, tmp_path, monkeypatch):
-    served = tmp_path / "served.txt"
+    served, folder = tmp_path / "served.txt", data / "shakespeare_char"
     served.write_text("To be, or not to be")
     monkeypatch.setattr(read_files, "SHAKESPEARE", served.as_uri())
-    load_prepare(data, "shakespeare_char")([])
-    assert decode_characters(data / "shakespeare_char")[1] == served.read_text()
-    assert (data / "shakespeare_char" / "input.txt").read_text() == served.read_text()
+    load_prepare(data, folder.name)([])
+    assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
 
 
 # ----- document data sets
@@ -242,8 +238,8 @@ def test_documents_keep_their_order(data, tmp_path, monkeypatch):
 def test_ids_above_65535(data, tmp_path):
     write_tokenizer(tmp_path, {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300})
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    args = [f"--data_files={tmp_path}/a.jsonl", "--text_key=body", f"--tokenizer={tmp_path}"]
-    load_prepare(data, "fineweb")(args)
+    files = f"--data_files={tmp_path}/a.jsonl"
+    load_prepare(data, "fineweb")([files, "--text_key=body", f"--tokenizer={tmp_path}"])
     meta, train, val = read(data / "fineweb")
     assert [meta[key] for key in ("dtype", "vocab_size", "tokenizer_size")] == ["uint32", 70336, 70301]
     assert (meta["tokenizer"], meta["documents"]) == ("tokenizer.json", 2)
@@ -261,15 +257,16 @@ def test_the_hub(data, monkeypatch):
         return datasets.Dataset.from_dict(rows).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in ("openwebtext", "fineweb"):
-        load_prepare(data, name)(["--num_proc=1", "--val_fraction=0.2"])
+    for name in ("openwebtext", "fineweb", "tinystories"):
+        load_prepare(data, name)(["--num_proc=1", "--val_fraction=0.2", "--tokenizer=gpt2"])
         meta, train, val = read(data / name)
         assert sorted(decode_documents(train) + decode_documents(val)) == rows["text"]
         assert meta["documents"] == 10
-    assert calls == [
-        ("Skylion007/openwebtext", {"revision": "refs/convert/parquet"} | streamed),
-        ("HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"} | streamed),
-    ]
+    assert dict(calls) == {
+        "Skylion007/openwebtext": {"revision": "refs/convert/parquet"} | streamed,
+        "HuggingFaceFW/fineweb-edu": {"name": "sample-10BT"} | streamed,
+        "roneneldan/TinyStories": streamed,
+    }
 
 
 # ----- complete or absent
@@ -285,13 +282,13 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
-    said = error_of(main, monkeypatch, f"--data_files={broken}", "--num_proc=2")
+    said = error_of(main, [f"--data_files={broken}", "--num_proc=2"])
     assert said.startswith(f"error: {broken}, document 301: ")
     for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
         monkeypatch.setattr(write_files.SplitText, "add", Mock(side_effect=error))
         said = "error: " + (str(error) or "KeyboardInterrupt")
-        assert error_of(main, monkeypatch, files, "--num_proc=2") == said
-        assert error_of(lambda _: write_text(folder, "some text"), monkeypatch) == said
+        assert error_of(main, [files, "--num_proc=2"]) == said
+        assert error_of(write_text, folder, "some text") == said
     assert contents(folder) == before
 
 
@@ -305,15 +302,15 @@ def test_links_and_other_folders(data, tmp_path):
     shutil.copytree(data / "shakespeare_char", disk)
     (data / "mine").symlink_to(disk)
 
-    def option(name, *args):
-        result = prepare(data, name, f"--data_files={tmp_path / 'a.txt'}", *args, cwd=tmp_path)
+    for name, out, dataset in (
+        ("mine", [], "mine"),
+        ("shakespeare_char", ["--out=new folder/x"], f"'{tmp_path}/new folder/x'"),
+    ):
+        result = prepare(data, name, "--data_files=a.txt", *out, cwd=tmp_path)
         assert (result.returncode, result.stderr) == (0, "")
-        last = result.stdout.splitlines()[-1]
-        command = r"next: python train.py config/train_small.py (--dataset=.+) --out_dir=out-\w+"
-        return re.fullmatch(command, last)[1]
-
-    assert option("mine") == "--dataset=mine" and (disk / "train.bin").exists()
-    assert option("shakespeare_char", "--out=new folder/x") == f"--dataset='{tmp_path}/new folder/x'"
+        command = f"next: python train.py config/train_small.py --dataset={dataset} --out_dir=out-"
+        assert result.stdout.splitlines()[-1].startswith(command)
+    assert (disk / "train.bin").exists()
     assert (tmp_path / "new folder" / "x" / "meta.json").exists()
     assert not (data / "shakespeare_char" / "train.bin").exists()
 
@@ -323,7 +320,7 @@ def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, caps
     """Which train.py accepts, and which needs no login."""
     monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
     (data / name).mkdir(exist_ok=True)
-    bins.prepare_text([], str(data / name / "prepare.py"), "", lambda _: ("some text " * 20, {}))
+    write_text(data / name, "some text " * 20)
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
     config = accepted("train.py", *shlex.split(command))
     assert config["dataset"] == name and not config["wandb_log"]
@@ -376,29 +373,29 @@ def inputs(tmp_path, monkeypatch):
 
 
 @needs_gpt2
-@pytest.mark.parametrize(
-    ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases.items()]
-)
-def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, name, args, message):
+@pytest.mark.parametrize("name", KINDS)
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, name):
     before = contents(data / name)
-    line = error_of(load_prepare(data, name), monkeypatch, *args.split())
-    assert re.match(f"error: .*{message}", line), line
+    for args, message in KINDS[name].items():
+        line = error_of(load_prepare(data, name), args.split())
+        assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 
 
 def test_what_is_read_with_a_note(data, inputs, capsys):
     """Null is no text; text that the tokenizer loses."""
     write_tokenizer(Path("folder"), {"one": 0, "two": 1, "?": 2})
-    main, folder = load_prepare(data, "shakespeare"), data / "shakespeare"
-    main(["--data_files=null.parquet", "--tokenizer=folder", "--val_fraction=0.5"])
-    _, train, val = read(folder)
-    assert [*train, *val] == [0, 1]
-    # each text begins with a byte order mark
-    for encoding in ("utf-8-sig", "utf-16"):
-        Path("mark.txt").write_text("one two\nONE\r\n" * 80, encoding=encoding, newline="")
-        main(["--data_files=mark.txt", "--tokenizer=folder"])
-        _, train, val = read(folder)
-        assert [*train, *val] == [0, 1, 2] * 80
+    for encoding in ("utf-8-sig", "utf-16"):  # each text begins with a byte order mark
+        Path(f"{encoding}.txt").write_text("one two\nONE\r\n" * 80, encoding=encoding, newline="")
+    for file, ids in {
+        "null.parquet": [0, 1],
+        "utf-8-sig.txt": [0, 1, 2] * 80,
+        "utf-16.txt": [0, 1, 2] * 80,
+    }.items():
+        options = [f"--data_files={file}", "--tokenizer=folder", "--val_fraction=0.5"]
+        load_prepare(data, "shakespeare")(options)
+        _, train, val = read(data / "shakespeare")
+        assert [*train, *val] == ids
     assert "note: the tokenizer does not keep the text" in capsys.readouterr().out
 
 

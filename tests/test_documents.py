@@ -1,5 +1,6 @@
 """Windows that begin with a document: which ones, what they leave out, and documents.bin."""
 
+import itertools
 import json
 import re
 import sys
@@ -26,23 +27,18 @@ def windows_in_a_loop(begins, n_tokens, block_size):
     return sorted({min([b for b in fitting if b >= block], default=fitting[-1]) for block in blocks})
 
 
-def random_documents(rng, n, mean):
-    """Positions of n documents, and the number of tokens, some of them before the first document."""
-    lengths = np.maximum(1, rng.exponential(mean, n).astype(int))
-    lengths[rng.random(n) < 0.2] = rng.choice([1, BLOCK - 1, BLOCK, BLOCK + 1])
-    begins = np.append(0, lengths.cumsum()) + rng.integers(3)
-    return begins[:-1].tolist(), int(begins[-1])
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the windows
 
 
 def test_windows_are_those_of_a_loop_over_documents():
     rng = np.random.default_rng(0)
-    for n, mean in [(n, mean) for n in (3, 8, 61) for mean in (2, 9, 40)]:
-        begins, n_tokens = random_documents(rng, n, mean)
-        n_tokens += BLOCK + 1  # so that one window fits
+    for n, mean in itertools.product((3, 8, 61), (2, 9, 40)):
+        lengths = np.maximum(1, rng.exponential(mean, n).astype(int))
+        lengths[rng.random(n) < 0.2] = rng.choice([1, BLOCK - 1, BLOCK, BLOCK + 1])
+        # some of the tokens are before the first document, and one window fits
+        begins = (np.append(0, lengths.cumsum()) + rng.integers(3)).tolist()
+        n_tokens = begins.pop() + BLOCK + 1
         windows = DocumentWindows(np.array(begins), n_tokens, BLOCK)
         starts = windows_in_a_loop(begins, n_tokens, BLOCK)
         assert windows.starts(np.arange(len(windows))).tolist() == starts
@@ -91,18 +87,13 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
         return (part[:, i : i + 10] for part in parts(tokens) for i in range(0, part.shape[1], 10))
 
     monkeypatch.setattr(write_files, "parts_of", small_parts)
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     assert "60 documents of 17 tokens on average, separated by token 9\n" in capsys.readouterr().out
     begins = np.fromfile(folder / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta == {
-        "dtype": "uint16",
-        "vocab_size": END + 1,
-        "train_documents": 60,
-        "searched_tokens": len(ids),
-    }
+    meta = {"dtype": "uint16", "vocab_size": END + 1, "train_documents": 60, "searched_tokens": len(ids)}
+    assert json.loads((folder / "meta.json").read_text()) == meta
     data = open_dataset(str(folder), BLOCK, data_order="documents")
     starts = data.windows.starts(np.arange(len(data.windows)))
     assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), BLOCK)
@@ -111,46 +102,27 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
     assert not open_dataset(str(folder), BLOCK).describe()
 
 
-def changed(folder, **facts):
-    """Replace facts in a meta.json."""
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | facts))
-
-
-def refusal(folder, block_size=BLOCK):
-    """The message with which a data set is refused."""
-    with pytest.raises(ValueError) as e:
-        open_dataset(str(folder), block_size, data_order="documents")
-    assert "\n" not in str(e.value)
-    return str(e.value)
-
-
 def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    folder = write(tmp_path / "data", ids_of_documents(False))
-    command = f"type python data/find_documents.py {folder}"
-    message = f"{folder}/documents.bin is missing or of another train.bin: {command}"
-    assert refusal(folder) == message
-    find_documents.main([str(folder), f"--id={END}"])
-    changed(folder, train_documents=59)
-    assert refusal(folder) == message
-    find_documents.main([str(folder), f"--id={END}"])
-    with open(folder / "train.bin", "ab") as f:
-        f.write(np.array([5, END], np.uint16).tobytes())
-    assert refusal(folder) == message
-
-
-@pytest.mark.parametrize(
-    ("ids", "args", "problem"),
-    [
-        ([1, 2, 3, END], ["--id=9"], "train.bin: no documents, which token 9 would separate; set --id="),
-        ([1, END, 3], [], "train.bin: no documents, which token None would sep"),
-    ],
-)
-def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
+    ids = ids_of_documents(False)
     folder = write(tmp_path / "data", ids)
+    command = f"type python data/find_documents.py {folder}"
+    message = f"^{folder}/documents.bin is missing or of another train.bin: {command}$"
+    for name, content in ("documents.bin", b""), ("documents.bin", bytes(8)), ("train.bin", bytes(len(ids))):
+        find_documents.find_documents(folder, END)
+        (folder / name).unlink()
+        if content:
+            (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            open_dataset(str(folder), BLOCK, data_order="documents")
+
+
+@pytest.mark.parametrize(("ids", "token"), [([1, 2, 3, END], END), ([1, END, 3], None)])
+def test_a_text_without_documents_is_refused(tmp_path, ids, token):
+    folder = write(tmp_path / "data", ids)
+    problem = f"train.bin: no documents, which token {token} would separate; set --id="
     with pytest.raises(ValueError, match=problem):
-        find_documents.main([str(folder), *args])
+        find_documents.find_documents(folder, token)
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
@@ -161,7 +133,7 @@ def test_a_text_without_documents_is_refused(tmp_path, ids, args, problem):
 def test_a_run_reads_documents(zygote, tmp_path):
     ids = ids_of_documents(False) * 4
     folder = write(tmp_path / "tiny", ids)
-    find_documents.main([str(folder), f"--id={END}"])
+    find_documents.find_documents(folder, END)
     args = [*TINY, f"--dataset={folder}", "--block_size=8", "--data_order=documents", "--out_dir=out"]
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
     windows = open_dataset(str(folder), 8, data_order="documents").windows
@@ -170,7 +142,7 @@ def test_a_run_reads_documents(zygote, tmp_path):
     assert "iter 3: loss" in text
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "this run continues with" not in text
-    find_documents.main([str(folder), "--id=5"])
+    find_documents.find_documents(folder, 5)
     compared = open_dataset(str(folder), 8, data_order="documents").facts()["the data's documents"]
     assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()

@@ -174,8 +174,8 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
     for name in ("step_00000004", "unfinished_step_00000002", "previous_1", "step_00000006"):
         (out / name).symlink_to(victim / "folder")
     args = ["--n_layer=1", "--n_embd=8", "--out_dir=out", "--save_interval=2", "--keep_last=1", "--profile=1"]
-    run = start_changed(zygote, PLANTED, [*args, "--init_from=resume", "--max_iters=12"], tmp_path).wait()
-    assert "a checkpoint failed" not in run.text()
+    resume = [*args, "--init_from=resume", "--max_iters=12"]
+    assert "a checkpoint failed" not in start_changed(zygote, PLANTED, resume, tmp_path).wait().text()
     zygote.train([*args, "--max_iters=100000", "--time_limit_s=1"], tmp_path)  # PREEMPTED, previous_
     assert (out / "PREEMPTED").is_file() and not (out / "PREEMPTED").is_symlink()
     files = [path for path in victim.rglob("*") if path.is_file()]
@@ -211,7 +211,6 @@ def test_names_are_printed_visibly(at):
     name = "x\x1b[2J\nerror: nothing"
     (at.path / name).mkdir()
     (at.path / name / "ckpt.pt").touch()
-    with pytest.raises(ValueError, match="no checkpoint to resume from") as error:
+    with pytest.raises(ValueError, match=r"^no checkpoint to resume from [ -~]*$"):
         look_for_start("resume", "out", Launch())
-    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
     assert console.visible("a\tb\n\x9b\u202e", but="\n") == "a\\tb\n\\x9b\\u202e"

@@ -12,7 +12,7 @@ from runs import column, default_plan, free_port, listening, records, start_chan
 
 from isogpt.launch import network, process_group
 from isogpt.launch.device import pick_backend, pick_device
-from isogpt.launch.network import Process, survey
+from isogpt.launch.network import LOOPBACK, Process, survey
 from isogpt.launch.process_group import connect_ranks, rank_names
 from isogpt.monitor import banner
 from isogpt.parallel import compilation
@@ -67,7 +67,7 @@ def test_ranks_know_each_other(at):
     assert banner.topology(found) == "4 = 2 nodes (a, b) x 2"
     assert found.network == "gloo over eth0 (10.0.0.2)"
     assert rank_names(found.hosts)[2] == "rank 2 (b)" and rank_names(["a", "a"])[1] == "rank 1"
-    assert survey(told[:1] * 2)["network"] == network.LOOPBACK, "there is one machine"
+    assert survey(told[:1] * 2)["network"] == LOOPBACK, "there is one machine"
 
 
 def test_ranks_that_share_a_gpu_are_refused(at):
@@ -88,11 +88,9 @@ def test_ranks_that_share_a_gpu_are_refused(at):
 
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 1) == "gloo"
-    with pytest.raises(ValueError, match="needs GPUs and a PyTorch that contains NCCL: set --backend=auto"):
+    with pytest.raises(ValueError, match="needs GPUs and a PyTorch with NCCL: set --backend=auto"):
         pick_backend("nccl", gpu, 2)
 
 
@@ -125,7 +123,7 @@ def test_processes_that_share_cores_are_reported(monkeypatch):
     monkeypatch.setattr(banner, "own_cores", lambda: [0, 1])
     plan = SimpleNamespace(micro_batch=1, batch_size=1)
     line = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
-    for processes, device, is_said in ((8, "cpu", True), (2, "cpu", False), (8, "cuda", False)):
+    for processes, device, is_said in (8, "cpu", True), (2, "cpu", False), (8, "cuda", False):
         ranks = SimpleNamespace(device=torch.device(device), core_sharers=processes)
         assert (line in banner.about_machine(ranks, plan, devices.Peak())) == is_said
 
@@ -166,7 +164,7 @@ def test_fields_and_events_of_the_metrics(zygote, work):
     steps = [r for r in lines if "step_ms" in r]
     names = "iter loss grad_norm lr step_ms data_ms memory_gb tokens_per_s mfu tokens time"
     names += " step_ms_max data_ms_max memory_gb_max"
-    assert set(names.split()) <= set(steps[0]) and steps[0]["tokens"] == 2 * 4 * 32
+    assert set(names.split()) <= steps[0].keys() and steps[0]["tokens"] == 2 * 4 * 32
     assert [r["event"] for r in lines if "event" in r] == ["start", "peak", "save", "save", "end"]
     assert set(column(work / "out", "val_loss")) == {0, 2, 4}
     assert [r["peak_flops"] for r in lines if "peak_flops" in r] == [2.0, 2e14], "measured again by all ranks"
@@ -180,9 +178,7 @@ def test_padded_ids_are_not_sampled():
         model.lm_head.weight[50:] = 5 * model.lm_head.weight[:1].sign()
         model.transformer.ln_f.bias.copy_(model.lm_head.weight[0].sign())
     idx = torch.zeros(8, 1, dtype=torch.long)
-    torch.manual_seed(0)
-    assert model.generate(idx, 12).max() >= 50, "the test needs a model that samples them"
-    assert model.generate(idx, 12, vocab_size=50).max() < 50
+    assert model.generate(idx, 12).max() >= 50 > model.generate(idx, 12, vocab_size=50).max()
 
 
 def test_a_resume_needs_no_more_memory(zygote, work):
@@ -205,7 +201,7 @@ def as_rank(at, rank, world_size, port, **more):
 
 def test_the_store_of_one_machine_is_not_open_to_others(at):
     # mpirun and DeepSpeed, torchrun, Kubeflow: its name for the first of several pods
-    cases = [("127.0.0.1", 1, False), ("localhost", 2, False), ("localhost", 1, True)]
+    cases = [(LOOPBACK, 1, False), ("localhost", 2, False), ("localhost", 1, True)]
     for master, local_size, is_open in cases:
         port = free_port()
         as_rank(at, 0, 2, port, MASTER_ADDR=master, LOCAL_WORLD_SIZE=local_size)
@@ -215,14 +211,12 @@ def test_the_store_of_one_machine_is_not_open_to_others(at):
         assert (address in ("::", "0.0.0.0")) == is_open, address
 
 
-@pytest.mark.parametrize(
-    ("rank", "problem"), [(0, "rank 1, 2 of 3 did not join"), (1, ".*[Cc]onnection refused")]
-)
-def test_missing_ranks_are_named(at, capfd, rank, problem):
+def test_missing_ranks_are_named(at, capfd):
     """The error says what to type, in a sentence without C++ frames."""
-    as_rank(at, rank, 3, free_port())
-    with pytest.raises(ValueError, match=f"^cannot reach .* within 1 s: {problem}.*type unset RANK$"):
-        connect_ranks("cpu", "gloo", 1)
+    for rank, problem in ((0, "rank 1, 2 of 3 did not join"), (1, ".*[Cc]onnection refused")):
+        as_rank(at, rank, 3, free_port())
+        with pytest.raises(ValueError, match=f"^cannot reach .* within 1 s: {problem}.*type unset RANK$"):
+            connect_ranks("cpu", "gloo", 1)
     assert not capfd.readouterr().err
 
 

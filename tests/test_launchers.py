@@ -44,15 +44,9 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     own = ["--nproc=2"] if name == "none" else []
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
-    run = subprocess.run(
-        [*command, TRAIN, *FIVE, *own, "--out_dir=out"],
-        cwd=work,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command += [TRAIN, *FIVE, *own, "--out_dir=out"]
+    run = subprocess.run(command, cwd=work, env=env, timeout=400, **streams)
     assert run.returncode == 0, run.stdout[-3000:]
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout
     assert_same_curve(work / "out", work / "one")
@@ -79,34 +73,31 @@ def variables(monkeypatch, given):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks", "address"),
-    [
+def test_rank_variables_of_each_launcher(monkeypatch):
+    for given, ranks, address in (
         (OMPI, (3, 4, 1, 4), "127.0.0.1"),
         (MPICH | {"MASTER_ADDR": "h1"}, (5, 8, 1, 4), "h1"),
         (SLURM, (4, 5, 0, 1), "gpu07"),
         (SLURM | ONE_NODE, (4, 5, 4, 5), "127.0.0.1"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n1,n2"}, (4, 5, 0, 1), "n1"),
-        (SLURM | {"SLURM_STEP_NODELIST": "a100-[12]"}, (4, 5, 0, 1), "a100-12"),
-        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[03-04,7],login"}, (4, 5, 0, 1), "rack1node03"),
         (SLURM | TORCHRUN, (0, 2, 0, 2), "h1"),  # torchrun under srun
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (0, 1, 0, 1), None),  # the shell of a job
         (TORCHRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, (3, 4, 0, 2), "h1"),  # DeepSpeed
-    ],
-)
-def test_rank_variables_of_each_launcher(monkeypatch, given, ranks, address):
-    variables(monkeypatch, given)
-    adopt_launcher_variables()
-    assert rank_variables() == ranks and os.environ.get("MASTER_ADDR") == address
-
-
-def test_two_jobs_on_a_machine_use_different_ports(monkeypatch):
-    ports = []
-    for job in ("17", "18"):
-        variables(monkeypatch, SLURM | {"SLURM_JOB_ID": job})
+    ):
+        variables(monkeypatch, given)
         adopt_launcher_variables()
-        ports.append(int(os.environ["MASTER_PORT"]))
-    assert ports[0] != ports[1] and all(10000 <= port < 30000 for port in ports)
+        assert rank_variables() == ranks and os.environ.get("MASTER_ADDR") == address
+
+
+def test_addresses_and_ports_of_jobs_of_slurm(monkeypatch):
+    """Two jobs on a machine use different ports."""
+    nodes = {"n1,n2": "n1", "a100-[12]": "a100-12", "rack[1-2]node[03-04,7],login": "rack1node03"}
+    ports = set()
+    for job, (listed, first) in enumerate(nodes.items()):
+        variables(monkeypatch, SLURM | {"SLURM_STEP_NODELIST": listed, "SLURM_JOB_ID": str(job)})
+        adopt_launcher_variables()
+        assert os.environ["MASTER_ADDR"] == first
+        ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 3 and ports < {*range(10000, 30000)}
 
 
 GLOOS = "an interface of its choice"
@@ -126,16 +117,16 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     assert parsed.training_script == "sample.py"
 
 
-@pytest.mark.parametrize(
-    ("other", "given", "interface"),
-    [
-        ("10.0.0.1", "", "eth0 (10.0.0.7)"),
-        ("127.0.0.1", "", "lo (127.0.0.1)"),  # a single machine
-        ("10.0.0.1", "docker0", "docker0"),
-        ("", "", GLOOS),  # without IPv4
-        ("10.0.0.9", "", GLOOS),  # no route
-    ],
-)
+INTERFACES = [
+    ("10.0.0.1", "", "eth0 (10.0.0.7)"),
+    ("127.0.0.1", "", "lo (127.0.0.1)"),  # a single machine
+    ("10.0.0.1", "docker0", "docker0"),
+    ("", "", GLOOS),  # without IPv4
+    ("10.0.0.9", "", GLOOS),  # no route
+]
+
+
+@pytest.mark.parametrize("other, given, interface", INTERFACES)
 def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, other, given, interface):
     cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
@@ -160,21 +151,19 @@ def command_of(monkeypatch, given, nproc, *arguments):
 
 
 PODS = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+TORCHRUNS = [
+    ({"SLURM_JOB_ID": "7"}, "--standalone"),
+    # Kubeflow numbers the pods, not the processes: one process in each would train without a message
+    (PODS, "--nnodes=3 --node_rank=1 --master_addr=a --master_port=7"),
+    ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, ""),  # Kubeflow's trainer: torchrun reads the variables
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [
-        ({"SLURM_JOB_ID": "7"}, ["--standalone"]),
-        # Kubeflow numbers the pods, not the processes: one process in each would train without a message
-        (PODS, ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"]),
-        ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
-    ],
-)
+@pytest.mark.parametrize("given, options", TORCHRUNS)
 def test_nproc_starts_torchrun(monkeypatch, given, options):
     monkeypatch.setenv("ISOGPT_STARTED", "1")  # left over in a shell
     command = command_of(monkeypatch, given, 3, "--batch_size=2")
-    assert command == [*options, "--nproc_per_node=3", "/x/train.py", "--batch_size=2"]
+    assert command == [*options.split(), "--nproc_per_node=3", "/x/train.py", "--batch_size=2"]
     torchrun.parse_args(command)
     monkeypatch.setattr(os, "getppid", os.getpid)  # torchrun has replaced this process, and started a worker
     assert command_of(monkeypatch, given, 7) is None, "a config may set nproc again"
@@ -187,8 +176,7 @@ def test_nproc_under_a_launcher(monkeypatch):
 
 
 def test_variables_that_are_incomplete(monkeypatch):
-    without_address = TORCHRUN | {"MASTER_ADDR": ""}, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    for given in without_address:
+    for given in TORCHRUN | {"MASTER_ADDR": ""}, OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}:
         variables(monkeypatch, given)
         adopt_launcher_variables()
         with pytest.raises(ValueError, match="MASTER_ADDR=,.*with torchrun or mpirun -x MASTER_ADDR=HOST"):
@@ -228,12 +216,15 @@ def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_NPROC_PER_NODE": "1",
     }
-    script = container["command"][2].replace("/runs/gpt2", str(out))
-    script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(args)}")
-    script = script.replace("--dataset=/data/openwebtext", "").replace(
-        "torchrun", f"{sys.executable} {torchrun}"
-    )
-    return [*container["command"][:2], script], os.environ | env
+    *shell, script = container["command"]
+    for text, here in {
+        "/runs/gpt2": str(out),
+        "train.py config/train_gpt2.py": f"{TRAIN} {shlex.join(args)}",
+        "--dataset=/data/openwebtext": "",
+        "torchrun": f"{sys.executable} {torchrun}",
+    }.items():
+        script = script.replace(text, here)
+    return [*shell, script], os.environ | env
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Which sequences a step reads, how they are divided over the ranks, reading ahead, and damaged data sets."""
 
-import errno
 import gzip
 import itertools
 import json
-import os
 import pickle
 import threading
 from pathlib import Path
@@ -18,11 +16,11 @@ from test_hostile import Evil
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
-from isogpt.data import data_folder, token_files
+from isogpt.data import data_folder
 from isogpt.data.data_folder import read_meta
 from isogpt.data.dataset import GPT2_VOCAB, highest_id, open_dataset
 from isogpt.data.reader import Reader, read_rows
-from isogpt.data.token_files import DataError, open_files
+from isogpt.data.token_files import open_files
 from isogpt.data.windows import Windows, permuted, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of
@@ -33,9 +31,8 @@ CPU = torch.device("cpu")
 def plan_for(sequences, micro_batch, vocab_size=65):
     """A plan whose steps consist of this many sequences."""
     args = {"block_size": BLOCK, "vocab_size": vocab_size}
-    return default_plan(
-        batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args
-    )
+    sizes = {"batch_size": sequences, "gradient_accumulation_steps": 1, "micro_batch": micro_batch}
+    return default_plan(**sizes, model_args=args)
 
 
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
@@ -99,9 +96,7 @@ def test_each_window_appears_once_per_epoch():
     for n in [*range(1, 150), 4095, 4096, 4097, 99991]:
         order = permuted(np.arange(n), n, 1337, 0)
         assert np.array_equal(np.sort(order), np.arange(n)), n
-        assert np.array_equal(order[::-3], permuted(np.arange(n)[::-3], n, 1337, 0)), (
-            "it depends on the place alone"
-        )
+        assert np.array_equal(order[::-3], permuted(np.arange(n)[::-3], n, 1337, 0)), n
     places = np.arange(10**15 - 500, 10**15)
     order = permuted(places, 10**15, 1337, 0)
     assert len(np.unique(order)) == 500 and order.min() >= 0 and order.max() < 10**15
@@ -176,79 +171,51 @@ def test_targets_are_the_inputs_shifted_by_one(tmp_path):
     x, y = read_rows(file_of(tokens, tmp_path), np.array(starts), BLOCK)
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, BLOCK)
     for row, start in enumerate(starts):
-        inside = start != PADDING
-        assert x[row].tolist() == (tokens[start : start + BLOCK].tolist() if inside else [0] * BLOCK)
-        assert y[row].tolist() == (tokens[start + 1 : start + BLOCK + 1].tolist() if inside else [-1] * BLOCK)
-    padding_x, padding_y = reader_of(65).padding_batch()
-    assert torch.equal(padding_x, x[[2] * 3]) and torch.equal(padding_y, y[[2] * 3])
-
-
-def batches_of(tokens, share, steps, seen):
-    def starts_of(step):
-        seen.append((step, threading.current_thread().name))
-        return random_windows(len(tokens), BLOCK, 1, TRAIN, step, share.sequences)
-
-    return reader_of(2**16).read(tokens, map(starts_of, steps), share, [])
+        window = tokens[start : start + BLOCK + 1].tolist()
+        is_padding = start == PADDING
+        assert x[row].tolist() == ([0] * BLOCK if is_padding else window[:-1])
+        assert y[row].tolist() == ([-1] * BLOCK if is_padding else window[1:])
+    padding = reader_of(65).padding_batch()
+    assert all(map(torch.equal, padding, (x[[2] * 3], y[[2] * 3])))
 
 
 def loaders():
     return [t for t in threading.enumerate() if t.name.startswith("loader")]
 
 
-def test_a_thread_reads_ahead(tmp_path):
-    seen = []
-    tokens = file_of(np.zeros(N, dtype=np.uint16), tmp_path)
-    batches = batches_of(tokens, share_of(4, 0, 1, 4), itertools.count(), seen)
+@pytest.mark.parametrize("rank, world", [(0, 1), (6, 7)])
+def test_a_thread_reads_ahead(tmp_path, rank, world):
+    """The rows that are read directly; each step is in use or one of two more."""
+    tokens = file_of(np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16), tmp_path)
+    share, seen = share_of(20, rank, world, 20), []
+
+    def starts_of(step):
+        seen.append((step, threading.current_thread().name))
+        return random_windows(N, BLOCK, 1, TRAIN, step, 20)
+
+    batches = reader_of(2**16).read(tokens, map(starts_of, itertools.count()), share, [])
     for number in range(2):
-        next(batches)
+        starts = share.pick(random_windows(N, BLOCK, 1, TRAIN, number, 20), 0)
+        assert all(map(torch.equal, next(batches), read_rows(tokens, starts, BLOCK)))
         wait_for(lambda n=number: len(seen) >= 3 + n)
     assert loaders()
     batches.close()  # waits for what has been begun
     assert not loaders()
-    # each is in use or one of two more
     assert [step for step, _ in seen] == [0, 1, 2, 3]
     assert all(thread.startswith("loader") for _, thread in seen)
 
 
-@pytest.mark.parametrize("rank, world", [(0, 1), (6, 7)])
-def test_micro_batches_equal_rows_read_directly(tmp_path, rank, world):
-    tokens = file_of(np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16), tmp_path)
-    share, steps = share_of(20, rank, world, 3), [9, 2, 2]
-    micro_batches = itertools.product(steps, range(share.micro_steps))
-    for batch, (step, micro_step) in zip(batches_of(tokens, share, steps, []), micro_batches, strict=True):
-        starts = share.pick(random_windows(N, BLOCK, 1, TRAIN, step, 20), micro_step)
-        assert all(map(torch.equal, batch, read_rows(tokens, starts, BLOCK)))
-    assert not loaders()
-
-
 @pytest.mark.parametrize("place", [0, BLOCK])  # the first input, the last target only
 def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, place):
-    share = share_of(2, 0, 1, 2)
+    share, problems = share_of(2, 0, 1, 2), []
     starts = [np.array([100 * step, 100 * step + 50]) for step in range(9)]
-    ids = np.zeros(N, dtype=np.uint16)
-    ids[550 + place] = 65
-    tokens = file_of(ids, tmp_path)
-    reader, problems = reader_of(65), []
-    micro_batches = list(reader.read(tokens, starts, share, problems))
+    tokens = file_of(np.where(np.arange(N) == 550 + place, 65, 0).astype(np.uint16), tmp_path)
+    micro_batches = list(reader_of(65).read(tokens, starts, share, problems))
     assert len(micro_batches) == 9 and not loaders()
     padded = [i for i, (x, y) in enumerate(micro_batches) if (y == -1).all() and not x.any()]
     assert padded == [5], "padding takes its place"
-    with pytest.raises(
-        ValueError, match=r"train\.bin holds token id 65, but the vocabulary size is 65: .*=66"
-    ):
-        raise problems[0]
+    assert "train.bin holds token id 65, but the vocabulary size is 65: set --" in str(problems[0])
     assert len(list(reader_of(66).read(tokens, starts, share, problems))) == 9 and len(problems) == 1
-
-
-def test_a_disk_that_fails(tmp_path, monkeypatch):
-    def fail(buffer):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    tokens = file_of(np.arange(N, dtype=np.uint16), tmp_path)
-    disk = SimpleNamespace(seek=lambda place: place, readinto=fail)
-    monkeypatch.setattr(token_files, "opened", lambda _: disk)
-    with pytest.raises(DataError, match=r"train\.bin can no longer be read: Input/output error"):
-        tokens.read(np.array([0]), 12)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -285,8 +252,6 @@ def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
 
 
 def test_missing_files_are_named(folder, tmp_path):
-    (folder / "val.bin").unlink()
-    refused(r"val\.bin is missing: type python .*split\.py data.text$")
     (folder / "train.bin").unlink()
     refused(r"no train\.bin in data.text or .*repository.data.text or text or .*; prepared data sets: none")
     write_data(tmp_path / "data" / "other")
@@ -320,22 +285,18 @@ def test_the_highest_id_of_a_large_file(tmp_path):
         assert highest_id(tokens, 8) == 7
         ids[place] = 0
     ids[40_000_000:40_100_000] = 9
-    with pytest.raises(ValueError, match="holds token id 9, but the vocabulary size is 8"):
-        highest_id(tokens, 8)
+    assert highest_id(tokens, 10) == 9
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"dtype": "float32"}', r"train.bin is not one row of ids: shape \(50,\), float32, 0 bytes"),
-        ('{"vocab_size": 90', "meta.json cannot be read"),
-        ('{"val_bytes": 1.5}', "val_bytes is 1.5, not a number"),
-        ('{"train_tokens": 99}', "100 tokens, but meta.json says 99"),
-    ],
-)
-def test_invalid_metadata_is_refused(folder, text, message):
-    (folder / "meta.json").write_text(text, encoding="latin-1")
-    refused(message)
+def test_invalid_metadata_is_refused(folder):
+    for text, message in {
+        '{"dtype": "float32"}': r"train.bin is not one row of ids: shape \(50,\), float32, 0 bytes",
+        '{"vocab_size": 90': "meta.json cannot be read",
+        '{"val_bytes": 1.5}': "val_bytes is 1.5, not a number",
+        '{"train_tokens": 99}': "100 tokens, but meta.json says 99",
+    }.items():
+        (folder / "meta.json").write_text(text)
+        refused(message)
 
 
 def test_what_is_read_of_a_meta_pkl(folder):
@@ -371,12 +332,8 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     write_data(working / "data" / "text", highest=77)  # the working folder's takes precedence
     write_data(working / "data" / "mine" / "v2", highest=55)  # as in nanoGPT
     elsewhere = write_data(tmp_path / "elsewhere", highest=66)
-    for highest, names in (
-        (77, ["text", "data/text"]),
-        (55, ["mine/v2"]),
-        (66, [str(elsewhere), "~/elsewhere"]),
-    ):
-        assert [open_dataset(name, BLOCK).highest for name in names] == [highest] * len(names)
+    names = ("text", "data/text", "mine/v2", str(elsewhere), "~/elsewhere")
+    assert [open_dataset(name, BLOCK).highest for name in names] == [77, 77, 55, 66, 66]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -384,43 +341,34 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
 
 LETTERS = np.random.default_rng(0).integers(0, 65, 6000)  # as in a text of 65 different characters
 WORDS = np.random.default_rng(1).zipf(1.3, 6000) % 50257
-CHARACTERS = {"vocab_size": 65}
 
 
 def foreign(folder, train, val=None, **meta):
     """Write the files of somebody else, and their meta.json; val: the end of train."""
     val = train[-len(train) // 4 :] if val is None else val
     for split, content in (("train", train), ("val", val)):
-        (folder / f"{split}.bin").write_bytes(content if isinstance(content, bytes) else content.tobytes())
+        (folder / f"{split}.bin").write_bytes(bytes(content))
     (folder / "meta.json").write_text(json.dumps(meta))
-    if not meta:
-        (folder / "meta.json").unlink()
 
 
-@pytest.mark.parametrize(
-    ("ids", "dtypes", "meta"),
-    [
-        (WORDS, ("int32", "uint32", "int64", "uint64"), {}),
-        (LETTERS, ("int32", "int64"), CHARACTERS),
-        (LETTERS % 2, ("int32", "int64"), {}),
-        (LETTERS * 900 + 30_000, ("int32",), {}),
-        (WORDS, ("int32",), {"vocab_size": 128_256}),
-    ],
-)
+WIDE = [  # ids, dtypes, metadata
+    (WORDS, ("int32", "uint32", "int64", "uint64"), {}),
+    (LETTERS, ("int32", "int64"), {"vocab_size": 65}),
+    (LETTERS % 2, ("int32", "int64"), {}),
+    (LETTERS * 900 + 30_000, ("int32",), {}),
+    (WORDS, ("int32",), {"vocab_size": 128_256}),
+]
+
+
+@pytest.mark.parametrize("ids, dtypes, meta", WIDE)
 def test_ids_of_a_different_width_are_refused_until_they_are_declared(folder, ids, dtypes, meta):
     for dtype in dtypes:
-        foreign(folder, ids.astype(dtype), **meta)
-        refused('^data/text/train.bin holds ids of 32 or 64 bits: add {"dtype": "uint32"} to meta.json')
-        foreign(folder, ids.astype(np.uint16), ids.astype(dtype), **meta)
-        refused("holds ids of 32 or 64 bits")  # in val.bin alone, or in both
+        for train, split in ((ids.astype(dtype), "train"), (ids.astype(np.uint16), "val")):
+            foreign(folder, train, ids.astype(dtype), **meta)
+            refused(f'^data/text/{split}.bin holds ids of 32 or 64 bits: add {{"dtype": "uint32"}} to meta')
         foreign(folder, ids.astype(dtype), **meta, dtype=dtype)
         data = open_dataset("text", BLOCK, vocab_size=meta.get("vocab_size", 100_000))
         assert ids_of(data.train) == ids.tolist() and ids_of(data.val) == ids[-1500:].tolist()
-
-
-def test_a_declared_dtype_is_read(folder):
-    foreign(folder, bytes(range(256)) * 9, vocab_size=256, dtype="uint8")
-    assert ids_of(open_dataset("text", BLOCK).train)[:5] == [0, 1, 2, 3, 4]
 
 
 def test_uint16_is_never_taken_for_a_different_width(folder):
@@ -433,12 +381,8 @@ def test_uint16_is_never_taken_for_a_different_width(folder):
             assert ids_of(open_dataset("text", BLOCK).train) == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [gzip.compress(WORDS.astype(np.uint16).tobytes()), WORDS.astype(np.float32), WORDS.astype(">u2")],
-)
-def test_files_of_something_else_are_refused_for_their_ids(folder, content):
-    foreign(folder, content, content)
-    refused(
-        "^data/text/train.bin holds token id .*, but the vocabulary size is 50304: .* write the file again$"
-    )
+def test_files_of_something_else_are_refused_for_their_ids(folder):
+    ids = WORDS.astype(np.uint16)
+    for content in (gzip.compress(ids.tobytes()), WORDS.astype(np.float32), ids.byteswap()):
+        foreign(folder, content, content)
+        refused("^data/text/train.bin holds token id .*, but .* size is 50304: .* write the file again$")

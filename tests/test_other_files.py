@@ -52,11 +52,11 @@ def start(init_from, out_dir="none"):
 # what is read
 
 
-@pytest.mark.parametrize("name", ["scratch", "auto", "gpt2"])
-def test_a_folder_with_the_name_of_a_start(at, name):
+def test_a_folder_with_the_name_of_a_start(at):
     """`--init_from=scratch`, the default, does not read a folder `scratch`."""
-    write(Path(name, "model.pt"), {"weight": torch.zeros(2)})
-    assert look_for_start(name, "out", Launch())[:2] == (None, False)
+    for name in ("scratch", "auto", "gpt2"):
+        write(Path(name, "ckpt.pt"), of_nanogpt())
+        assert look_for_start(name, "out", Launch())[:2] == (None, False)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
@@ -162,23 +162,23 @@ def test_weights_that_do_not_fit(at):
 
 def test_what_to_type_for_a_folder_or_a_file(at, capsys):
     write(Path("out/ckpt.pt"), weights())
-    for args, message in (
-        (["--out_dir=out"], "no checkpoint in out: out/ckpt.pt is not a checkpoint that isoGPT reads"),
-        (["--init_from=out/ckpt.pt"], "out/ckpt.pt is a file: set --out_dir=out for a run"),
+    for argument, message in {
+        "--out_dir=out": "no checkpoint in out: out/ckpt.pt is not a checkpoint that isoGPT reads",
+        "--init_from=out/ckpt.pt": "out/ckpt.pt is a file: set --out_dir=out for a run",
+    }.items():
+        assert message in script_that_fails(at, capsys, "sample.py", ["--device=cpu", argument]).err
+
+
+def test_folders_of_transformers_that_are_no_whole_models(at):
+    for number, (name, content, message) in enumerate(
+        (
+            ("adapter_config", {}, "an adapter .LoRA.: type: python -c .*save_pretrained.'hf0-me"),
+            ("config", LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq"),
+            ("config", LLAMA | {"num_hidden_layers": 5_000_000}, "n_layer is 5000000: it must be from 1 to "),
+        )
     ):
-        assert message in script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("adapter_config", {}, "an adapter .LoRA.: type: python -c .*save_pretrained.'hf-me"),
-        ("config", LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq"),
-        ("config", LLAMA | {"num_hidden_layers": 5_000_000}, "n_layer is 5000000: it must be from 1 to "),
-    ],
-)
-def test_folders_of_transformers_that_are_no_whole_models(at, name, content, message):
-    write(Path(f"hf/{name}.json"), content)
-    write(Path("hf/model.safetensors"), SAFETENSORS)
-    text = start("hf")
-    assert re.search(f"^cannot load 'hf' with transformers: .*{message}", text) and "pip install" not in text
+        write(Path(f"hf{number}/{name}.json"), content)
+        write(Path(f"hf{number}/model.safetensors"), SAFETENSORS)
+        text = start(f"hf{number}")
+        assert re.search(f"^cannot load 'hf.' with transformers: .*{message}", text)
+        assert "pip install" not in text

@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import REPO, wait_for
-from test_data import bins, contents, error_of, needs_gpt2, write_jsonl, write_tokenizer
+from test_data import bins, contents, error_of, needs_gpt2, typed, write_jsonl, write_tokenizer
 from test_data import cached_tokenizers as cached_tokenizers
 
 from isogpt.data.data_folder import open_split, read_meta
@@ -41,7 +42,9 @@ def source(tmp_path, monkeypatch):
 def prepare(source, out, *args):
     """Prepare in this process."""
     options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
-    bins.prepare_documents([*options, "--val_fraction=0.2", "--num_proc=1", *args], __file__, "", "", {})
+    options += ["--val_fraction=0.2", "--num_proc=1", *args]
+    with typed(*options):
+        bins.prepare_documents(__file__, "", "", {})
 
 
 def killed_at(moment, function, *args):
@@ -55,8 +58,7 @@ def killed_at(moment, function, *args):
         if event in ("os.rename", "os.remove") and next(moments) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = os.fork()
-    if pid == 0:
+    if not (pid := os.fork()):
         try:
             sys.addaudithook(hook)
             function(*args)
@@ -72,9 +74,8 @@ def joined(folder, split):
 
 @needs_gpt2
 def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch):
-    documents = [
-        f"Document {i}: naïve 東京 {END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)
-    ]
+    parts = [f"{END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)]
+    documents = [f"Document {i}: naïve 東京 {part}" for i, part in enumerate(parts)]
     write_jsonl(tmp_path / "a.jsonl", [*documents, "", END, f"x{END}"])
     monkeypatch.setattr(write_files, "BATCH_BYTES", 5000)
     for num_proc, shard_tokens in ((2, "1_000"), (1, "0")):
@@ -90,15 +91,13 @@ def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch
 
 def test_where_documents_begin(source, tmp_path):
     """0, and each end-of-text token of train but the last one, also those that the text contains."""
-    for shard_tokens in (0, 100):
-        folder = tmp_path / str(shard_tokens)
-        prepare(source, folder, f"--shard_tokens={shard_tokens}")
-        ids = np.frombuffer(joined(folder, "train"), np.uint16)
-        begins = np.fromfile(folder / "documents.bin", np.int64)
-        assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
-        meta = json.loads((folder / "meta.json").read_text())
-        assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
-        write_jsonl(source / "a.jsonl", [END, *DOCUMENTS[1:]])  # the first token is one too
+    write_jsonl(source / "a.jsonl", [END, *DOCUMENTS[1:]])  # the first token is one too
+    prepare(source, tmp_path, "--shard_tokens=100")
+    ids = np.frombuffer(joined(tmp_path, "train"), np.uint16)
+    begins = np.fromfile(tmp_path / "documents.bin", np.int64)
+    assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
 
 
 def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
@@ -106,11 +105,13 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
     folder = tmp_path / "out"
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
-    text = ["--shard_tokens=0", f"--out={folder}"]
-    bins.prepare_text(text, __file__, "", lambda _: ("some text " * 20, {}))
+    text = __file__, "", lambda _: ("some text " * 20, {})
+    with typed(f"--out={folder}"):
+        bins.prepare_text(*text)
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    bins.prepare_text(["--shard_tokens=50", text[1]], __file__, "", lambda _: ("some text " * 20, {}))
+    with typed(f"--out={folder}", "--shard_tokens=50"):
+        bins.prepare_text(*text)
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
@@ -127,13 +128,8 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "f.jsonl").write_text('{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
-    assert list(bins.read_documents(str(source))) == [
-        *DOCUMENTS,
-        "in d",
-        "in e",
-        "\ufffd b",
-        "\ufffd\U0001f600",
-    ]
+    others = ["in d", "in e", "\ufffd b", "\ufffd\U0001f600"]
+    assert list(bins.read_documents(str(source))) == DOCUMENTS + others
 
 
 @pytest.mark.parametrize("shard_tokens", [0, 700])
@@ -147,7 +143,7 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     prepare(source, whole, *args)
     new = contents(whole)
     prepare(source, folder, "--shard_tokens=200", "--seed=3")
-    earlier = contents(folder)
+    earlier = contents(shutil.copytree(folder, tmp_path / "earlier"))
     assert len(earlier) > len(new)
     for moment in itertools.count(1, step=3):
         code = killed_at(moment, prepare, source, folder, *args)
@@ -161,10 +157,8 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
                     open_split(folder, split, meta, block_size=0)
         prepare(source, folder, *args)
         assert contents(folder) == new and not list(folder.glob("*.tmp"))
-        for name in new:  # back to the earlier ones
-            (folder / name).unlink()
-        for name, content in earlier.items():
-            (folder / name).write_bytes(content)
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "earlier", folder)
     assert moment > 20 and contents(folder) == new
 
 
@@ -178,7 +172,7 @@ def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monke
         add(*args)
 
     monkeypatch.setattr(write_files.SplitText, "add", killing)
-    line = error_of(lambda _: prepare(source, tmp_path / "out", "--num_proc=2"), monkeypatch)
+    line = error_of(prepare, source, tmp_path / "out", "--num_proc=2")
     assert line.startswith("error: A ") and "process" in line
     assert not list((tmp_path / "out").iterdir())
 

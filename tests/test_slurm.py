@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
@@ -19,12 +20,11 @@ from test_signals import TABLE
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
+skipif = pytest.mark.skipif
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"
-    ),
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
+    skipif(bool(MISSING), reason=f"not installed: {MISSING} (apt-get install slurm-wlm munge)"),
+    skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
 ]
 CONF = """
 ClusterName=iso
@@ -48,13 +48,13 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=1 RealMemory=4000
-PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime={grace} State=UP
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=25 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 State=UP
 """
 
 
 class Slurm:
-    def __init__(self, folder, grace):
+    def __init__(self, folder):
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self.daemons = []
         for name in ("state", "spool.n1", "spool.n2"):
@@ -69,7 +69,7 @@ class Slurm:
         self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
         wait_for((folder / "munge.socket").exists)
         ports = dict(port=free_port(), one=free_port(), two=free_port())
-        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], grace=grace, **ports)
+        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports)
         (folder / "slurm.conf").write_text(conf)
         self.start(["slurmctld", "-D", "-i"], folder)
         for node in ("n1", "n2"):
@@ -87,12 +87,18 @@ class Slurm:
         return run.stdout.strip()
 
     def submit(self, work, out, *args, steps, **env):
-        """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
-        here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
+        """
+        Submit cluster/slurm.sh on both nodes with TINY; returns the job's number. Its interpreter takes the
+        options of torchrun, as if it were `python -m torch.distributed.run`, and forks its workers.
+        """
+        python = work / "python"
+        python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
+        python.chmod(0o755)
+        env |= {"PYTHON": str(python), "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1"}
         script = str(REPO / "cluster/slurm.sh")
         command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script, *TINY]
         command += [f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"]
-        return self.ask(*command, cwd=work, **here)
+        return self.ask(*command, cwd=work, **env)
 
     def state(self, job):
         return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T") or "GONE"
@@ -105,26 +111,14 @@ class Slurm:
             daemon.wait(30)
 
 
-@pytest.fixture(params=[25], ids=["grace time"])
-def slurm(request, tmp_path):
-    made = Slurm(tmp_path / "slurm", request.param)
-    yield made
-    made.close()
+@pytest.fixture
+def slurm(tmp_path):
+    with closing(Slurm(tmp_path / "slurm")) as cluster:
+        yield cluster
 
 
 def events(folder):
     return [r["event"] for r in records(folder) if "event" in r]
-
-
-def forking_python(work):
-    """
-    An interpreter that takes the options of torchrun, as if it were `python -m torch.distributed.run`, and
-    forks its workers.
-    """
-    path = work / "python"
-    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
 
 
 def log_of(work, job):
@@ -133,7 +127,7 @@ def log_of(work, job):
 
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
     zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
-    job, out = slurm.submit(work, "out", steps=800, PYTHON=forking_python(work)), work / "out"
+    job, out = slurm.submit(work, "out", steps=800), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
     command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
     urgent = slurm.ask(*command, "--wrap=hostname")
@@ -146,7 +140,6 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
     assert_same_curve(out, work / "one")
 
 
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_srun_time_limit_and_scancel(slurm, zygote, work):
     five = [*TINY, "--max_iters=4"]
     zygote.start([*five, "--out_dir=five"], work).wait()
@@ -157,8 +150,7 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert_same_curve(work / "srun", work / "five")
 
     # two minutes, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
-    limit = dict(steps=100000, SAVING="30", PYTHON=forking_python(work))
-    job, out = slurm.submit(work, "limit", "--time=2", **limit), work / "limit"
+    job, out = slurm.submit(work, "limit", "--time=2", steps=100000, SAVING="30"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 240)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 240)
@@ -172,13 +164,12 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
     """
     names = [name for name, receiver in TABLE if receiver == "Slurm job" and name != "TERM"]
-    job, out = slurm.submit(work, "out", steps=1000000, PYTHON=forking_python(work)), work / "out"
+    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
     in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
     for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
         step = steps_in(out)
@@ -193,7 +184,6 @@ def test_each_signal_to_a_job(slurm, work):
     wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"))
 
 
-@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
 def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
     sweep = [sys.executable, str(REPO / "tests/forked_sweep.py"), *TINY]
     sweep += ["--max_iters=2", "--seed=1,2,3", "--out_dir=out"]
@@ -203,5 +193,5 @@ def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):
     texts = [(work / f"task{task}.txt").read_text() for task in (0, 1)]
     assert [text.count("start  ") for text in texts] == [2, 1], texts
     for seed in (1, 2, 3):
-        assert events(work / "out" / f"seed={seed}")[0] == "start", texts
-        assert events(work / "out" / f"seed={seed}")[-1] == "end", texts
+        first, *_, last = events(work / "out" / f"seed={seed}")
+        assert (first, last) == ("start", "end"), texts

@@ -82,8 +82,8 @@ def prepare(at, *args, out="new"):
     return read(at.path / out)[0]
 
 
-def test_tinystories(at, capsys, monkeypatch):
-    """From a .txt file, whose stories are documents, with its own tokenizer and another; from the hub."""
+def test_tinystories(at, capsys):
+    """From a .txt file, whose stories are documents, with its own tokenizer and another."""
     files = write_stories(at.path / "V2-train.txt")
     meta = prepare(at, files, "--val_fraction=0.1")
     assert set(contents(at.path / "new")) == FILES and sorted(stories_of(at.path / "new")) == sorted(STORIES)
@@ -99,18 +99,6 @@ def test_tinystories(at, capsys, monkeypatch):
     prepare(at, files, "--val_fraction=0.1", "--tokenizer=new", "--document_separator====", out="b")
     assert contents(at.path / "b")["train.bin"] == before["train.bin"]
     assert "training a tokenizer" not in capsys.readouterr().out
-
-    datasets, calls = pytest.importorskip("datasets"), []
-
-    def load_dataset(path, **options):
-        calls.append((path, options))
-        return datasets.Dataset.from_dict({"text": STORIES}).to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    prepare(at, "--num_proc=1", "--train_tokenizer=300")
-    assert sorted(stories_of(at.path / "new")) == sorted(STORIES)
-    # once to train the tokenizer, and once to use it
-    assert calls == [("roneneldan/TinyStories", {"split": "train", "streaming": True})] * 2
 
 
 def test_a_run_keeps_its_tokenizer(at, capsys, zygote):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from isogpt.common.files import HashedFile, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
@@ -64,9 +65,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
         }
 
 
-def nanogpt_state(
-    run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer], copy: bool = False
-) -> dict:
+def nanogpt_state(run: dict, model: nn.Module, optimizers: list[Optimizer], copy: bool = False) -> dict:
     """
     The state in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a GPT-2.
 
@@ -81,10 +80,10 @@ def nanogpt_state(
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     state = optimizer_state.saved_state(model, optimizers)
-    moments = state["state"].items()
-    state["state"] = {i: {key: taken(tensor) for key, tensor in kept.items()} for i, kept in moments}
-    args = {name: value for name, value in run["model_args"].items() if name in MODEL_ARGS}
-    others = {name: value for name, value in run["model_args"].items() if name not in MODEL_ARGS}
+    for number, kept in state["state"].items():
+        state["state"][number] = {key: taken(tensor) for key, tensor in kept.items()}
+    others = dict(run["model_args"])
+    args = {name: others.pop(name) for name in MODEL_ARGS}
     extra = run["isogpt"] | {"model_args": others}
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
 

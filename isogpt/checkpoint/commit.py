@@ -35,7 +35,7 @@ def commit_checkpoint(
     sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
-    prune_checkpoints(out, folder, best, keep_last, held)
+    prune(out, folder, best, keep_last, held)
     return folder
 
 
@@ -68,9 +68,7 @@ def point_link(path: Path, target: Path) -> None:
     os.replace(other, path)
 
 
-def prune_checkpoints(
-    out: Path, newest: Path, best: Path | None, keep_last: int, held: Collection[Path] = ()
-) -> None:
+def prune(out: Path, newest: Path, best: Path | None, keep_last: int, held: Collection[Path]) -> None:
     """Delete what is older than `newest`, but the last `keep_last` (0: all), the best and those `held`."""
     folders = [folder for folder in step_folders(out) if step_of(folder) <= step_of(newest)]
     for folder in folders[keep_last:] if keep_last else []:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from isogpt.checkpoint.manifest import STEP, is_run, size_of, step_folder, steps_in, unfinished_folder
 from isogpt.checkpoint.remote import ANSWER_S, Remote, explained
-from isogpt.checkpoint.search import StoredCheckpoint, find_checkpoint
+from isogpt.checkpoint.search import Result, StoredCheckpoint, find_checkpoint
 from isogpt.common import console
 from isogpt.common.files import free_name, remove
 from isogpt.common.patience import within
@@ -27,11 +27,11 @@ def list_steps(url: str, out: Path) -> tuple[list[int], list[int]]:
     """
     if not is_main():
         return [], []
-    here = steps_in(str(out))
+    here = steps_in(out)
     try:
         return here, within(ANSWER_S, Remote(url).steps)
     except Exception as e:
-        if not is_run(str(out)):  # there may be what the run should continue
+        if not is_run(out):  # there may be what the run should continue
             raise unreadable(url, e) from e
         console.print_line(f"warning: {unreadable(url, e)}: the run continues with what {out} contains")
         return here, []
@@ -39,7 +39,8 @@ def list_steps(url: str, out: Path) -> tuple[list[int], list[int]]:
 
 def unreadable(url: str, error: Exception) -> ConnectionError:
     """The error of a URL that cannot be read: file systems raise nearly anything."""
-    return ConnectionError(console.visible(f"{without_credentials(url)} cannot be read ({explained(error)})"))
+    problem = f"{without_credentials(url)} cannot be read ({explained(error)})"
+    return ConnectionError(console.visible(problem))
 
 
 def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False) -> None:
@@ -48,14 +49,16 @@ def fetch(url: str, step: int, out: Path, is_mine: bool, replaces: bool = False)
     it is damaged. Nothing happens if the step does not count.
     """
     folder = step_folder(out, step)
-    shown, unfinished = f"{without_credentials(url)}/{folder.name}", out / f"unfinished_{folder.name}"
-    if not is_mine or (step in steps_in(str(out)) and not replaces):
+    unfinished = out / f"unfinished_{folder.name}"
+    if not is_mine or (step in steps_in(out) and not replaces):
         return
     try:
         remote = Remote(url)
         if not (manifest := remote.manifest(step)):
             return
-        console.print_to_stderr(f"downloading {shown} ({size_of(manifest) / 1e6:,.1f} MB) to {out}")
+        size = f"{size_of(manifest) / 1e6:,.1f} MB"
+        shown = f"{without_credentials(url)}/{folder.name}"
+        console.print_to_stderr(f"downloading {shown} ({size}) to {out}")
         remove(unfinished)  # of a start that was killed
         remote.get(step, manifest, unfinished)
     except Exception as e:
@@ -71,7 +74,7 @@ def fetch_on_machines(url: str, step: int, out: Path, replaces: bool = False) ->
     do_together(fetch, url, step, out, os.environ.get("LOCAL_RANK", "0") == "0")
 
 
-def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | None, list[str]]:
+def find_newest(out_dir: str, asked: int, url: str) -> Result:
     """
     What `find_checkpoint` returns for the newest checkpoint of a run, which is downloaded first, with the
     best one, if only the URL contains it (all ranks). What is damaged in `out_dir` may be intact there. Exits
@@ -93,30 +96,30 @@ def find_newest(out_dir: str, asked: int, url: str) -> tuple[StoredCheckpoint | 
         reports += problems
         if found:
             best = found.manifest["best_step"]
-            if asked == -1 and best in there and best not in (*here, step):
+            if asked == -1 and best in there:
                 fetch_on_machines(url, best, out)
-                reports += find_checkpoint(out_dir, step=best)[1]
             return replace(found, damaged=(*found.damaged, *damaged)), reports
         damaged.append(step_folder(out, step).name)
     return (None, reports) if reports else find_checkpoint(out_dir, step=asked)
 
 
-def fetch_weights(url: str, out_dir: str, best: bool = True) -> tuple[StoredCheckpoint, list[str]]:
+def fetch_weights(url: str, out_dir: str, best: bool = True) -> Result:
     """
     Download the best checkpoint of a run at a URL, or the newest one, or the step that the URL names, into a
     new folder in out_dir (all ranks). `discard_weights` deletes it; after a kill, the next run in out_dir
     does. Exits with a message if there is none, or it cannot be read. Returns what `find_checkpoint` does.
     """
     url, asked = url.rstrip("/"), -1
-    if match := STEP.fullmatch(url.rpartition("/")[2]):
-        url, asked, best = url.rpartition("/")[0], int(match[1]), False
+    root, _, name = url.rpartition("/")
+    if match := STEP.fullmatch(name):
+        url, asked, best = root, int(match[1]), False
     out = unfinished_folder(Path(out_dir), broadcast(uuid.uuid4().hex), 0)
     stored, damaged = find_newest(str(out), asked, url)
     if stored and best and stored.step != stored.manifest["best_step"]:
         stored, damaged = find_checkpoint(str(out), best=True)
     with exit_together():
         if not stored:
-            why = "; ".join(damaged) or "set the URL of a mirror, or of one of its steps"
+            why = "; ".join(damaged) or "set the URL of a mirror or of a step"
             raise ValueError(f"{without_credentials(url)} contains no such checkpoint: {why}")
     return stored, damaged
 

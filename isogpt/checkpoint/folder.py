@@ -12,6 +12,7 @@ and on the disk. So a folder called step_* is complete. The checksums detect dam
 
 import json
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -22,12 +23,12 @@ from pathlib import Path
 
 from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.download import find_newest
-from isogpt.checkpoint.manifest import UNFINISHED, is_run, step_folders, step_of, unfinished_folder
+from isogpt.checkpoint.manifest import is_run, no_checkpoint, step_folders, step_of, unfinished_folder
 from isogpt.checkpoint.owner import check_owner, read_owner, was_entered_by, write_owner
-from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint, no_checkpoint
+from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
-from isogpt.common.files import TEMPORARY, free_name, read_records, read_utf8, remove, write_whole
+from isogpt.common.files import free_name, read_records, read_utf8, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, is_main
@@ -40,6 +41,8 @@ from isogpt.parallel.plan import Plan
 RESULT = "result.json"  # how the run has ended, see sink_files.py; a run in progress has none
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 EXCLUDED = "excluded_steps.json"  # the steps that each resume leaves out
+# a checkpoint that a run was writing or deleting, and files.temporary_name
+LEFT_OVER = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}|.+\.[0-9a-f]{16}\.tmp")
 
 
 def look_for_start(
@@ -93,10 +96,8 @@ def make_writable(out_dir: str) -> None:
             file.write("0")
         os.rename(tried / "folder", tried / "renamed")
     except OSError as e:
-        raise ValueError(
-            f"out_dir {out_dir} cannot be used on {socket.gethostname()} ({e}): set a different --out_dir=, "
-            "such as a folder on a local disk or on NFS"
-        ) from e
+        host = socket.gethostname()
+        raise ValueError(f"out_dir {out_dir} cannot be used on {host} ({e}): set another --out_dir=") from e
     finally:
         shutil.rmtree(tried, ignore_errors=True)
 
@@ -106,8 +107,8 @@ def clean_up(out: Path) -> None:
     Remove the unfinished checkpoints, files and deletions that killed runs have left. The owner calls this
     before its first checkpoint.
     """
-    for path in [*out.glob("unfinished_*"), *out.glob("*.tmp")]:
-        if UNFINISHED.fullmatch(path.name) or TEMPORARY.fullmatch(path.name):
+    for path in out.iterdir():
+        if LEFT_OVER.fullmatch(path.name):
             remove(path)
 
 
@@ -178,11 +179,8 @@ def check_folder(folder: RunFolder) -> None:
     with suppress(OSError):
         os.listdir(folder.path)  # NFS then looks for new files
     if read_owner(folder.path).get("owner") != folder.owner:
-        raise ValueError(
-            f"out_dir {folder.path.absolute()} is not the folder in which rank 0 keeps this run, and all "
-            "ranks write shards: set --out_dir= to one folder on a file system that all machines share, or "
-            "--save_checkpoint=False"
-        )
+        problem = f"out_dir {folder.path.absolute()} is not rank 0's folder, but all ranks write shards"
+        raise ValueError(f"{problem}: share one folder, or set --save_checkpoint=False")
     make_writable(str(folder.path))
 
 
@@ -237,8 +235,8 @@ def set_aside(out: Path) -> Path | None:
     including all files called metrics*, to previous_1, previous_2, ..., so that nothing is overwritten or
     mistaken for the new run's. Returns the folder to which they were moved; None if there was no earlier run.
     """
-    has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not (has_logged_steps or is_run(str(out))):
+    has_losses = any({"loss", "val_loss"} & r.keys() for r in read_records(out / "metrics.jsonl"))
+    if not (has_losses or is_run(out)):
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

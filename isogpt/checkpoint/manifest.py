@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
+from isogpt.common.console import shortened
 from isogpt.common.files import parse_json, read_utf8, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
-# a checkpoint that a run was writing or deleting
-UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
 
 def step_folders(out: Path) -> list[Path]:
@@ -33,12 +32,12 @@ def unfinished_folder(out: Path, owner: str, step: int) -> Path:
     return out / f"unfinished_{owner[:8]}_step_{step:08d}"
 
 
-def steps_in(folder: str) -> list[int]:
+def steps_in(folder: str | Path) -> list[int]:
     """The steps of the checkpoints in a folder, newest first."""
     return [step_of(step_folder) for step_folder in step_folders(Path(folder))]
 
 
-def is_run(folder: str) -> bool:
+def is_run(folder: str | Path) -> bool:
     """Whether a folder contains checkpoints of a run: ours or nanoGPT's."""
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
 
@@ -123,8 +122,22 @@ def damage(folder: Path, files: dict | None = None) -> str:
         except FileNotFoundError as e:
             return f"{name} cannot be read ({e.strerror})"
         except OSError as e:
-            raise ValueError(
-                f"{folder / name} cannot be read ({e.strerror}), and may be intact: make it readable, or "
-                f"rename {folder} if an older checkpoint will do"
-            ) from e
+            problem = f"{folder / name} cannot be read ({e.strerror}), and may be intact"
+            raise ValueError(f"{problem}: make it readable, or rename the step's folder") from e
     return ""
+
+
+def no_checkpoint(out_dir: str, damaged: list[str], what: str = "checkpoint") -> ValueError:
+    """
+    The error that `what` is not in out_dir: which checkpoints are damaged, or what to type, with up to four
+    runs in the current folder.
+    """
+    if damaged:
+        why = "; ".join(damaged)
+    elif steps := steps_in(out_dir):
+        why = f"it contains {shortened([*map(str, steps)], 4)}: set --init_from=resume:{steps[0]} or the like"
+    else:
+        runs = sorted(str(path) for path in Path().iterdir() if is_run(path))
+        here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
+        why = f"set --out_dir= to the run's folder{here}"
+    return ValueError(f"no {what} in {out_dir}: {why}")

@@ -5,7 +5,6 @@ import math
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 # fields of `what_is_measured`, as a user knows them
 LABELS = {"digest": "the digest of the data", "sequences": "eval_iters * batch_size"}
-WHOLE = 0  # sequences: each token of the validation split once
 
 
 def best_step_of(run: dict) -> int:
@@ -32,7 +31,7 @@ def what_is_measured(config: dict, digest: str | None = None, bytes_per_token: f
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
     measures |= {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
     measures["bytes_per_token"] = bytes_per_token
-    return measures | ({"seed": None} if measures["sequences"] == WHOLE else {})
+    return measures | ({"seed": None} if measures["sequences"] == 0 else {})
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:
@@ -40,9 +39,8 @@ def changed_measures(before: dict, now: dict) -> list[str]:
     A phrase for each difference between two results of `what_is_measured`. A field that one result lacks does
     not count, and a data set may be renamed.
     """
-    known = [name for name in now if now[name] is not None and before.get(name) is not None]
-    return [
-        f"{LABELS.get(name, name)} is {now[name]}, not {before[name]}"
-        for name in known
-        if now[name] != before[name] and not (name == "dataset" and "digest" in known)
-    ]
+    known = {name: was for name, was in before.items() if None not in (was, now.get(name))}
+    if "digest" in known:
+        known.pop("dataset", None)
+    changed = [name for name, was in known.items() if was != now[name]]
+    return [f"{LABELS.get(name, name)} is {now[name]}, not {known[name]}" for name in changed]

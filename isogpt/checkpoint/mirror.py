@@ -132,10 +132,8 @@ class Mirror:
                 raise ValueError("a different run now copies there: set a different --mirror=")
             return remote
         if self.start is None and any(map(remote.manifest, remote.steps())):
-            raise ValueError(
-                "it contains checkpoints of an earlier run: set --mirror= to a different folder, or "
-                "--init_from=resume to continue that run"
-            )
+            problem = "it contains checkpoints of an earlier run"
+            raise ValueError(f"{problem}: set --mirror= to a new folder, or --init_from=resume")
         owner = uuid.uuid4().hex
         remote.files.pipe_file(file, owner.encode())  # also shows whether credentials are right
         self.owner = owner

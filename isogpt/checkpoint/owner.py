@@ -35,6 +35,4 @@ def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if a different run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # the file may have been deleted
     if owner and now != owner:
-        raise ValueError(
-            f"a different run was started in {out}: this run stops, and its checkpoints are kept"
-        )
+        raise ValueError(f"a different run was started in {out}: this one stops, and keeps its checkpoints")

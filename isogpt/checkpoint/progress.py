@@ -84,10 +84,8 @@ class Progress:
             self.best_val_loss = run["best_val_loss"]
             self.best_step = best_step_of(run)
         elif math.isfinite(run["best_val_loss"]):
-            return [
-                f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
-                f"evaluations measure something different: {', '.join(changed)}"
-            ]
+            best = f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more"
+            return [f"{best}, since evaluations measure something different: {', '.join(changed)}"]
         return []
 
     def rewind(self, source: OpenCheckpoint) -> None:

@@ -32,7 +32,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
         except ValueError:
             if dataset:
                 raise
-    vocabulary = vocabulary or gpt2_or_unknown(vocab_size, name or str(folder))
+    vocabulary = vocabulary or gpt2_or_unknown(vocab_size, name or folder)
     check_size(vocabulary.size, vocab_size)
     return vocabulary
 
@@ -61,7 +61,7 @@ def vocabulary_for_run(
         before = vocabulary_of_run(source.run, source.stored.folder)
     elif weights not in ("scratch", "auto", "resume"):
         before = vocabulary_of_run({"model_args": {"vocab_size": vocab_size}}, weights)
-    now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
+    now = data.vocabulary or before or gpt2_or_unknown(vocab_size, data.folder)
     check_size(now.size, vocab_size)
     if changed := before and tokenizer.difference(before, now):
         problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"

@@ -113,9 +113,7 @@ class Saver:
         finite, or if a different run has claimed the folder.
         """
         if bad := names_of_not_finite(state.model):  # also waits until a GPU has copied
-            raise ValueError(
-                f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
-            )
+            raise ValueError(f"weights are not finite at step {state.step}, and not saved: {shortened(bad)}")
         self.step, self.problem = state.step, ""
         remove(self.unfinished())  # what somebody has put there
         if is_main():

@@ -2,25 +2,14 @@
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.manifest import (
-    damage,
-    entry_of,
-    is_run,
-    read_manifest,
-    sealed,
-    step_folder,
-    step_folders,
-    step_of,
-    steps_in,
-)
+from isogpt.checkpoint.manifest import damage, entry_of, read_manifest, step_folder, step_folders, step_of
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.common.console import shortened
 from isogpt.data.dataset import bits_per_byte
 from isogpt.launch.together import broadcast, do_together, gather_objects, is_main, own_rank
 
@@ -34,7 +23,7 @@ class StoredCheckpoint:
 
     path: Path
     step: int
-    manifest: dict = field(default_factory=dict)
+    manifest: dict
     val_loss: float | None = None
     is_bare: bool = False  # a ckpt.pt outside of a step folder
     damaged: tuple[str, ...] = ()  # names of step folders that are damaged
@@ -42,13 +31,16 @@ class StoredCheckpoint:
     @property
     def bits_per_byte(self) -> float | None:
         """The validation loss in bits per byte of the text; None if not known."""
-        size = self.manifest.get("measures", {}).get("bytes_per_token") or 0
-        return None if self.val_loss is None else bits_per_byte(self.val_loss, 1, size)
+        size = self.manifest.get("measures", {}).get("bytes_per_token")
+        return None if self.val_loss is None else bits_per_byte(self.val_loss, size)
 
     @property
     def folder(self) -> Path:
         """The folder of the files in the manifest."""
-        return self.path.parent if self.path.name in self.manifest.get("files", {}) else self.path
+        return self.path.parent if self.path.name in self.manifest["files"] else self.path
+
+
+Result = tuple[StoredCheckpoint | None, list[str]]  # a checkpoint; what is wrong with newer ones
 
 
 def open_folder(folder: Path) -> StoredCheckpoint:
@@ -72,9 +64,7 @@ def open_bare(path: Path, damaged: dict[str, str]) -> StoredCheckpoint | None:
     return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
 
 
-def find_checkpoint(
-    out_dir: str, best: bool = False, step: int = -1
-) -> tuple[StoredCheckpoint | None, list[str]]:
+def find_checkpoint(out_dir: str, best: bool = False, step: int = -1) -> Result:
     """
     Find and verify the newest checkpoint of a run, or the one with the best validation loss (all ranks). Rank
     0 looks, each rank verifies a part of the files, and if one of them is damaged, rank 0 takes the next
@@ -102,9 +92,7 @@ def find_checkpoint(
         damaged[place.name] = f"{place} is damaged: {next(filter(None, problems))}"
 
 
-def look(
-    out: Path, best: bool, step: int, damaged: dict[str, str]
-) -> tuple[StoredCheckpoint | None, dict[str, str]]:
+def look(out: Path, best: bool, step: int, damaged: dict[str, str]) -> tuple[StoredCheckpoint | None, dict]:
     """
     Rank 0's part of `find_checkpoint`, which reads only manifests: what may be the checkpoint, with a path
     relative to `out`, and what is known to be damaged.
@@ -113,15 +101,13 @@ def look(
         return None, {}
     folders, stored = step_folders(out), None
     for folder in folders:
-        if step not in (-1, step_of(folder)) or folder.name in damaged:
+        if stored or step not in (-1, step_of(folder)) or folder.name in damaged:
             continue
-        manifest = read_manifest(folder)
-        if not manifest:
+        if manifest := read_manifest(folder):
+            chosen = best_folder(out, manifest, damaged) if best else None
+            stored = open_folder(chosen or folder)
+        else:
             damaged[folder.name] = f"{folder} is damaged: {damage(folder)}"
-            continue
-        chosen = best_folder(out, manifest, damaged) if best else None
-        stored = open_folder(chosen or folder)
-        break
     if step == -1 and not folders:
         stored = open_bare(out if out.is_file() else out / "ckpt.pt", damaged)
     if stored:
@@ -140,14 +126,10 @@ def verify(stored: StoredCheckpoint) -> str:
     files, ranks = stored.manifest["files"], dist.get_world_size() if dist.is_initialized() else 1
     names = sorted(files)[own_rank() :: ranks]
     if stored.path.name in files:
-        names = [*files] if os.environ.get("LOCAL_RANK", "0") == "0" else []
+        names = files if os.environ.get("LOCAL_RANK", "0") == "0" else ()
     # their texts, since a NaN that was sent differs from a NaN
-    is_found = is_main() or stored.is_bare or sealed(read_manifest(stored.folder)) == sealed(stored.manifest)
-    if not is_found:
-        raise ValueError(
-            f"{stored.path.absolute()} is not the checkpoint that rank 0 found: all machines must share the "
-            "folder, or have a copy of it"
-        )
+    if not stored.is_bare and str(read_manifest(stored.folder)) != str(stored.manifest):
+        raise ValueError(f"{stored.path.absolute()} is not the checkpoint that rank 0 found: share a folder")
     return damage(stored.folder, {name: files[name] for name in names})
 
 
@@ -158,19 +140,3 @@ def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Pat
     """
     folder = step_folder(out, manifest["best_step"])
     return folder if folder.name not in damaged and read_manifest(folder) else None
-
-
-def no_checkpoint(out_dir: str, damaged: list[str], what: str = "checkpoint") -> ValueError:
-    """
-    The error that `what` is not in out_dir: which checkpoints are damaged, or what to type, with up to four
-    runs in the current folder.
-    """
-    if damaged:
-        why = "; ".join(damaged)
-    elif steps := steps_in(out_dir):
-        why = f"it contains {shortened([*map(str, steps)], 4)}: set --init_from=resume:{steps[0]} or the like"
-    else:
-        runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
-        here = f" (here: {shortened(runs, 4)})" if runs else ", or train first, see README.md"
-        why = f"set --out_dir= to the run's folder{here}"
-    return ValueError(f"no {what} in {out_dir}: {why}")

@@ -156,7 +156,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
 def names_of_not_finite(model: nn.Module) -> list[str]:
     """The names of the parameters whose values on this rank are not all finite. Waits for the device once."""
     flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
-    is_finite = copy_to_cpu(torch.stack(list(flags.values())))
+    is_finite = copy_to_cpu(torch.stack([*flags.values()]))
     synchronize(next(model.parameters()).device)
     return [name for name, ok in zip(flags, is_finite.tolist(), strict=True) if not ok]
 
@@ -164,5 +164,4 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite, since nanoGPT saves such weights, too."""
     if bad := names_of_not_finite(model):
-        problem = f"weights in {where} are not finite ({shortened(bad)}), so the model predicts nothing"
-        raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")
+        raise ValueError(f"weights in {where} are not finite ({shortened(bad)}): use an earlier checkpoint")

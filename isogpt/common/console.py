@@ -15,7 +15,6 @@ from typing import TextIO
 ERASE = "\r\x1b[J"
 # control characters, and those that change the order in which a line is shown
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-NUMBER = re.compile(r"[+-]?\d")
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 PATIENCE_S = 5.0  # seconds that a line waits until a terminal or a pipe takes it
 RANKS_SHOWN = 8  # in a message; a job can have thousands
@@ -90,7 +89,7 @@ def aligned(rows: Sequence[dict[str, str]]) -> list[str]:
     for heading in rows[0]:
         cells = [visible(cell) for cell in (heading, *(row[heading] for row in rows))]
         width = max(map(len, cells))
-        is_number = any(NUMBER.match(cell) for cell in cells[1:])
+        is_number = any(re.match(r"[+-]?\d", cell) for cell in cells[1:])
         shown.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
     return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
 

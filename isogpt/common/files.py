@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import pickle
-import re
 import secrets
 import shutil
 import stat
@@ -21,7 +20,6 @@ from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 METRICS = "metrics.jsonl"  # a line for each logged step, evaluation and event of a run
-TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
 
 
 def path_of_script(name: str) -> str:

@@ -89,7 +89,7 @@ class Dataset:
         Convert a loss in nats per token of val.bin to bits per byte of its text, which does not depend on the
         tokenizer; None: the metadata does not say how long the text is.
         """
-        return bits_per_byte(val_loss, 1, self.bytes_per_token or 0)
+        return bits_per_byte(val_loss, self.bytes_per_token)
 
     def validation(self) -> dict:
         """What metrics.jsonl records of the validation text."""
@@ -103,21 +103,19 @@ class Dataset:
         quotas = zip(self.parts, self.quotas, strict=False)
         sources = {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas}
         documents = {one.name: one.windows.digest for one in self.sources if one.windows.digest}
-        return {name: value for name, value in (("sources", sources), ("documents", documents)) if value}
+        facts = {"sources": sources, "documents": documents}
+        return {name: value for name, value in facts.items() if value}
 
     def facts(self) -> dict:
         """What must be the same on all ranks, named as in messages."""
-        facts = {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
-        facts |= {f"the data's {name}": value for name, value in self.describe().items()}
+        facts = {"digest": self.digest, "vocabulary size": self.vocab_size, **self.describe()}
+        facts = {f"the data's {name}": value for name, value in facts.items()}
         return facts | {"the digest of eval_datasets": {one.name: one.digest for one in self.further}}
 
 
-def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float | None:
-    """
-    Convert a loss in nats per token to bits per byte of the text, which consists of this many tokens and
-    bytes. None if its length in bytes is not known (0).
-    """
-    return loss / math.log(2) * tokens / text_bytes if text_bytes else None
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """Convert a loss in nats per token to bits per byte of the text; None if its length is not known."""
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
 def open_dataset(
@@ -148,7 +146,7 @@ def open_dataset(
     data = replace(whole, vocab_size=vocab_size, further=further)
     if len({one.name for one in data.named}) < len(data.named):
         folders = ", ".join(str(one.folder) for one in data.named)
-        raise ValueError(f"{folders} have the same name, by which losses are reported: rename a folder")
+        raise ValueError(f"{folders} have the same name, by which losses are reported: rename one")
     return data
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from isogpt.common.files import path_of_script
 from isogpt.data.windows import Windows
 
-FILE = "documents.bin"
-
 
 class DocumentWindows(Windows):
     """
@@ -67,7 +65,7 @@ def windows_of(folder: Path, meta: dict, n_tokens: int, data_order: str, block_s
     """
     if data_order != "documents":
         return Windows(n_tokens, block_size)
-    path = folder / FILE
+    path = folder / "documents.bin"
     documents = np.fromfile(path, np.int64) if path.exists() else ()
     # train may have become longer or shorter since the file was written
     recorded = meta.get("train_documents"), meta.get("searched_tokens", n_tokens)

@@ -59,8 +59,7 @@ def quotas_of(weights: Sequence[Fraction | int]) -> list[int]:
     for i in by_remainder[: PER - sum(quotas)]:
         quotas[i] += 1
     if 0 in quotas:
-        problem = f"of each {PER:,} sequences, the data sets would get {quotas}"
-        raise ValueError(f"{problem}: set a larger weight in --dataset=, or leave one out")
+        raise ValueError(f"of each {PER:,} sequences, the data sets would get {quotas}: set a larger weight")
     return quotas
 
 

@@ -13,7 +13,6 @@ from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, parse_toke
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SAMPLE = "It's 1234567 naïve Ünits² 東京 🙂\u00a0\r\n\t\tf(x):\n    return {x}  DON'T\n\n  \n<|endoftext|> \n"
-NO_TOKEN = "\ufffd"  # an id without a token is decoded as this character
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
         return [ids[character] for character in text]
 
     def decode(sample: list[int]) -> str:
-        return "".join(tokens.get(i, NO_TOKEN) for i in sample)
+        return "".join(tokens.get(i, "\ufffd") for i in sample)
 
     return Tokenizer(encode, decode, vocabulary.size, ids.get(vocabulary.end_of_text))
 

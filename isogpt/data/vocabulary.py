@@ -124,7 +124,7 @@ def recorded(run: dict) -> Vocabulary | None:
         raise ValueError(f"the vocabulary in the checkpoint cannot be read: {e!r:.100}") from e
 
 
-def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
+def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
     """
     Return GPT-2's vocabulary, as in nanoGPT, for ids whose meaning is not recorded anywhere. A model with
     vocab_size ids must be large enough for GPT-2's tokens. `where` names the place without a record.
@@ -138,8 +138,7 @@ def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
 def check_size(n_ids: int, vocab_size: int) -> None:
     """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
     if n_ids > vocab_size:
-        advice = "set --dataset= to the data set that the model was trained on"
-        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
+        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: set --dataset=NAME")
 
 
 # ------------------------------------------------------------------------------------------------------------

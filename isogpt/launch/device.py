@@ -33,14 +33,13 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         name = next(kind for kind, is_here in is_available.items() if is_here)
     kind, _, index = name.partition(":")
     if not is_available.get(kind) or not (index or "0").isdigit():
-        raise ValueError(
-            f"device is {name!r}, which is not available here: set --device=cpu, or choose from auto, cpu, "
-            "cuda, cuda:N and mps (one process)"
-        )
+        advice = "set --device= to auto, cpu, cuda, cuda:N or mps (one process)"
+        raise ValueError(f"device is {name!r}, which is not available here: {advice}")
     if kind != "cuda":
         return torch.device(kind)
-    is_chosen = index != "" and world_size == 1
-    return torch.device("cuda", int(index) if is_chosen else local_rank % torch.cuda.device_count())
+    if index and world_size == 1:
+        return torch.device(name)
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
@@ -53,7 +52,7 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
-        raise ValueError("backend 'nccl' needs GPUs and a PyTorch that contains NCCL: set --backend=auto")
+        raise ValueError("backend 'nccl' needs GPUs and a PyTorch with NCCL: set --backend=auto")
     return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
 
 

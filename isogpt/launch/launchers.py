@@ -95,23 +95,16 @@ def variables_of_srun() -> tuple[str, ...] | None:
     tasks = [count for count, times in tasks for _ in range(int(times or 1))]
     nodes = re.match(r"(\[[^\]]*\]|[^,\[])*", env.get("SLURM_STEP_NODELIST", ""))
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[0])
-    return (
-        env["SLURM_PROCID"],
-        env["SLURM_STEP_NUM_TASKS"],
-        env.get("SLURM_LOCALID", "0"),
-        tasks[int(env.get("SLURM_NODEID", 0))],
-        first if len(tasks) > 1 else network.LOOPBACK,
-        f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
-    )
+    ranks = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0")
+    local_size = tasks[int(env.get("SLURM_NODEID", 0))]
+    address = first if len(tasks) > 1 else network.LOOPBACK
+    return *ranks, local_size, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
 
 
 def environment_without_launcher() -> dict[str, str]:
     """The environment for a command that is not a rank of this run, although a rank starts it."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not OF_A_PROCESS.match(name) and OF_ONE_MACHINE.get(name) != value
-    }
+    others = os.environ.items() - OF_ONE_MACHINE.items()
+    return {name: value for name, value in others if not OF_A_PROCESS.match(name)}
 
 
 def start_workers(nproc: int, script: str) -> None:
@@ -176,10 +169,8 @@ def rank_variables() -> tuple[int, int, int, int]:
         if 0 <= rank < world_size and 0 <= local_rank < local_size and given["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_size
     listed = ", ".join(f"{name}={value}" for name, value in given.items())
-    raise ValueError(
-        f"the launcher's variables are incomplete or contradict each other: {listed}. Start with torchrun or "
-        "mpirun -x MASTER_ADDR=HOST, or if RANK is left over in the shell, type unset RANK"
-    )
+    advice = "start with torchrun or mpirun -x MASTER_ADDR=HOST, or type unset RANK"
+    raise ValueError(f"the launcher's variables contradict each other ({listed}): {advice}")
 
 
 def agent_start() -> int | None:
@@ -187,7 +178,8 @@ def agent_start() -> int | None:
     When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None if this is
     not known.
     """
-    facts = network.facts_of_process(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else []
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    facts = network.facts_of_process(os.getppid()) if has_agent else []
     return int(facts[19]) if facts else None
 
 

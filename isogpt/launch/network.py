@@ -66,17 +66,6 @@ def uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def name_of_start() -> str:
-    """
-    The prefix of this start's keys. The agent's store is also that of the starts before, and contains what
-    their ranks have written. Where several agents may restart, they count differently (pytorch#135712), and
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives each start a store of its own.
-    """
-    if not uses_agent_store():
-        return "start"
-    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     """
     Return the keys of this start in the store at MASTER_ADDR and MASTER_PORT, which this process serves if
@@ -98,7 +87,11 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     elif is_one_machine:
         options["master_listen_fd"] = socket.create_server((address, port)).detach()
     store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
-    return dist.PrefixStore(name_of_start(), store)
+    # The agent's store is also that of the starts before, and contains what their ranks have written. Where
+    # several agents may restart, they count differently (pytorch#135712), and
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives each start a store of its own
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT") if uses_agent_store() else None
+    return dist.PrefixStore(f"start {number}", store)
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
@@ -147,13 +140,10 @@ def this_machine() -> str:
     The host name, and what differs between machines of equal name. Containers can share a kernel and a host
     name; a container with a separate network counts as a machine.
     """
-    return f"{socket.gethostname()} {namespace('net')}"
-
-
-def namespace(kind: str) -> str:
-    """What distinguishes this process's Linux namespace from all others; '' on other systems."""
-    boot, link = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/self/ns/{kind}")
-    return f"{boot.read_text().strip()} {os.readlink(link)}" if boot.exists() and link.is_symlink() else ""
+    name, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id")
+    with suppress(OSError):  # not on Linux
+        return f"{name} {boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    return name
 
 
 def facts_of_process(number: int) -> list[str]:

@@ -21,7 +21,12 @@ def main() -> None:
     logging.disable(logging.ERROR)
     arguments = sys.argv[1:]
     if arguments[0] == "--standalone":
-        store = serve_at_loopback()
+        # torchrun's own stores listen at all addresses of the machine, and whoever reaches a store can run
+        # code here; this one can be reached only from this machine. The static rendezvous uses the store that
+        # serves its port in this process (multi_tenant), and opens no other
+        listener = socket.create_server((LOOPBACK, 0))
+        port, options = listener.getsockname()[1], {"multi_tenant": True, "wait_for_workers": False}
+        store = TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), **options)
         # all of them, since variables such as PET_RDZV_BACKEND are torchrun's defaults
         rendezvous = ["--nnodes=1", "--node-rank=0", "--rdzv-backend=static"]
         arguments[:1] = [*rendezvous, f"--rdzv-endpoint={store.host}:{store.port}"]
@@ -34,16 +39,3 @@ def main() -> None:
         sys.exit(1)
     except SignalException:  # the ranks have saved the run and exited
         sys.exit(1)
-
-
-def serve_at_loopback() -> TCPStore:
-    """
-    Serve the store of a rendezvous on this machine. torchrun's own stores listen at all addresses of the
-    machine, and whoever reaches a store can run code here; this one can be reached only from this machine.
-    The static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no
-    other.
-    """
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return TCPStore(LOOPBACK, port, is_master=True, **options)

@@ -130,9 +130,7 @@ class PretendedGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> Work:
         return [*map(self.reduce_scatter_single, outputs, wholes)][-1]
 
-    def all_to_all_single(
-        self, output: Tensor, whole: Tensor, _: Any, sizes: list[int], *options: Any
-    ) -> Work:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, _: Any, sizes: list, *others: Any) -> Work:
         parts = whole.split(sizes) if sizes else whole.chunk(self.size())
         mine = parts[self.rank()]  # what a copy of this rank sends to this rank
         output.view(self.size(), *mine.shape).copy_(mine)

@@ -54,13 +54,10 @@ class Ranks:
         Return the arguments of init_process_group besides the backend; without a launcher, for a group of one
         process.
         """
-        return dict(
-            rank=self.rank,
-            world_size=self.world_size,
-            store=self.store or dist.HashStore(),
-            timeout=collectives_timeout(timeout_s, self.backend),
-            device_id=self.device if "nccl" in self.backend else None,
-        )
+        options = {"rank": self.rank, "world_size": self.world_size}
+        options["store"] = self.store or dist.HashStore()
+        options["timeout"] = collectives_timeout(timeout_s, self.backend)
+        return options | {"device_id": self.device if "nccl" in self.backend else None}
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
@@ -102,10 +99,8 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         gpu = f"{torch.cuda.get_device_properties(picked).uuid} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
-        raise ValueError(
-            f"{console.ranks_text(others['gpu_sharers'])} share GPUs: start fewer processes, let them see "
-            "different GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu"
-        )
+        sharers = console.ranks_text(others["gpu_sharers"])
+        raise ValueError(f"{sharers} share GPUs: start fewer processes, let them see different GPUs")
     # ranks of one machine become neighbors, as with torchrun but not with `mpirun --map-by node`, since
     # neighbors in a mesh shard a model together
     machines, core_sharers = others["machines"], others["core_sharers"][rank]
@@ -116,18 +111,11 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     # GPUs: with cpu_offload the optimizer runs on the CPU
     if machines.count(machines[rank]) > 1:
         torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
-    return Ranks(
-        rank=order.index(rank),
-        world_size=world_size,
-        device=picked,
-        backend=group_backend,
-        store=store,
-        hosts=[others["hosts"][machines[other]] for other in order],
-        machines=sorted(machines),
-        network="nccl" if "nccl" in group_backend else f"gloo over {interface}",
-        launch=make_launch(others["agents"]),
-        core_sharers=core_sharers,
-    )
+    rank, hosts = order.index(rank), [others["hosts"][machines[other]] for other in order]
+    over = "nccl" if "nccl" in group_backend else f"gloo over {interface}"
+    launch, machines = make_launch(others["agents"]), sorted(machines)
+    this = rank, world_size, picked, group_backend, store
+    return Ranks(*this, hosts, machines, over, launch, core_sharers)
 
 
 def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[dist.Store, dict]:
@@ -144,11 +132,9 @@ def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[
         store = within(timeout_s + ANSWER_S, network.connect_store, timeout_s, serves)
         return store, within(timeout_s + ANSWER_S, network.meet, store, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        address, problem = network.store_address(), str(e).partition("\n")[0]
-        raise ValueError(
-            f"cannot reach the other ranks at {address} within {timeout_s:g} s: {problem}. If no launcher "
-            "started this process, RANK is left over in the shell: type unset RANK"
-        ) from e
+        reason, where = str(e).partition("\n")[0], network.store_address()
+        problem = f"cannot reach the other ranks at {where} within {timeout_s:g} s: {reason}"
+        raise ValueError(f"{problem}. If no launcher started this process, type unset RANK") from e
 
 
 def stop_with_launcher() -> None:

@@ -62,9 +62,9 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     Raises:
         ValueError: the facts differ.
     """
-    for fact, value in facts[0].items():
-        rank = next((rank for rank, others in enumerate(facts) if others.get(fact) != value), 0)
-        if rank and fact not in MAY_DIFFER and not fact.startswith("wandb"):
-            theirs = facts[rank].get(fact)
-            what = f"{fact} is {value!r} on {names[0]}, {theirs!r} on {names[rank]}"
-            raise ValueError(f"the ranks were started with different settings: {what}")
+    for name, others in zip(names, facts, strict=True):
+        for fact, value in facts[0].items():
+            may_differ = fact in MAY_DIFFER or fact.startswith("wandb")
+            if not may_differ and others.get(fact) != value:
+                what = f"{fact} is {value!r} on {names[0]}, {others.get(fact)!r} on {name}"
+                raise ValueError(f"the ranks were started with different settings: {what}")

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from isogpt.common.torch_versions import all_gather_single
 from isogpt.launch.pretended_ranks import is_pretended
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
-Result = TypeVar("Result")
+OnError = Callable[[str], object] | None  # called with the messages before an exit
 NOTE_S = 60.0  # seconds until rank 0 says what it waits for
 FILES = "has read or written files: if this does not end, check the disk or the file system of the rank"
 # parts of the error messages of gloo and NCCL after a different rank has exited
@@ -122,12 +122,10 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
     # numbers on the CPU go to the device in one copy from pinned memory: any other copy waits for the device
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
-    mine = torch.tensor(
-        [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
-        dtype=number_dtype(device),
-        pin_memory=device.type == "cuda",
-    )
-    mine = mine.to(device, non_blocking=device.type == "cuda")  # (fields,); MPS cannot pin memory
+    values = [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)]
+    is_cuda = device.type == "cuda"  # MPS cannot pin memory
+    mine = torch.tensor(values, dtype=number_dtype(device), pin_memory=is_cuda)
+    mine = mine.to(device, non_blocking=is_cuda)  # (fields,)
     for i, v in enumerate(numbers):
         if is_there[i]:
             mine[i] = v
@@ -137,8 +135,8 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
         all_gather_single(rows, mine)
     columns = rows.view(-1, len(mine)).T  # (fields, world_size)
     # from a GPU the copy goes to pinned memory, behind what has been queued so far
-    copy = columns.to("cpu", non_blocking=device.type == "cuda")
-    arrived = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    copy = columns.to("cpu", non_blocking=is_cuda)
+    arrived = torch.cuda.current_stream().record_event() if is_cuda else None
     return Gathered(type(numbers), columns, copy, arrived)
 
 
@@ -154,7 +152,7 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
+def exit_together(on_error: OnError = None) -> Iterator[None]:
     """
     Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or
     OSError on any of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any
@@ -237,12 +235,7 @@ def leave_with_others() -> NoReturn:
     os._exit(1)
 
 
-def do_together(
-    work: Callable[..., Result],
-    *arguments: object,
-    on_error: Callable[[str], object] | None = None,
-    has_done: str = FILES,
-) -> Result:
+def do_together(work: Callable, *arguments: object, on_error: OnError = None, has_done: str = FILES) -> Any:
     """
     Return `work(*arguments)` of this rank (all ranks; no collectives inside). The work, such as reading
     files, runs in a thread, while the ranks communicate: on some ranks it may take longer than the

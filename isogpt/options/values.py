@@ -26,7 +26,6 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
-FOLDERS = ("out_dir", "dataset", "eval_datasets")  # settings that name folders
 # user:password@, a token@, or ?query; abfs://container@account contains none of them
 CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*:[^/?#\s]*@|((?<=http://)|(?<=https://))[^/?#\s]*@|\?\S+")
 
@@ -78,7 +77,7 @@ class Setting:
 
     def problem(self, value: Value) -> str:
         """A sentence if a value is not in the range of the setting, else ""."""
-        if self.name in FOLDERS and is_url(value):
+        if self.name in ("out_dir", "dataset", "eval_datasets") and is_url(value):
             return f"{self.name} is {without_credentials(value)}: set the path of a folder on a disk"
         if "|" in self.range and str(value) not in self.range.split(" | "):
             return f"{self.name} is {value!r}; choose from {self.range}"

@@ -9,6 +9,7 @@ from torch import nn
 
 from isogpt.data.data_folder import prepared_datasets
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset
+from isogpt.lab.combinations import typed
 from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.options.values import Setting
