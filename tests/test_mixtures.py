@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from runs import records
+from runs import default_plan, records
 from test_loader import BLOCK, CPU, plan_for
 from test_validation import evaluated, write
 
