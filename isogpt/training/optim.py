@@ -202,7 +202,7 @@ def make_optimizers(
             # a rank sends its share in one piece, not each parameter separately
             options |= {"parameters_as_bucket_view": True, "process_group": replicas[axes]}
             optimizer = ZeroRedundancyOptimizer(groups, cls, **options)
-        elif cls is not Muon and is_sharded(groups[0]["params"][0]):
+        elif is_sharded(groups[0]["params"][0]):
             optimizer = OnShards(groups, cls, **options)
         else:
             optimizer = cls(groups, **options)
