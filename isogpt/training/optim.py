@@ -192,17 +192,18 @@ def make_optimizers(
         options = options_of(cls, {"lr": groups[0]["lr"], "betas": (config["beta1"], config["beta2"])})
         if cls in (AdamW, Muon):
             options["exact"] = config.get("exact", False)
+        first = groups[0]["params"][0]
         if cls is Muon:
-            on_cpu = groups[0]["params"][0].device.type == "cpu"  # also with cpu_offload
-            options |= {"dtype": muon_dtype, "compiles": is_compiled(model) and not on_cpu}
-            options |= of_matrices[axes]
+            # with cpu_offload too, parameters are on the CPU
+            compiles = is_compiled(model) and first.device.type != "cpu"
+            options |= {"dtype": muon_dtype, "compiles": compiles} | of_matrices[axes]
         if zero == 1 and replicas[axes]:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             # a rank sends its share in one piece, not each parameter separately
             options |= {"parameters_as_bucket_view": True, "process_group": replicas[axes]}
             optimizer = ZeroRedundancyOptimizer(groups, cls, **options)
-        elif is_sharded(groups[0]["params"][0]):
+        elif is_sharded(first):
             optimizer = OnShards(groups, cls, **options)
         else:
             optimizer = cls(groups, **options)
