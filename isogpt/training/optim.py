@@ -24,6 +24,7 @@ from isogpt.training.muon import Muon, stack_of
 from isogpt.training.optimizer_class import (
     Class,
     OnShards,
+    Optimizers,
     inner_optimizer,
     kept_by,
     load_class,
@@ -272,7 +273,7 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
     return groups
 
 
-def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) -> str:
+def describe_updates(model: nn.Module, optimizers: Optimizers, mesh: Mesh) -> str:
     """
     Say in one line which optimizer updates which parameters of the whole model, with which rate and weight
     decay, and which are frozen (all ranks).
@@ -304,7 +305,7 @@ def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) 
     return "; ".join(sorted(parts, key=lambda part: part.startswith("frozen")))
 
 
-def set_rates(optimizers: list[Optimizer], step: int, lr: float, muon_momentum: float) -> None:
+def set_rates(optimizers: Optimizers, step: int, lr: float, muon_momentum: float) -> None:
     """
     Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
     to muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
@@ -318,7 +319,7 @@ def set_rates(optimizers: list[Optimizer], step: int, lr: float, muon_momentum: 
 
 
 def clip_and_step(
-    optimizers: list[Optimizer],
+    optimizers: Optimizers,
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
     max_norm: float,
