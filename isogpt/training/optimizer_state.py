@@ -13,14 +13,14 @@ from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
-Update = tuple[str, nn.Parameter, Optimizer, dict]
+Update = tuple[str, nn.Parameter, Optimizer, dict]  # see `updates_of`
 
 
 def is_of_kind(optimizers: Optimizers, kind: str) -> bool:
     """Whether these are the classes that a setting `optimizer` names, in files that may have been moved."""
-    kinds = (kind, optimizers[0].param_groups[0]["optimizer"])
+    settings = (kind, optimizers[0].param_groups[0]["optimizer"])
     # without folders: muon+mine/lion.py:Lion -> muon+lion.py:Lion
-    return len({re.sub(r"[^+]*/", "", kind) for kind in kinds}) == 1
+    return len({re.sub(r"[^+]*/", "", setting) for setting in settings}) == 1
 
 
 def updates_of(model: nn.Module, optimizers: Optimizers) -> Iterator[Update]:
