@@ -8,7 +8,6 @@ The rest needs no branch, since the code is in a form that both versions compute
   operation in place returned, or one such as `contiguous()` or `to(dtype)` that returned its argument
   (pytorch #180642): ChunkedLoss and Rotate in nn/kernels.py. Those in nn/cpu_kernels.py do so, but are never
   compiled, see uses_cpu_kernels there; tests/test_compile.py compares each Function;
-- 2.11 has no rule for _foreach_lerp on DTensors: training/muon.py passes the local parts;
 - inductor of 2.11 cannot divide a long cumsum over a GPU's blocks: running_sum in nn/generation.py;
 - before 2.13, fused AdamW ignores grad_scale on MPS: clip_and_step in training/optim.py.
 

@@ -37,7 +37,9 @@ def stack_of(name: str, p: nn.Parameter, model: nn.Module) -> Stack:
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
     """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
-    return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
+    whole = getattr(p, "whole", p)  # see OnShards
+    splits = tuple(split for split in splits_of(whole) if split.axis != "ep")
+    return local_part_of(like(whole, tensor), splits)
 
 
 class Muon(torch.optim.Muon):
@@ -87,12 +89,10 @@ class Muon(torch.optim.Muon):
             if update in self.compiled:  # as numbers, they would be constants in the code
                 numbers = [torch.full((), number, device=params[0].device) for number in numbers]
             divisor, momentum, lr, decay = numbers
-            # parts, since torch 2.11 has no rule for _foreach_lerp on DTensors
-            buffers, grads = [*map(local, buffers)], [*map(local, grads)]
             updates = self.compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
             wholes = updates
             if self.group:
-                parts = [matrix_part(like(p, u), p) for p, u in zip(params, updates, strict=True)]
+                parts = [matrix_part(u, p) for p, u in zip(params, updates, strict=True)]
                 wholes = whole_tensors(parts, self.group, updates.device)
             rows = group.get("rows", wholes.shape[1:2])  # without "rows", each parameter is one matrix
             wholes, scales = self.orthogonalize_together(wholes, rows), scales_of(rows, wholes)
@@ -100,7 +100,7 @@ class Muon(torch.optim.Muon):
                 for part, whole in zip(parts, wholes * scales, strict=True):
                     part.put(whole)
                 wholes, scales = updates, torch.ones_like(scales[:1])
-            self.compiled.get(update, update)([*map(local, params)], wholes, scales, lr, decay)
+            self.compiled.get(update, update)(params, wholes, scales, lr, decay)
 
     def orthogonalize_together(self, wholes: Tensor, rows: tuple[int, ...]) -> Tensor:
         """

@@ -24,6 +24,7 @@ from isogpt.training.muon import Muon, stack_of
 from isogpt.training.optimizer_class import (
     Class,
     OnShards,
+    Optimizers,
     inner_optimizer,
     kept_by,
     load_class,
@@ -192,17 +193,18 @@ def make_optimizers(
         options = options_of(cls, {"lr": groups[0]["lr"], "betas": (config["beta1"], config["beta2"])})
         if cls in (AdamW, Muon):
             options["exact"] = config.get("exact", False)
+        first = groups[0]["params"][0]
         if cls is Muon:
-            on_cpu = groups[0]["params"][0].device.type == "cpu"  # also with cpu_offload
-            options |= {"dtype": muon_dtype, "compiles": is_compiled(model) and not on_cpu}
-            options |= of_matrices[axes]
+            # with cpu_offload too, parameters are on the CPU
+            compiles = is_compiled(model) and first.device.type != "cpu"
+            options |= {"dtype": muon_dtype, "compiles": compiles} | of_matrices[axes]
         if zero == 1 and replicas[axes]:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             # a rank sends its share in one piece, not each parameter separately
             options |= {"parameters_as_bucket_view": True, "process_group": replicas[axes]}
             optimizer = ZeroRedundancyOptimizer(groups, cls, **options)
-        elif cls is not Muon and is_sharded(groups[0]["params"][0]):
+        elif is_sharded(first):
             optimizer = OnShards(groups, cls, **options)
         else:
             optimizer = cls(groups, **options)
@@ -272,7 +274,7 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
     return groups
 
 
-def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) -> str:
+def describe_updates(model: nn.Module, optimizers: Optimizers, mesh: Mesh) -> str:
     """
     Say in one line which optimizer updates which parameters of the whole model, with which rate and weight
     decay, and which are frozen (all ranks).
@@ -304,7 +306,7 @@ def describe_updates(model: nn.Module, optimizers: list[Optimizer], mesh: Mesh) 
     return "; ".join(sorted(parts, key=lambda part: part.startswith("frozen")))
 
 
-def set_rates(optimizers: list[Optimizer], step: int, lr: float, muon_momentum: float) -> None:
+def set_rates(optimizers: Optimizers, step: int, lr: float, muon_momentum: float) -> None:
     """
     Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
     to muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
@@ -324,7 +326,7 @@ def unscale(optimizers: list[Optimizer], scaler: torch.amp.GradScaler) -> None:
 
 
 def clip_and_step(
-    optimizers: list[Optimizer],
+    optimizers: Optimizers,
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
     max_norm: float,

@@ -5,7 +5,7 @@ parameter independently of the others. And the optimizers of shards.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -20,6 +20,7 @@ from isogpt.common.files import reason_of
 from isogpt.parallel.local_parts import local
 
 Class = type[Optimizer]
+Optimizers = Sequence[Optimizer]
 
 
 @cache
@@ -120,7 +121,7 @@ class OnShards(Optimizer):
         return parts
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: None = None) -> None:
         """Update all parts with a gradient."""
         parts = self.parts()
         for part in parts:
@@ -163,13 +164,13 @@ def has_modes(optimizer: Class | Optimizer) -> bool:
     return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
 
 
-def evaluates_average(optimizers: list[Optimizer]) -> bool:
+def evaluates_average(optimizers: Optimizers) -> bool:
     """Whether an optimizer evaluates weights other than those it trains."""
     return any(has_modes(inner_optimizer(optimizer)) for optimizer in optimizers)
 
 
 @torch.no_grad()
-def set_mode(optimizers: list[Optimizer], mode: str) -> None:
+def set_mode(optimizers: Optimizers, mode: str) -> None:
     """
     Call `eval` or `train` of the optimizers that have both, which changes the weights in place (all ranks).
 

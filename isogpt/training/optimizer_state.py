@@ -1,7 +1,7 @@
 """The state of the optimizers by parameter name, and as nanoGPT numbers it in a ckpt.pt."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isogpt.parallel.local_parts import like
-from isogpt.training.optimizer_class import inner_optimizer, kept_by, params_of, share_groups
+from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by, params_of, share_groups
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
-Update = tuple[str, nn.Parameter, Optimizer, dict]
+Update = tuple[str, nn.Parameter, Optimizer, dict]  # see `updates_of`
 
 
-def is_of_kind(optimizers: Sequence[Optimizer], kind: str) -> bool:
+def is_of_kind(optimizers: Optimizers, kind: str) -> bool:
     """Whether these are the classes that a setting `optimizer` names, in files that may have been moved."""
-    kinds = (kind, optimizers[0].param_groups[0]["optimizer"])
+    settings = (kind, optimizers[0].param_groups[0]["optimizer"])
     # without folders: muon+mine/lion.py:Lion -> muon+lion.py:Lion
-    return len({re.sub(r"[^+]*/", "", kind) for kind in kinds}) == 1
+    return len({re.sub(r"[^+]*/", "", setting) for setting in settings}) == 1
 
 
-def updates_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Update]:
+def updates_of(model: nn.Module, optimizers: Optimizers) -> Iterator[Update]:
     """
     Yield (name, what is updated, the optimizer that does it, its group) for each parameter that this rank
     updates.
@@ -35,7 +35,7 @@ def updates_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Up
                 yield names[getattr(p, "whole", p)], p, inner, group
 
 
-def state_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> States:
+def state_by_name(model: nn.Module, optimizers: Optimizers) -> States:
     """
     Return the optimizers' tensors of what this rank holds: with ZeRO-1 some of the parameters, with ZeRO-2
     and 3 a shard of each. Numbers that are not tensors are put into new ones, see `filled_state`. Parameters
@@ -60,9 +60,7 @@ def as_tensor(value: Tensor | float, p: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def filled_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], names: Collection[str]
-) -> Iterator[States]:
+def filled_state(model: nn.Module, optimizers: Optimizers, names: Collection[str]) -> Iterator[States]:
     """
     In the block, a checkpoint must be copied to the weights, and to the optimizers' state, which is yielded.
     State that is not there yet is allocated by a step with gradients of 0.
@@ -89,7 +87,7 @@ def filled_state(
         share_groups(inner_optimizer(optimizer), optimizer)
 
 
-def saved_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict:
+def saved_state(model: nn.Module, optimizers: Optimizers) -> dict:
     """
     Return the state for ckpt.pt: by number, in two groups, as nanoGPT stores it, if AdamW alone updates all
     parameters of a GPT-2; else by parameter name.
