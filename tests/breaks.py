@@ -111,19 +111,14 @@ BREAKS = {
         "divisor": (
             SUMS,
             "FloatSums.__post_init__",
-            "tokens = share.island_sequences",
+            "tokens = self.share.island_sequences",
             "tokens = plan.sequences",
         ),
         "loss": (SUMS, "FloatSums.mean_loss", " * self.mesh.islands", ""),
     },
     "exact": {
         "first micro-batch twice": (EXACT, "ExactSums.add_gradients", "p.grad = None", "pass"),
-        "divisor": (
-            EXACT,
-            "ExactSums.__post_init__",
-            "float(self.plan.sequences",
-            "float(2 * self.plan.sequences",
-        ),
+        "divisor": (EXACT, "ExactSums.__post_init__", "float(plan.sequences", "float(2 * plan.sequences"),
         "maximum": (EXACT, "ExactSums.finish", "(self.total, ", "(self.total, dist.ReduceOp.MAX, "),
     },
     "exact, zero 3": {
@@ -133,12 +128,7 @@ BREAKS = {
             ".add_(shard)",
             ".copy_(shard)",
         ),
-        "divisor": (
-            EXACT,
-            "ExactSums.__post_init__",
-            "float(self.plan.sequences",
-            "float(2 * self.plan.sequences",
-        ),
+        "divisor": (EXACT, "ExactSums.__post_init__", "float(plan.sequences", "float(2 * plan.sequences"),
         "wrong rows": WRONG_ROWS,
     },
     "recompute full": {
