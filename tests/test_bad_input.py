@@ -88,9 +88,7 @@ CASES = {
         ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
         BOTH,
     ),
-    "longer": Case(
-        [*RESUME, "--block_size=32"], ["block_size is 32, but the checkpoint's is 16: set"]
-    ),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size is 32, but the checkpoint's is 16: set"]),
     "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
     "no-step": Case(
         ["--init_from=resume:5", "--max_iters=9"],
