@@ -38,6 +38,7 @@ OTHER_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",
     "hidden_size": "n_embd",
     "lr": "learning_rate",
+    "epochs": "max_tokens",
     "max_epochs": "max_tokens",
     "max_grad_norm": "grad_clip",
 }

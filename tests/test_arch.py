@@ -438,7 +438,7 @@ MISTAKES = {
     "--head=untied": "head is 'untied', but needs arch llama or nanochat: set --head=auto",
     "--arch=llama --bias=True": "bias is True, but needs arch gpt2: set --bias=False",
     "--lr_schedule=wsd": "lr_schedule is 'wsd', but needs cooldown_iters: set --lr_schedule=cosine",
-    "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0.0, but needs to be above 0 for emb",
+    "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0.0, but needs to be above 0",
 }
 
 

@@ -272,25 +272,24 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
 # -- help
 
 
-def printed_help(script, capsys, *argv):
-    with pytest.raises(SystemExit) as end:
-        run(script, *argv)
-    said = capsys.readouterr()
-    assert end.value.code == 0 and said.err == ""
-    return said.out.splitlines()
-
-
 def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
-    usage, *others = printed_help(script, capsys, "--zzz=1", "-h")
+    def printed_help(*argv):
+        with pytest.raises(SystemExit) as end:
+            run(script, *argv)
+        said = capsys.readouterr()
+        assert end.value.code == 0 and said.err == ""
+        return said.out.splitlines()
+
+    usage, *others = printed_help("--zzz=1", "-h")
     assert usage == "usage: python train.py [PATH ...] [--key=value ...]"
     assert {"on any number of processes.", "run:", "data:", "  --accumulation=40"} <= {*others}
     assert """  --start='"\\n"'                     the prompt, or FILE: and the name of a file""" in others
     assert not any("learning_rate" in line for line in others)
-    lines = printed_help(script, capsys, "--help=all")
+    lines = printed_help("--help=all")
     assert "  --seed=1337                        data order, initial weights" in lines
     assert "  --max_iters=600000                 steps [>= 0, fractions]" in lines
     monkeypatch.setenv("RANK", "1")
-    assert printed_help(script, capsys, "--help") == []
+    assert printed_help("--help") == []
 
 
 # -- the scripts

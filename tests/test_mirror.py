@@ -263,7 +263,7 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
         with pytest.raises(ValueError, match=f"^mirror .*{problem}"):
             Mirror(url, tmp_path, 1).begin()
     for arguments, advice in {
-        "--mirror=/mnt/disk": "mirror is '/mnt/disk', but needs a URL, such as s3://bucket/run or",
+        "--mirror=/mnt/disk": "mirror is '/mnt/disk', but needs a URL such as s3://bucket/run: set",
         "--mirror=s3://bucket/run --save_checkpoint=False": "needs save_checkpoint: set --mirror=",
         "--mirror=file://out": "mirror is 'file://out', but needs a place outside of out_dir out: set",
         f"--mirror=file://{tmp_path}/a/b/.. --out_dir=./a": "needs a place outside of out_dir ./a",

@@ -61,26 +61,17 @@ def test_a_run_with_fractional_steps(zygote, work):
 
 
 NOTES = {
-    (
-        "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set "
-        "--min_lr=1e-06, or --decay_lr=False"
-    ): dict(learning_rate=1e-5),
-    (
-        "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in "
-        "proportion, rises: set --min_lr=6e-05, or --decay_lr=False"
-    ): dict(min_lr=3e-3, optimizer="muon"),
-    (
-        "the run ends at step 999, in the warm-up (warmup_iters 2000), with a learning rate of 0.0003: set a "
-        "smaller --warmup_iters"
-    ): dict(max_iters=999),
-    (
-        "warmup_iters, 2000, is not smaller than lr_decay_iters, 2000: the learning rate then drops to "
-        "min_lr at once: set --lr_decay_iters=600000, or a smaller --warmup_iters"
-    ): dict(lr_decay_iters=2000),
-    (
-        "from step 3000, lr_decay_iters, the learning rate is 0 and nothing is learned: set "
-        "--lr_decay_iters=4000, or a smaller --max_iters"
-    ): dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
+    "min_lr 6e-05 is above learning_rate 1e-05, so rates rise after the warm-up: set --min_lr=1e-06, or "
+    "--decay_lr=False": dict(learning_rate=1e-5),
+    "the run ends at step 999, in the warm-up (warmup_iters 2000): set a smaller --warmup_iters": dict(
+        max_iters=999
+    ),
+    "the learning rate drops to min_lr after the warm-up, since warmup_iters 2000 is not smaller than "
+    "lr_decay_iters 2000: set --lr_decay_iters=600000, or a smaller --warmup_iters": dict(
+        lr_decay_iters=2000
+    ),
+    "from step 3000, lr_decay_iters, the learning rate is 0: set --lr_decay_iters=4000, or a smaller "
+    "--max_iters": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
 }
 
 

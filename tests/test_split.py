@@ -119,7 +119,7 @@ DIVIDED = "processes cannot be divided into"
 # (processes, degrees, shape, message)
 MISTAKES = [
     (4, dict(tp=3), dict(n_head=12, block_size=96), f"4 {DIVIDED} tp 3: start 3 or 6 processes"),
-    (4, dict(tp=2, pp=3), dict(n_layer=4), f"4 {DIVIDED} pp 3 x tp 2 = 6: start 6 processes"),
+    (4, dict(tp=2, pp=3), dict(n_layer=4), f"4 {DIVIDED} pp 3 x tp 2: start 6 processes"),
     (3, dict(islands=2), {}, f"3 {DIVIDED} islands 2: start 2 or 4 processes"),
     (4, dict(tp=4), dict(n_head=6), "tp is 4: it must divide n_head, 6: set --tp=2"),
     (4, dict(tp=4), dict(n_kv_head=2), "tp is 4: it must divide n_kv_head, 2: set --tp=2"),

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, fields
 
-from isogpt.training import optim
 from isogpt.training.budget import split_budget
 
 
@@ -45,30 +44,29 @@ class Schedule:
         """A sentence for each unusual property of these rates in a run with train.py's settings `config`."""
         if not self.decay_lr or config["eval_only"]:
             return []
-        max_iters, peak, min_lr = config["max_iters"], config["learning_rate"], config["min_lr"]
+        peak, min_lr, last = self.learning_rate, self.min_lr, config["max_iters"]
+        warmup, decay = self.warmup_iters, self.lr_decay_iters
         notes = []
         if min_lr > peak:
-            muon = ", and Muon's in proportion," if optim.uses_muon(config["optimizer"]) else ""
             notes.append(
-                f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
-                f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False"
+                f"min_lr {min_lr:g} is above learning_rate {peak:g}, so rates rise after the warm-up: set "
+                f"--min_lr={peak / 10:g}, or --decay_lr=False"
             )
-        if max_iters < self.warmup_iters:
+        if last < warmup:
             notes.append(
-                f"the run ends at step {max_iters}, in the warm-up (warmup_iters {self.warmup_iters}), with "
-                f"a learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
+                f"the run ends at step {last}, in the warm-up (warmup_iters {warmup}): set a smaller "
+                "--warmup_iters"
             )
-        elif self.warmup_iters >= self.lr_decay_iters:
-            decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""
+        elif warmup >= decay:
+            longer = f"--lr_decay_iters={last}, or " if last > warmup else ""
             notes.append(
-                f"warmup_iters, {self.warmup_iters}, is not smaller than lr_decay_iters, "
-                f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}"
-                "a smaller --warmup_iters"
+                f"the learning rate drops to min_lr after the warm-up, since warmup_iters {warmup} is not "
+                f"smaller than lr_decay_iters {decay}: set {longer}a smaller --warmup_iters"
             )
-        if min_lr == 0 and self.warmup_iters < self.lr_decay_iters < max_iters:
+        if min_lr == 0 and warmup < decay < last:
             notes.append(
-                f"from step {self.lr_decay_iters}, lr_decay_iters, the learning rate is 0 and nothing is "
-                f"learned: set --lr_decay_iters={max_iters}, or a smaller --max_iters"
+                f"from step {decay}, lr_decay_iters, the learning rate is 0: set --lr_decay_iters={last}, or "
+                "a smaller --max_iters"
             )
         return notes
 

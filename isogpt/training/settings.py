@@ -123,14 +123,14 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
     if not is_word and not is_url(name) and not os.path.exists(name):
         yield (
             f"init_from is {c.init_from!r}; choose from scratch, resume, resume:STEP, auto, "
-            "gpt2[-medium|-large|-xl], a folder of a run or of transformers, a ckpt.pt, and a mirror's URL"
+            "gpt2[-medium|-large|-xl], a run's folder, ckpt.pt or mirror, and a folder of transformers"
         )
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
     path = Path(c.mirror.removeprefix("file://")).resolve()
     is_inside = c.mirror.startswith("file://") and path.is_relative_to(Path(c.out_dir).resolve())
     needs = [
-        ("mirror", "", is_url(c.mirror), "a URL, such as s3://bucket/run or file:///mnt/disk/run"),
+        ("mirror", "", is_url(c.mirror), "a URL such as s3://bucket/run"),
         ("mirror", "", not is_inside, f"a place outside of out_dir {c.out_dir}"),
         ("mirror", "", c.save_checkpoint, "save_checkpoint"),
         ("save_checkpoint", False, c.grad_sync != "never", "a grad_sync other than 'never'"),
@@ -141,7 +141,7 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
     rank, ranks = (int(n) for n in f"0/{c.dry_run_ranks}".split("/")[-2:])
     least = max(2, rank + 1)
     needs = [
-        ("dry_run_ranks", f"{rank}/{least}", ranks >= least, "a rank below the number of ranks, 2 or more"),
+        ("dry_run_ranks", f"{rank}/{least}", ranks >= least, "a rank below the number of ranks"),
         ("dry_run_ranks", "", "RANK" not in os.environ, "to be started without a launcher"),
         ("init_from", "scratch", name == "auto", "weights, which a dry run does not read"),
         ("shares", "equal", c.shares != "auto", "all ranks, and a dry run is only one"),
@@ -161,7 +161,7 @@ def conflicts_of_training(c: Settings) -> Iterator[str]:
         ("head", "auto", not is_gpt2 or c.head == "tied", others),
         ("bias", False, is_gpt2, "arch gpt2"),
         ("n_expert_active", 2, not is_one_expert, "to be 2 or more"),
-        ("learning_rate", 6e-4, has_rate, "to be above 0 for embeddings and the head"),
+        ("learning_rate", 6e-4, has_rate, "to be above 0 with muon"),
         ("lr_schedule", "cosine", c.lr_schedule != "wsd" or c.cooldown_iters, "cooldown_iters"),
         ("local_steps", 1, c.islands != 1, "islands"),
         ("islands", 1, not evaluates_average, "an optimizer that evaluates what it trains"),
@@ -221,15 +221,12 @@ def conflicts_of_layout(plan: Plan) -> Iterator[str]:
 def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
     """Whether the degrees of parallelism divide the ranks. Raises ValueError about shares of other ranks."""
     degrees = {axis: getattr(plan, axis) for axis in AXES if axis != "dp_shard"}
-    degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     product = prod(degrees.values())
     if plan.world_size % product:
-        text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-        if len(degrees) > 1:
-            text += f" = {product}"
+        text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         counts = multiples_around(plan.world_size, product)
         started = count_text(plan.world_size, "process", "processes")
-        yield f"{started} cannot be divided into {text}: start {counts} processes, or lower a degree"
+        yield f"{started} cannot be divided into {text}: start {counts} processes"
     else:
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     if plan.islands > plan.sequences > 0:
