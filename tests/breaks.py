@@ -107,7 +107,12 @@ BREAKS = {
         "rows for other experts": (EXPERT, "exchange_tokens", ".repeat(ranks)", ".repeat_interleave(ranks)"),
     },
     "islands 2": {
-        "gradients averaged": (MESH, "Mesh.loss.fget", '("dp_replicate",', '("islands", "dp_replicate",'),
+        "gradients averaged": (
+            MESH,
+            "Mesh.__post_init__",
+            'self.loss = Role(self, ("dp_replicate",',
+            'self.loss = Role(self, ("islands", "dp_replicate",',
+        ),
         "divisor": (
             SUMS,
             "FloatSums.__post_init__",

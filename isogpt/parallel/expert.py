@@ -17,7 +17,7 @@ from isogpt.parallel.attach import Attachment, attach, replace_seams
 from isogpt.parallel.mesh import Mesh
 
 
-@torch.compiler.disable(reason="the number of rows that a rank receives is different in each step")
+@torch.compiler.disable(reason="a rank receives a different number of rows in each step")
 def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
     """
     Return the experts' results for this rank's rows (all ranks of the group).

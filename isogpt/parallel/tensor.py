@@ -39,10 +39,6 @@ class TensorRanks:
     splits_sequence: bool
     vocab_size: int
 
-    def whole_sequence(self, x: Tensor) -> Tensor:
-        """All positions, of which each rank holds a part: (B, T / tp, C) -> (B, T, C)."""
-        return Gather.apply(x, self.group) if self.splits_sequence else x
-
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the ranks' (B, T, C): this rank's positions, or all positions."""
         if self.splits_sequence:
@@ -95,7 +91,9 @@ def tp_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tup
 def whole_sequence(ranks: TensorRanks, layer: nn.Module, args: tuple) -> tuple:
     """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
     x, *others = args
-    return ranks.whole_sequence(x), *others
+    if ranks.splits_sequence:
+        x = Gather.apply(x, ranks.group)
+    return x, *others
 
 
 def sum_of_experts(ranks: TensorRanks, dropout: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

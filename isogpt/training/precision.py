@@ -156,9 +156,9 @@ def use_flash_attention_3(device: torch.device, plan: Plan) -> list[str]:
     bits.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    fits = plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"]
-    is_installed = importlib.util.find_spec("flash_attn_interface")
-    if not (is_hopper and fits and is_installed):
+    if not is_hopper or plan.torch_dtype.itemsize != 2 or plan.model_args["dropout"]:
+        return []
+    if not importlib.util.find_spec("flash_attn_interface"):
         return []
     try:
         attention.activate_flash_attention_impl("FA3")
