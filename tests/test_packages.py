@@ -110,7 +110,7 @@ sys.modules.update(dict.fromkeys({hidden}))
         "bench.py": [config, "--plan", "--devices=8", "--hardware=h100", *data[:1]],
     }.items():
         said[name] = start_changed(zygote, hiding, args, at.path, script=name).wait().text()
-    no_plot = r"\nno plot .*: the picture needs matplotlib \(No module .*\): pip install matplotlib\n$"
+    no_plot = r"\nno plot .*: the picture needs matplotlib \(No module .*\): pip install matplotlib$"
     assert re.search(no_plot, said["train.py"])
     assert "valid (best)" in said["export.py"] and "5 tokens in" in said["sample.py"]
 
