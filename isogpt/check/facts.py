@@ -266,11 +266,12 @@ class Trial:
                     "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
                 )
         params = dict(model.named_parameters())
-        for name, p in params.items() if uses_ddp(self.plan, self.mesh) else ():
+        needs_gradients = uses_ddp(self.plan, self.mesh) or self.plan.exact
+        for name, p in params.items() if needs_gradients else ():
             if p.requires_grad and p.grad is None:
                 raise LayoutError(
-                    f"{name} gets no gradient, for which DDP waits: use it in each forward pass, freeze it "
-                    "with requires_grad_(False), or set --zero=2"
+                    f"{name} gets no gradient, but DDP and exact need one: use it in each forward pass, or "
+                    "freeze it with requires_grad_(False)"
                 )
         grads = [p.grad for p in params.values() if p.grad is not None]
         norm = torch.stack(torch._foreach_norm(grads)).norm()
