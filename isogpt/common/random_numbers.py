@@ -36,10 +36,11 @@ def normal_numbers(seed: int, name: str, shape: Sequence[int], part: Sequence[sl
     key = int.from_bytes(digest[:16], "little")
     starts, n = runs(shape, part)
     numbers = np.empty((len(starts), n), np.float32)
-    for row, start in zip(numbers, starts.tolist(), strict=True):
+    rows = max(1, AT_ONCE // max(1, n))
+    for row in range(0, len(starts), rows):
         for column in range(0, n, AT_ONCE):
-            block = row[column : column + AT_ONCE]
-            block[:] = normal_run(key, start + column, len(block))
+            block = numbers[row : row + rows, column : column + AT_ONCE]
+            block[:] = normal_rows(key, (starts[row : row + rows] + column).tolist(), block.shape[1])
     return numbers.reshape([place.stop - place.start for place in part])
 
 
@@ -59,18 +60,18 @@ def runs(shape: Sequence[int], part: Sequence[slice]) -> tuple[np.ndarray, int]:
     return starts, n
 
 
-def normal_run(key: int, start: int, n: int) -> np.ndarray:
+def normal_rows(key: int, starts: list[int], n: int) -> np.ndarray:
     """
-    Return n normal numbers of the sequence with this key, from number `start` on. Two consecutive numbers are
-    computed from one 64-bit word (Box and Muller 1958).
+    Return rows of n normal numbers of the sequence with this key, each from a different start: (rows, n). Two
+    consecutive numbers are computed from one 64-bit word (Box and Muller 1958).
     """
-    words = random_words(key, start // 2, n // 2 + 1)
+    words = np.stack([random_words(key, start // 2, n // 2 + 1) for start in starts])
     # contiguous, since numpy may compute different bits for other arrays
     uniform = words.view(np.uint32).reshape(-1, 2).T.astype(np.float32, order="C") * 2.0**-32
     radius = np.sqrt(-2.0 * np.log(uniform[0] + 2.0**-33))  # never the logarithm of 0
     angle = 2.0 * np.pi * uniform[1]
-    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
-    return pairs.flatten()[start % 2 :][:n]
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(len(starts), -1)
+    return np.stack([row[start % 2 :][:n] for row, start in zip(pairs, starts, strict=True)])
 
 
 def random_words(key: int, first: int, n: int) -> np.ndarray:
