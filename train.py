@@ -193,10 +193,7 @@ reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP
 model = raw_model
 if data_parallel.uses_ddp(plan, mesh):
     model = torch.nn.parallel.DistributedDataParallel(
-        raw_model,
-        process_group=mesh.replicas.group,
-        bucket_cap_mb=25,
-        gradient_as_bucket_view=True,
+        raw_model, process_group=mesh.replicas.group, bucket_cap_mb=25, gradient_as_bucket_view=True
     )
 # sums of gradients in floating point; with exact as int64, which do not depend on the order of reduction
 gradients = make_sums(model, raw_model, mesh, plan, reader.share, scaler, state.compression)

@@ -107,7 +107,9 @@ def test_ids_are_those_of_the_sources(three):
     assert (data.vocab_size, len(data.train)) == (60, sum(LENGTHS.values()))
     x, y = next(reader_of(data, "random", 480).train(0, 0))
     assert ((x + 1) % 50 == y).all()
-    plan = default_plan(model_args={"vocab_size": 60}, counts=ModelCounts([], {}, GPT))
+    plan = default_plan(
+        model_args={"vocab_size": 60}, counts=ModelCounts(blocks=[], outside={}, model_class=GPT)
+    )
     (line, _) = about_model(data, plan, "")
     parts = "data/a 7, data/b 300, data/c 693"
     assert line == f"data:    of each 1,000 sequences {parts}, 27,251 training tokens, vocabulary size 60"

@@ -69,9 +69,6 @@ def probed(sums):
     if together.is_main():
         torch.save(everyone, "probe.pt")
 gradients.FloatSums.finish, model.GPT.forward = probed, counted
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 

@@ -247,7 +247,7 @@ def test_validation_sets_that_cannot_be_used(tmp_path, monkeypatch):
     write(tmp_path / "elsewhere/b", range(30))
     write(tmp_path / "data/short", range(8))
     for names, message in (
-        ("b,elsewhere/b", "data/b, elsewhere/b have the same name, by which losses are reported: rename a"),
+        ("b,elsewhere/b", "data/b, elsewhere/b have the same name, by which losses are reported: rename one"),
         ("b,b", "data/b, data/b have the same name"),
         ("b,c", "no val.bin in data/c or .*; prepared data sets: a, b, short"),
         ("short", "short/val.bin contains 8 tokens, but block_size 8 needs 9 or more"),

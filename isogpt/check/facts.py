@@ -246,7 +246,7 @@ class Trial:
         if self.plan.zero >= 2:
             constants |= dict(model.named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in constants.items()}
-        places = self.share.island.places
+        places = self.share.island
         counts = Counter(kind_of(place) for place in places[::ROWS])
         tokens = float(len(places) * self.length)
         island_loss = 0.0

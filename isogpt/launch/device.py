@@ -33,7 +33,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         name = next(kind for kind, is_here in is_available.items() if is_here)
     kind, _, index = name.partition(":")
     if not is_available.get(kind) or not (index or "0").isdigit():
-        advice = "set --device= to auto, cpu, cuda, cuda:N or mps (one process)"
+        advice = "set --device=cpu, auto, cuda, cuda:N or mps (one process)"
         raise ValueError(f"device is {name!r}, which is not available here: {advice}")
     if kind != "cuda":
         return torch.device(kind)

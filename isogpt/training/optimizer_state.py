@@ -18,7 +18,7 @@ Update = tuple[str, nn.Parameter, Optimizer, dict]  # see `updates_of`
 
 def is_of_kind(optimizers: Optimizers, kind: str) -> bool:
     """Whether these are the classes that a setting `optimizer` names, in files that may have been moved."""
-    settings = (kind, optimizers[0].param_groups[0]["optimizer"])
+    settings = (kind, optimizers[0].param_groups[0].get("optimizer", "adamw"))
     # without folders: muon+mine/lion.py:Lion -> muon+lion.py:Lion
     return len({re.sub(r"[^+]*/", "", setting) for setting in settings}) == 1
 

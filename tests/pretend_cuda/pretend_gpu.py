@@ -23,10 +23,9 @@ NAMES = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100-SXM4-40GB", (9, 0): "NVIDIA H1
 def current_step() -> object:
     """The step of train.py's loop, 'start' before it, 'end' after it."""
     main = vars(sys.modules.get("__main__", types))
-    progress = main.get("progress")
-    if "batches" not in main or progress is None:
+    if "batches" not in main:
         return "start"
-    return "end" if "is_preempted" in main else progress.step
+    return main["state"].step if "state" in main and "status" not in main else "end"
 
 
 @dataclass
