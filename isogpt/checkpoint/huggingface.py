@@ -312,6 +312,6 @@ def kind_of(config: GPTConfig) -> str:
     if kind not in CLASSES or (n_expert and kind != "mixtral"):
         raise ValueError(
             f"transformers contains no class for arch {arch!r} with n_expert {n_expert}, but only for "
-            f"{', '.join(CLASSES)}: {OTHER_FORMS}"
+            f"{', '.join(CLASSES)} (a llama with experts): {OTHER_FORMS}"
         )
     return kind
