@@ -40,15 +40,18 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     by, reason = what_to_compare_by(runs)
     rows = [row_of(group, target) for group in groups]
     if by:  # the best first, and last those that are incomplete
-        rows.sort(key=lambda row: (bool(row["state"]), row[by]["mean"] if by in row else math.inf))
-    is_pair = by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed
+        unknown = {"mean": math.inf}
+        rows.sort(key=lambda row: (bool(row["state"]), row.get(by, unknown)["mean"]))
+    parting = None
+    if by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed:
+        parting = parting_of(*runs)
     return {
         "compared_by": by,  # LOSS or BITS; "": the runs cannot be compared
         "reason": reason,  # why not by the loss
         "groups": rows,
         "base": groups[0].name,
         "differences": differences(groups, by) if by else {},
-        "parting": parting_of(*runs) if is_pair else None,
+        "parting": parting,
         "notes": [],
         "pictures": [],  # the paths of those that have been drawn
     }
@@ -59,34 +62,50 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
     How each other group differs from the first one: at their ends if both are complete, otherwise at the last
     `step` at which all of their runs were evaluated.
     """
-    base, results, steps = groups[0].counted, {}, {}
+    base = groups[0].counted
+    results, steps = {}, {}
     for group in groups[1:]:
-        name, other = group.name, group.counted
+        other, step = group.counted, None
         end, other_end = last_step(base), last_step(other)
         if any(run.state for run in base + other):
-            end = other_end = steps[name] = last_step(base + other)
-        results[name] = difference(values_of(base, end, by), values_of(other, other_end, by))
-    return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
+            end = other_end = step = last_step(base + other)
+        steps[group.name] = step
+        before = values_of(base, end, by)
+        after = values_of(other, other_end, by)
+        results[group.name] = difference(before, after)
+    fields = {}
+    for name, result in corrected(results).items():
+        fields[name] = asdict(result) | {"step": steps[name]}
+    return fields
 
 
 def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:
     """{seed: finite value at a step}; none of the initial weights."""
-    values = {run.seed: run.evaluation_at(step)[by] for run in runs if step}
-    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+    values = {}
+    if not step:
+        return values
+    for run in runs:
+        value = run.evaluation_at(step)[by]
+        if math.isfinite(value):
+            values[run.seed] = value
+    return values
 
 
 def last_step(runs: list[Run]) -> int:
     """The last step at which all of these runs were evaluated; 0: there is none."""
+    if not runs:
+        return 0
     steps = [{one["iter"] for one in run.evaluations} for run in runs]
-    return max(set.intersection(*steps), default=0) if steps else 0
+    return max(set.intersection(*steps), default=0)
 
 
 def parting_of(a: Run, b: Run) -> int | None:
     """The first logged step at which the training losses of two runs differ; None: there is none."""
     losses = {step["iter"]: step["loss"] for step in b.steps}
     for step in a.steps:
-        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
-            return step["iter"]
+        number, loss = step["iter"], step["loss"]
+        if number in losses and losses[number] != loss:
+            return number
     return None
 
 
@@ -104,27 +123,37 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
     """
     described = [description(run, defaults) for run in runs]
-    names = [name for name in described[0] if len({str(one.get(name)) for one in described}) > 1]
+    names = []
+    for name in described[0]:
+        if len({str(one.get(name)) for one in described}) > 1:
+            names.append(name)
     kinds = [str([one.get(name) for name in names]) for one in described]
     seeds = [(kind, run.seed) for kind, run in zip(kinds, runs, strict=True)]
     repeated = {kind for kind, seed in seeds if seeds.count((kind, seed)) > 1}
-    groups = {}
+    by_key = {}
     for run, one, kind in zip(runs, described, kinds, strict=True):
-        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in names if name != CODE)
         code = one[CODE] if CODE in names else ""
+        differing = {name: as_typed(one.get(name)) for name in names if name != CODE}
+        text = " ".join(f"{name}={value}" for name, value in differing.items())
         key = kind, run.place if kind in repeated else ""
-        groups.setdefault(key, Group(text, [], code)).runs.append(run)
-    groups = [*groups.values()]
-    places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
-    folders = [str(group.runs[0].folder) for group in groups]
-    choices = ([group.name for group in groups], places, folders)
-    names = next(names for names in choices if all(names) and len(set(names)) == len(groups))
+        group = by_key.setdefault(key, Group(text, [], code))
+        group.runs.append(run)
+    groups = [*by_key.values()]
+    texts = [group.name for group in groups]
+    firsts = [group.runs[0] for group in groups]
+    places = [f"{run.place} {text}".strip() for run, text in zip(firsts, texts, strict=True)]
+    folders = [str(run.folder) for run in firsts]
+    for names in (texts, places, folders):
+        if all(names) and len(set(names)) == len(groups):
+            break
     return [replace(group, name=name) for group, name in zip(groups, names, strict=True)]
 
 
 def description(run: Run, defaults: dict) -> dict:
     """What distinguishes a run from others: its settings, and the code."""
-    settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
+    settings = defaults | run.settings
+    for name in NOT_COMPARED & settings.keys():
+        del settings[name]
     init_from = settings["init_from"].removeprefix("auto:")
     settings["init_from"] = "scratch" if init_from == "auto" else init_from
     return settings | {CODE: run.facts.get(CODE, "")}
@@ -141,15 +170,18 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     """
     measures = [run.facts.get("measures") or what_is_measured(run.settings) for run in runs]
     for run, measured in zip(runs, measures, strict=True):
-        if changed := changed_measures(measures[0], measured | {"seed": None}):
-            reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
+        changed = changed_measures(measures[0], measured | {"seed": None})
+        if changed:
             break
     else:
         return LOSS, ""
+    reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
     if len({run.facts.get("val_text") for run in runs}) > 1:
         return "", f"{reason}, and the validation texts differ too"
-    if not all(BITS in one for run in runs for one in run.evaluations):
-        return "", f"{reason}, and bits per byte are not recorded: run the data set's prepare.py again"
+    for run in runs:
+        if not all(BITS in one for one in run.evaluations):
+            advice = "run the data set's prepare.py again"
+            return "", f"{reason}, and bits per byte are not recorded: {advice}"
     return BITS, reason
 
 
@@ -161,7 +193,10 @@ def row_of(group: Group, target: float) -> dict:
     """The table's row of a group, by the headings. None: not known."""
     # at the last step at which all runs that count were evaluated
     runs, step = group.runs, last_step(group.counted)
-    ends = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
+    ends = []
+    for run in group.counted:
+        best = {"best": best_loss(run, step)}
+        ends.append(run.evaluation_at(step) | best)
     first = ends[0] if ends else {}
     row = {
         "group": group.name,
@@ -176,9 +211,10 @@ def row_of(group: Group, target: float) -> dict:
         if name.startswith(("val_", "best")):
             row[name] = mean_of(ends, name)
     if target:
-        points = list(filter(None, (reaches(run, target) for run in runs)))
+        points = [point for run in runs if (point := reaches(run, target))]
         row |= {"loss": target, "runs_to_loss": len(points)}
-        row |= {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
+        for name, heading in TO_LOSS.items():
+            row[heading] = mean_of(points, name)["mean"]
     steps = [step for run in runs for step in run.steps[1:]]  # the first step is slow
     row["tokens_per_s"] = row["memory_gb"] = None
     if steps:
@@ -189,7 +225,8 @@ def row_of(group: Group, target: float) -> dict:
     row["runs"] = []
     for run in runs:
         last = run.evaluations[-1] if run.evaluations else None
-        row["runs"].append({"folder": str(run.folder), "state": run.state, "evaluation": last})
+        one = {"folder": str(run.folder), "state": run.state}
+        row["runs"].append(one | {"evaluation": last})
     return row
 
 
@@ -201,14 +238,18 @@ def best_loss(run: Run, step: int) -> float:
 
 def commit_of(run: Run) -> str:
     """The commit of a run's code, and whether files differed from it."""
-    return run.facts.get("commit", "")[:8] + ("-changed" if run.facts.get("changed") else "")
+    commit = run.facts.get("commit", "")[:8]
+    return f"{commit}-changed" if run.facts.get("changed") else commit
 
 
 def mean_of(records: list[dict], name: str) -> dict:
     """The mean of a number in some records and its standard error; nan: not known."""
     known = [record[name] for record in records if record.get(name) is not None]
-    mean = statistics.fmean(known) if known else math.nan
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+    mean = error = math.nan
+    if known:
+        mean = statistics.fmean(known)
+    if len(known) > 1:
+        error = statistics.stdev(known) / math.sqrt(len(known))
     return {"mean": mean, "error": error}
 
 
@@ -221,8 +262,10 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
             losses = [after[LOSS], before[LOSS]]
-            names = TO_LOSS.keys() & after
-            return {name: np.interp(target, losses, [after[name], before[name]]) for name in names}
+            point = {}
+            for name in TO_LOSS.keys() & after:
+                point[name] = np.interp(target, losses, [after[name], before[name]])
+            return point
     return {}
 
 
@@ -234,7 +277,8 @@ def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
     commands, together = [], "python compare.py"
     for group in groups:
-        first, command = group.runs[0], "python sweep.py"
+        first = group.runs[0]
+        command = "python sweep.py"
         for name, value in first.settings.items():
             if name not in NOT_REPEATED and value != defaults.get(name, value):
                 command += f" --{name}={as_typed(value)}"
@@ -265,9 +309,13 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
     lines += [sentence(name, comparison) for name in results]
     if (step := comparison["parting"]) is not None:
         lines.append(f"the first logged step at which their training losses differ is {step:,}")
-    if len(results) == 1 and any(NO_TEST in result["method"] for result in results.values()):
-        edited = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
-        lines += [f"To know, train with several seeds{edited}:", *(f"    {line}" for line in more_seeds)]
+    untested = [result for result in results.values() if NO_TEST in result["method"]]
+    if untested and len(results) == 1:
+        edited = ""
+        if any(row["code"] for row in rows):
+            edited = ", each with its own version of the code"
+        lines.append(f"To know, train with several seeds{edited}:")
+        lines += [f"    {command}" for command in more_seeds]
     lines += [f"note: {note}" for note in comparison["notes"]]
     lines += [f"a picture: {path}" for path in comparison["pictures"]]
     return [visible(line) for line in lines]
@@ -275,23 +323,26 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
 
 def table(rows: list[dict]) -> list[str]:
     """A line for each row, with the columns in which they differ, and a line of what all have in common."""
-    cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
-    columns, same = {}, []
-    for name in dict.fromkeys(name for one in cells for name in one if one[name]):
-        column = [one.get(name, "") for one in cells]
+    headings = dict.fromkeys(name for row in rows for name in row if name != "runs")
+    cells, same = [{} for _ in rows], []
+    for name in headings:
+        column = [text_of(row.get(name)) for row in rows]
+        if not any(column):
+            continue
         if len(rows) > 1 and len(set(column)) == 1:
             same.append(f"{name} {column[0]}")
-        else:
-            columns[name] = column
-    lines = aligned([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+            continue
+        for row, text in zip(cells, column, strict=True):
+            row[name] = text
+    lines = aligned(cells)
     return [f"all: {', '.join(same)}", *lines] if same else lines
 
 
 def text_of(value: object) -> str:
     """A value as text; "" if it is not known."""
     if isinstance(value, dict):  # a mean loss
-        error = "" if math.isnan(value["error"]) else f" ± {value['error']:.4f}"
-        return f"{value['mean']:.4f}{error}"
+        mean, error = f"{value['mean']:.4f}", value["error"]
+        return mean if math.isnan(error) else f"{mean} ± {error:.4f}"
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, int):
@@ -303,10 +354,13 @@ def text_of(value: object) -> str:
 
 def sentence(name: str, comparison: dict) -> str:
     """A sentence about the difference of a group from the first one."""
-    result, base = comparison["differences"][name], comparison["base"]
-    measured, mean, p = NAMES[comparison["compared_by"]], result["mean"], result["p"]
-    method, step, seeds = result["method"], result["step"], result["seeds_needed"]
-    at = f" at step {step:,}, the last one that all have evaluated" if step else ""
+    base, measured = comparison["base"], NAMES[comparison["compared_by"]]
+    result = comparison["differences"][name]
+    mean, p = result["mean"], result["p"]
+    method, seeds = result["method"], result["seeds_needed"]
+    at = ""
+    if result["step"]:
+        at = f" at step {result['step']:,}, the last one that all have evaluated"
     if mean is None:
         return f"{name} and {base}: {method}"
     if mean == 0 and p is None:

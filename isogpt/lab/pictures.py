@@ -4,6 +4,7 @@ import io
 import math
 import os
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,11 +44,12 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     """
     name = "iter" if x == "steps" else x
     validation, training = {}, {}
-    for run in (run for group in groups for run in group.runs):
+    for run in chain(*(group.runs for group in groups)):
         if any(record.get(name) is None for record in run.evaluations):
             raise ValueError(f"{run.folder} does not record its {x}: use --x=steps")
         validation[run.folder] = curve_of(run.evaluations, name, unit)
-        training[run.folder] = smoothed(curve_of(run.steps, name, "loss_mean"))
+        losses = curve_of(run.steps, name, "loss_mean")
+        training[run.folder] = smoothed(losses)
     curves = {"Validation loss": validation}
     if unit == "val_loss":
         curves["Training loss, smoothed"] = training
@@ -58,14 +60,16 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     os.environ["MPLBACKEND"] = "agg"
     with needed_by("the picture", "matplotlib"):
         from matplotlib.figure import Figure
-    figure = Figure((9, 3.5 * len(titles)), layout="constrained")
-    panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
+    ylabel = "bits per byte" if unit == "val_bpb" else "nats per token"
+    n = len(titles)
+    figure = Figure((9, 3.5 * n), layout="constrained")
+    panels = figure.subplots(n, sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(panels, titles, strict=True):
         if title in curves:
             draw_groups(axes, groups, curves[title])
         else:
             draw_difference(axes, *groups, validation)
-        axes.set(title=title, ylabel="bits per byte" if unit == "val_bpb" else "nats per token")
+        axes.set(title=title, ylabel=ylabel)
         axes.grid(alpha=0.3)
         axes.legend()
     panels[-1].set_xlabel(f"training {x}")
@@ -82,10 +86,12 @@ def draw_groups(axes: "Axes", groups: list[Group], curves: dict[Path, Curve]) ->
     """
     for index, group in enumerate(groups):
         color, name = f"C{index}", name_of(group)
-        counted = [curves[run.folder] for run in group.counted if curves[run.folder].size]
+        counted = [curves[run.folder] for run in group.counted]
+        counted = [curve for curve in counted if curve.size]
         if counted:
             x, values = together(counted)
-            mean, label = values.mean(axis=0), f"{name}: {values[:, -1].mean():.4f}"
+            mean = values.mean(axis=0)
+            label = f"{name}: {mean[-1]:.4f}"
             if len(values) > 1:
                 error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
                 axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.25)
@@ -105,32 +111,40 @@ def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve])
     Draw the difference b - a: of each seed that both have, and the mean with its 95% interval, as
     significance.difference computes them.
     """
-    x, values = together([curves[run.folder] for run in a.counted + b.counted])
-    lines = iter(values)
-    before, after = ({run.seed: next(lines) for run in group.counted} for group in (a, b))
+    runs = a.counted + b.counted
+    x, values = together([curves[run.folder] for run in runs])
+    seeds, n = [run.seed for run in runs], len(a.counted)
+    before, after = dict(zip(seeds[:n], values[:n], strict=True)), dict(zip(seeds[n:], values[n:], strict=True))
     for seed in before.keys() & after.keys():
         axes.plot(x, after[seed] - before[seed], color="0.7", linewidth=0.8)
-    results = []
+    bounds = []
     for place in range(len(x)):
-        at_place = [{seed: line[place] for seed, line in lines.items()} for lines in (before, after)]
-        results.append(difference(*at_place))
-    mean, low, high = np.array([(one.mean, one.low, one.high) for one in results], dtype=float).T
+        at_a = {seed: line[place] for seed, line in before.items()}
+        at_b = {seed: line[place] for seed, line in after.items()}
+        result = difference(at_a, at_b)
+        bounds.append([result.mean, result.low, result.high])
+    mean, low, high = np.array(bounds, dtype=float).T
     axes.axhline(0, color="0", linewidth=0.8)
-    axes.plot(x, mean, color="0", label=f"({name_of(b)}) minus ({name_of(a)}): {mean[-1]:+.4f}")
-    axes.fill_between(x, low, high, color="0", alpha=0.15, label=f"95% interval, {results[-1].method}")
+    label = f"({name_of(b)}) minus ({name_of(a)}): {mean[-1]:+.4f}"
+    axes.plot(x, mean, color="0", label=label)
+    label = f"95% interval, {result.method}"
+    axes.fill_between(x, low, high, color="0", alpha=0.15, label=label)
 
 
 def curve_of(records: list[dict], x: str, y: str) -> Curve:
     """The curve of a number in the records of a run."""
-    points = np.array([(record.get(x), record.get(y)) for record in records], dtype=float).reshape(-1, 2)
-    return points[np.isfinite(points).all(axis=1)].T
+    numbers = [(record.get(x), record.get(y)) for record in records]
+    points = np.array(numbers, dtype=float).reshape(-1, 2)
+    is_finite = np.isfinite(points).all(axis=1)
+    return points[is_finite].T
 
 
 def smoothed(curve: Curve) -> Curve:
     """The mean of each point and those before it."""
     length = curve.shape[1] // PARTS + 1
     sums = np.insert(np.cumsum(curve[1]), 0, 0)
-    return np.array([curve[0, length - 1 :], (sums[length:] - sums[:-length]) / length])
+    means = (sums[length:] - sums[:-length]) / length
+    return np.array([curve[0, length - 1 :], means])
 
 
 def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -138,13 +152,17 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     Return places (n,) at which all curves have a value, and their values there (curves, n). Between two
     points of a curve, they are interpolated.
     """
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    first = max(x[0] for x, _ in curves)
+    last = min(x[-1] for x, _ in curves)
     places = np.unique(np.concatenate([x for x, _ in curves]))
     places = places[(places >= first) & (places <= last)]
     if not len(places):
         raise ValueError("the runs have no part of the x axis in common: use --x=steps")
-    places = places[np.linspace(0, len(places) - 1, min(len(places), MOST_PLACES)).astype(int)]
-    return places, np.array([np.interp(places, *curve) for curve in curves])
+    count = min(len(places), MOST_PLACES)
+    chosen = np.linspace(0, len(places) - 1, count).astype(int)
+    places = places[chosen]
+    values = [np.interp(places, *curve) for curve in curves]
+    return places, np.array(values)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -56,19 +56,24 @@ def make_plan(
         )
         # the dtype of all ranks is that of one of them
         precision.check_dtypes(plan, config["residual_dtype"])
-        args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
+        args = start.model_args(config, data.vocab_size)
+        args = fit_model_args(args, config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_plan(plan)
-    plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
+    dtypes = gather_objects(plan.dtype)
+    plan = replace(plan, dtype=precision.common_dtype(dtypes))
     if config["layout"] == "auto":
-        plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
+        layout = do_together(choose_layout, plan, ranks, config["out_dir"])
+        plan = replace(plan, **broadcast(layout))
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
     # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
     # curve stay the same. All ranks look, since the rank that ran out may be on a different machine
-    rows = recorded(Path(config["out_dir"]) / MICRO_BATCH, plan.job()) or plan.batch_size
-    return replace(plan, micro_batch=min(plan.batch_size, *gather_objects(rows)))
+    path = Path(config["out_dir"]) / MICRO_BATCH
+    rows = recorded(path, plan.job()) or plan.batch_size
+    fewest = min(plan.batch_size, *gather_objects(rows))
+    return replace(plan, micro_batch=fewest)
 
 
 def record(path: Path, job: dict, value: object) -> None:
@@ -83,7 +88,9 @@ def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = parse_json(read_utf8(path))
-        return content[path.stem] if content["job"] == job else None
+        if content["job"] == job:
+            return content[path.stem]
+    return None
 
 
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
@@ -97,21 +104,26 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     if not ranks.is_main:
         return {}
-    per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
-    job = plan.job() | {"per_node": per_node, "device": precision.device_name(ranks.device)}
+    machine = ranks.machines[ranks.rank]
+    per_node = gcd(plan.world_size, ranks.machines.count(machine))
+    device = precision.device_name(ranks.device)
+    job = plan.job() | {"per_node": per_node, "device": device}
     make_writable(out_dir)
     path = Path(out_dir) / "layout.json"
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
-    if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
-        print_line(f"layout:  {flags_of(replace(plan, **settings))}, recorded in {path}")
-        return settings
+    if settings.keys() == plan.layout_settings().keys():
+        layout = replace(plan, **settings)
+        if is_valid(layout):
+            print_line(f"layout:  {flags_of(layout)}, recorded in {path}")
+            return settings
     hw = hardware_of("this", ranks.device, plan.dtype, per_node)
     ranking = [steps[0] for steps in ranked(plan, hw)]
     best = ranking[0]
     check_fits(best)
+    flags, count = flags_of(best.plan), len(ranking)
     took = f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
-    print_line(f"layout:  {flags_of(best.plan)}, the fastest of {len(ranking)} by prediction: {took}")
+    print_line(f"layout:  {flags}, the fastest of {count} by prediction: {took}")
     for other in ranking[1:3]:
         print_line(f"         {flags_of(other.plan)}: {reason(other, best)}")
     record(path, job, best.plan.layout_settings())
@@ -124,7 +136,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 def divisors(n: int, most: int) -> list[int]:
     """The divisors of n up to `most`, and 1."""
-    return [d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most)]
+    most = min(n, max(1, most))
+    return [d for d in range(1, most + 1) if n % d == 0]
 
 
 def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
@@ -141,21 +154,26 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
         "zero": [0, 1, 2, 3],
         "dp_replicate": sorted({1, devices // per_node}),
     }
-    choices = {name: fixed_or(plan, name, values) for name, values in choices.items()}
+    for name, values in choices.items():
+        choices[name] = fixed_or(plan, name, values)
     for degrees in product(*choices.values()):
-        layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
-        if is_valid(layout):
-            mesh = make_mesh(0, layout)
-            shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
-            is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
-            if mesh.data_size <= plan.sequences and is_new:
-                yield layout
+        settings = dict(zip(choices, degrees, strict=True))
+        layout = replace(plan, **settings)
+        if not is_valid(layout):
+            continue
+        mesh = make_mesh(0, layout)
+        shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
+        is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
+        if is_new and mesh.data_size <= plan.sequences:
+            yield layout
 
 
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
     """The value of a setting, if it is not the default or was typed, else `values`."""
-    value = getattr(plan, name)
-    return values if value == getattr(UNDIVIDED, name) and name not in plan.fixed else [value]
+    value, default = getattr(plan, name), getattr(UNDIVIDED, name)
+    if value != default or name in plan.fixed:
+        return [value]
+    return values
 
 
 def is_valid(plan: Plan) -> bool:
@@ -173,12 +191,15 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Predict
     Args:
         wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
-    schedules = fixed_or(wanted, "pp_schedule", [*IDLE] if layout.pp > 1 else ["1f1b"])
-    modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
+    schedules = [*IDLE] if layout.pp > 1 else ["1f1b"]
+    schedules = fixed_or(wanted, "pp_schedule", schedules)
+    modes = ["none", "selective", "full"]
+    modes = fixed_or(wanted, "activation_checkpointing", modes)
     for schedule, size in product(schedules, micro_batches(wanted, layout)):
-        step = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
+        count = wanted.sequences // size
+        step = {"pp_schedule": schedule, "batch_size": size, "gradient_accumulation_steps": count}
         for mode in modes:
-            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **step)
+            plan = replace(layout, activation_checkpointing=mode, **step)
             if not is_valid(plan):
                 continue
             prediction = predict(plan, hw)
@@ -192,7 +213,8 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
     replicas = wanted.world_size // (layout.tp * layout.pp * layout.cp)
     most = -(-wanted.sequences // replicas)  # sequences of a rank
     sizes = {2**k for k in range(11)} | {wanted.batch_size}
-    return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
+    possible = [n for n in sizes if wanted.sequences % n == 0 and n < 2 * most]
+    return sorted(possible, reverse=True)
 
 
 def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
@@ -203,8 +225,11 @@ def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
     Raises:
         ValueError: there are no layouts.
     """
-    predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
-    ranking = sorted(filter(None, predictions), key=min)
+    ranking = []
+    for layout in layouts(plan, hw.per_node):
+        if predictions := sorted(predictions_of(plan, layout, hw)):
+            ranking.append(predictions)
+    ranking.sort(key=min)
     if not ranking:
         few = f"{plan.sequences} sequences are too few for {plan.world_size} devices"
         raise ValueError(f"no layout: {few}, or the settings exclude all")
@@ -223,7 +248,8 @@ def flags_of(plan: Plan) -> str:
     """The settings of a plan's layout that differ from the defaults, in the form in which they are typed."""
     usual = UNDIVIDED.layout_settings()
     settings = plan.layout_settings().items()
-    return " ".join(typed({name: value for name, value in settings if value != usual[name]}))
+    changed = {name: value for name, value in settings if value != usual[name]}
+    return " ".join(typed(changed))
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:

@@ -72,13 +72,16 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     tokens = f"{run['tokens_per_step']:,} tokens on {processes}, {dtype}"
     print_result(f"\n{count_text(steps, 'step')} of {tokens}; medians:")
     cells = {"tokens/s": f"{run['tokens_per_s']:,.0f}"}
-    cells |= {name: shown(mean) for name, mean in run["mean"].items()}
+    for name, mean in run["mean"].items():
+        cells[name] = shown(mean)
     cells["MFU"] = shown(run["mfu"], ".1%")
     cells["matmul, TFLOP/s"] = shown(peak and peak / 1e12, ".3g")
     cells["of which reached"] = shown(ratio, ".1%")
     rows = []
     for name, mean in cells.items():
-        slowest = shown(run["max"][name]) if name in run["max"] else ""
+        slowest = ""
+        if name in run["max"]:
+            slowest = shown(run["max"][name])
         rows.append({"": name, "mean of the ranks": mean, "slowest rank": slowest})
     print_table(rows)
     if workload.config["profile"]:
@@ -95,11 +98,13 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -
     a list changes it or the scaling is weak.
     """
     # a number of micro-batches that divides evenly over every number of processes
-    even = math.lcm(*map(int, lists.get("nproc", [workload.processes])))
+    numbers = lists.get("nproc", [workload.processes])
+    n = math.lcm(*map(int, numbers))
     launched = []
     for point in points_of(lists):
         settings = workload.settings | point
-        n = int(settings["nproc"]) if workload.config["weak"] else even
+        if workload.config["weak"]:
+            n = int(settings["nproc"])
         launched.append(settings | workload.batch_of(n) | point)
     return measure(launches, launched, list(lists), steps)
 
@@ -120,19 +125,24 @@ def measure(launches: Launches, launched: list[dict], varied: list[str], steps: 
         point = {name: settings[name] for name in varied}
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)
-        outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
-        print_result(f"{' '.join(typed(point))}: {outcome}")
+        outcome = run.get("problem")
+        if not outcome:
+            outcome = f"{run['tokens_per_s']:,.0f} tokens/s"
+        flags = " ".join(typed(point))
+        print_result(f"{flags}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
     if not measured:
         raise ValueError("no launch succeeded")
+    rows = [row_of_launch(run, measured[0]) for run in measured]
     print_result("")
-    print_table([row_of_launch(run, measured[0]) for run in measured])
+    print_table(rows)
     return runs
 
 
 def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     """A row of the table of launches. The speed-up is relative to the first launch."""
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
+    efficiency = speed_up / run["world_size"] * first["world_size"]
     row = {name: str(value) for name, value in run["point"].items()}
     row["tokens/step"] = f"{run['tokens_per_step']:,}"
     row["tokens/s"] = f"{run['tokens_per_s']:,.0f}"
@@ -141,7 +151,7 @@ def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     row["memory, GB"] = shown(run["max"]["memory, GB"])
     row["MFU"] = shown(run["mfu"], ".1%")
     row["speed-up"] = f"{speed_up:.2f}x"
-    row["efficiency"] = f"{speed_up / run['world_size'] * first['world_size']:.0%}"
+    row["efficiency"] = f"{efficiency:.0%}"
     return row
 
 
@@ -154,16 +164,21 @@ def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict
     Print the layouts on a number of devices of a kind, or with several numbers or kinds the fastest on each,
     and the command of the fastest.
     """
-    rankings = {f"{n} x {card}": rank(workload, n, card) for n, card in product(counts, cards)}
+    rankings = {}
+    for n, card in product(counts, cards):
+        rankings[f"{n} x {card}"] = rank(workload, n, card)
     fastest = print_rankings(rankings)
-    length = length_text(workload.settings | fastest.plan.layout_settings(), fastest.total_s)
+    settings = workload.settings | fastest.plan.layout_settings()
+    length = length_text(settings, fastest.total_s)
     command = print_command(workload, fastest, f"predicted{length}")
     plans = []
     for devices, ranking in rankings.items():
         for step in sorted(chain(*ranking)):
-            record = {"devices": devices} | vars(step) | {"settings": step.plan.layout_settings()}
-            record["total_s"] = None if step.problem else step.total_s
-            del record["plan"]
+            record = {"devices": devices} | vars(step)
+            plan = record.pop("plan")
+            record["settings"] = plan.layout_settings()
+            if step.problem:
+                record["total_s"] = None
             plans.append(record)
     return {"plans": plans, "command": command}
 
@@ -176,13 +191,17 @@ def tune(workload: Workload, launches: Launches, card: str) -> dict:
     tried = [steps[0] for steps in ranking[:4]] + ranking[0][1:3]
     tried = [step for step in tried if not step.problem]
     layouts = [step.plan.layout_settings() for step in tried]
-    varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
+    varied = []
+    for name in layouts[0]:
+        if len({layout[name] for layout in layouts}) > 1:
+            varied.append(name)
     print_result("\nmeasured:")
     launched = [workload.settings | layout for layout in layouts]
     runs = measure(launches, launched, varied, steps=5)
     speeds = [run.get("tokens_per_s", 0.0) for run in runs]
     most = max(speeds)
-    command = print_command(workload, tried[speeds.index(most)], f"{most:,.0f} tokens/s")
+    fastest = tried[speeds.index(most)]
+    command = print_command(workload, fastest, f"{most:,.0f} tokens/s")
     return {"tried": runs, "command": command}
 
 
@@ -195,7 +214,8 @@ def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
     """
     config = workload.config
     on_machine = min(n, config["per_node"])
-    check_training(workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
+    fitting = {"out_dir": "out", "gradient_accumulation_steps": 1}
+    check_training(workload.settings | fitting)
     wanted = workload.plan(n, card, machines=n // on_machine)
     usual = hardware_of(card, workload.device, wanted.dtype, on_machine)
     changes = config["network"], config["device_memory_gb"], config["device_tflops"]
@@ -213,22 +233,27 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     Raises:
         ValueError: no layout fits.
     """
-    most, shown = ROWS if len(rankings) == 1 else 1, []
+    most = ROWS if len(rankings) == 1 else 1
+    best = []
     for devices, ranking in rankings.items():
-        shown += [(devices, steps[0]) for steps in ranking[:most]]
+        best += [(devices, steps[0]) for steps in ranking[:most]]
     # those that do not fit are last, smallest first
-    shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
-    rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in shown]
+    best.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
+    rows = []
+    for devices, step in best:
+        first = rankings[devices][0][0]
+        rows.append(row_of_plan(devices, step, first))
     print_result("\n  ".join(["predicted:", *aligned(rows)]))
-    fastest = shown[0][1]
+    fastest = best[0][1]
     check_fits(fastest)
     return fastest
 
 
 def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
-    plan, why = step.plan, reason(step, best)
-    flops = step.tokens_per_s * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+    plan = step.plan
+    model = GPTConfig(**plan.model_args)
+    flops = step.tokens_per_s * flops_per_token(plan.counts, model)
     row = {"devices": devices, "sequences": f"{plan.sequences:,}"}
     row |= dict.fromkeys(("ms/step", "tokens/s", "TFLOP/s"), "")
     if not step.problem:
@@ -236,7 +261,10 @@ def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, s
         row["tokens/s"] = f"{step.tokens_per_s:,.0f}"
         row["TFLOP/s"] = f"{flops / plan.world_size / 1e12:.1f}"
     row["GB"] = f"{step.gb:.1f}"
-    row["settings (why they are slower)"] = flags_of(plan) + (f"  ({why})" if why else "")
+    text = flags_of(plan)
+    if why := reason(step, best):
+        text += f"  ({why})"
+    row["settings (why they are slower)"] = text
     return row
 
 
@@ -246,7 +274,8 @@ def length_text(settings: dict, step_s: float) -> str:
     if settings["max_tokens"].endswith("epochs") or not limits.max_iters:
         return ""
     steps = int(limits.max_iters) + 1  # as in nanoGPT
-    return f", {count_text(steps, 'step')} in {duration(steps * step_s)} without evaluations and checkpoints"
+    time = duration(steps * step_s)
+    return f", {count_text(steps, 'step')} in {time} without evaluations and checkpoints"
 
 
 def print_command(workload: Workload, fastest: Prediction, speed: str) -> str:
@@ -277,10 +306,12 @@ def measure_collectives(device: str, settings: dict) -> list[dict]:
     if n == 1:
         raise ValueError("comm needs two processes: set --nproc=2, and --device=cpu if there is one GPU")
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
-    rows, table, others = [], [], (n - 1) / n
+    rows, table = [], []
+    others = (n - 1) / n
     for size in MESSAGE_SIZES:
-        whole, other = (torch.zeros(size // 4 // n * n, device=ranks.device) for _ in range(2))
-        part = torch.zeros(len(whole) // n, device=ranks.device)
+        part = torch.zeros(size // 4 // n, device=ranks.device)
+        whole = part.repeat(n)
+        other = torch.zeros_like(whole)
         line = {"message": f"{size / 1024:,.0f} KB"}
         # factor: bytes that each link carries per byte of the message
         for name, factor, function, *arguments in (
@@ -309,6 +340,9 @@ def mean_seconds(device: torch.device, function: Callable, *arguments: object) -
     Return the slowest rank's mean time of a call, over as many calls as fit into 0.1 seconds (all ranks).
     """
     timer = Timer("function(*arguments)", globals=locals(), num_threads=torch.get_num_threads())
-    first = gather_number(timer.timeit(1).mean, device).max().item()  # after two calls that are not timed
-    count = int(min(max(0.1 / first, 1), 200))
-    return gather_number(timer.timeit(count).mean, device).max().item()
+    count = 1  # after two calls that are not timed
+    for _ in range(2):  # the first time says how many calls the second measures
+        mean = timer.timeit(count).mean
+        slowest = gather_number(mean, device).max().item()
+        count = int(min(max(0.1 / slowest, 1), 200))
+    return slowest

@@ -56,25 +56,34 @@ class Workload:
         self.device = device
         self.gpt = gpt
         self.processes = config["nproc"]
-        chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
-        is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
+        on_gpu = device.type == "cuda"
+        is_open = CHOOSES_MODEL.isdisjoint(config)  # nothing chooses the model
+        is_small = is_open and not on_gpu and {*cards} <= {"this", "cpu"}
         # all of train.py's settings, as the user's arguments set them
-        self.typed = normalized({name: config.get(name, one.default) for name, one in defaults.items()})
+        settings = {name: one.default for name, one in defaults.items()}
+        for name in settings.keys() & config.keys():
+            settings[name] = config[name]
+        self.typed = normalized(settings)
         # what bench.py chooses, without which train.py would train a different model
-        self.chosen = {name: value for name, value in SMALL.items() if is_small and name not in config}
+        self.chosen = {}
+        if is_small:
+            self.chosen = {name: SMALL[name] for name in SMALL if name not in config}
         # gradient_accumulation_steps 0: one micro-batch per process
         self.settings = settings = self.typed | self.chosen
-        if shape := GPT2.get(settings["init_from"].removeprefix("auto:")):  # as fast from scratch
-            settings |= shape | {"init_from": "scratch", "arch": "gpt2", "bias": True, "vocab_size": 50257}
+        init_from = settings["init_from"].removeprefix("auto:")
+        if init_from in GPT2:  # as fast from scratch
+            settings |= GPT2[init_from]
+            settings |= dict(init_from="scratch", arch="gpt2", bias=True, vocab_size=50257)
         if config["plan"] or config["tune"]:
             settings["layout"] = "manual"
         is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
         self.is_random = not (config["real_data"] and is_prepared)
         if self.is_random and not settings["vocab_size"]:
             settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-        if chooses_nothing and device.type == "cuda":
+        if is_open and on_gpu:
             gb = torch.cuda.mem_get_info(device)[1] / 1e9
-            settings["batch_size"] = largest_micro_batch(self.plan(self.processes, cards[0]), gb)
+            plan = self.plan(self.processes, cards[0])
+            settings["batch_size"] = largest_micro_batch(plan, gb)
 
     def batch_of(self, n: int) -> dict[str, int]:
         """
@@ -82,8 +91,12 @@ class Workload:
         is weak; n if the user has set nothing.
         """
         name = "gradient_accumulation_steps"
-        factor = 1 if self.settings[name] and not self.config["weak"] else n
-        return {name: (self.settings[name] or 1) * factor}
+        steps = self.settings[name]
+        if not steps:
+            steps = n
+        elif self.config["weak"]:
+            steps *= n
+        return {name: steps}
 
     def model_args(self) -> dict:
         """
@@ -96,7 +109,8 @@ class Workload:
         init_from = self.settings["init_from"]
         if init_from not in ("scratch", "auto", "resume"):
             known = f"a plan and an estimate know only {', '.join(GPT2)}"
-            raise ValueError(f"init_from is {init_from!r}: {known}: set --init_from=scratch and a shape")
+            advice = "set --init_from=scratch and a shape"
+            raise ValueError(f"init_from is {init_from!r}: {known}: {advice}")
         args = model_args_of(self.settings, vocab_size_of(self.settings))
         return asdict(GPTConfig(**args))
 
@@ -133,7 +147,8 @@ class Workload:
         precision.check_dtypes(plan, settings["residual_dtype"])
         check_plan(plan)
         mesh = make_mesh(0, plan)
-        share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
+        shares = parse_shares(plan.shares, mesh.data_size)
+        share = share_of_plan(plan, mesh, shares)
         return replace(plan, micro_batch=max(share.rows_of))
 
     def command(self, plan: Plan, arguments: Iterable[str]) -> str:
@@ -144,14 +159,22 @@ class Workload:
             arguments: bench.py's, of which the command repeats those for train.py.
         """
         n, per_node = plan.world_size, self.config["per_node"]
-        wanted = self.chosen | plan.layout_settings()
-        changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
-        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout", "dry_run_ranks"}
-        words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
-        program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+        changed = {}
+        for name, value in (self.chosen | plan.layout_settings()).items():
+            if value != self.typed[name]:
+                changed[name] = value
+        left_out = {*changed, "nproc", "profile", "layout", "dry_run_ranks"}
+        words = []
+        for word in arguments:
+            name = word.split("=")[0]
+            if name[:2] != "--" or name[2:] in self.typed.keys() - left_out:
+                words.append(word)
+        program = "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
+        elif n > 1:
+            program = f"torchrun --standalone --nproc_per_node={n}"
         return f"{program} train.py {shlex.join(words + typed(changed))}"
 
 
@@ -162,7 +185,9 @@ def vocab_size_of(settings: dict) -> int:
     Raises:
         ValueError: it is not set, and the data set is not prepared.
     """
+    if settings["vocab_size"]:
+        return settings["vocab_size"]
     try:
-        return settings["vocab_size"] or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
+        return open_dataset(settings["dataset"], settings["block_size"]).vocab_size
     except ValueError as e:
         raise ValueError(f"{e}; without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
