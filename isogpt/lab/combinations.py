@@ -25,9 +25,7 @@ def values_in(name: str, text: str) -> list[str]:
     """
     if name in NEVER_LISTS or text.startswith(("'", '"')):
         return [text]
-    if ";" in text or name in WITH_COMMAS:
-        return text.split(";")
-    return text.split(",")
+    return text.split(";" if ";" in text or name in WITH_COMMAS else ",")
 
 
 def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[Lists, list[str]]:
@@ -56,8 +54,7 @@ def points_of(lists: Lists, each: bool = False) -> list[dict[str, str]]:
     `each`, only one setting at a time differs from the first values; the seed is combined with all of these.
     """
     if not each:
-        combinations = product(*lists.values())
-        return [dict(zip(lists, values, strict=True)) for values in combinations]
+        return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     others = dict(lists)
     seeds = [{SEED: value} for value in others.pop(SEED, [])] or [{}]
     base = {name: values[0] for name, values in lists.items()}
@@ -97,7 +94,6 @@ def part_of_task(runs: list, variables: Mapping[str, str]) -> list:
     """
     task = int(variables.get("SLURM_ARRAY_TASK_ID", 0))
     tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", 1))
-    last = int(variables.get("SLURM_ARRAY_TASK_MAX", 0))
-    if last != tasks - 1:
-        raise ValueError("the tasks of the array job are not numbered from 0: submit it with --array=0-3")
+    if int(variables.get("SLURM_ARRAY_TASK_MAX", 0)) != tasks - 1:
+        raise ValueError("the array job's tasks are not numbered from 0: type --array=0-3")
     return runs[task::tasks]

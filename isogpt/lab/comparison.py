@@ -40,8 +40,7 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     by, reason = what_to_compare_by(runs)
     rows = [row_of(group, target) for group in groups]
     if by:  # the best first, and last those that are incomplete
-        unknown = {"mean": math.inf}
-        rows.sort(key=lambda row: (bool(row["state"]), row.get(by, unknown)["mean"]))
+        rows.sort(key=lambda row: (bool(row["state"]), row[by]["mean"] if by in row else math.inf))
     parting = None
     if by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed:
         parting = parting_of(*runs)
@@ -62,21 +61,15 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
     How each other group differs from the first one: at their ends if both are complete, otherwise at the last
     `step` at which all of their runs were evaluated.
     """
-    base = groups[0].counted
-    results, steps = {}, {}
+    base, results, steps = groups[0].counted, {}, {}
     for group in groups[1:]:
-        other, step = group.counted, None
+        name, other = group.name, group.counted
         end, other_end = last_step(base), last_step(other)
         if any(run.state for run in base + other):
-            end = other_end = step = last_step(base + other)
-        steps[group.name] = step
-        before = values_of(base, end, by)
-        after = values_of(other, other_end, by)
-        results[group.name] = difference(before, after)
-    fields = {}
-    for name, result in corrected(results).items():
-        fields[name] = asdict(result) | {"step": steps[name]}
-    return fields
+            end = other_end = steps[name] = last_step(base + other)
+        results[name] = difference(values_of(base, end, by), values_of(other, other_end, by))
+    results = corrected(results)
+    return {name: asdict(results[name]) | {"step": steps.get(name)} for name in results}
 
 
 def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:
@@ -93,10 +86,8 @@ def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:
 
 def last_step(runs: list[Run]) -> int:
     """The last step at which all of these runs were evaluated; 0: there is none."""
-    if not runs:
-        return 0
     steps = [{one["iter"] for one in run.evaluations} for run in runs]
-    return max(set.intersection(*steps), default=0)
+    return max(set.intersection(*steps), default=0) if steps else 0
 
 
 def parting_of(a: Run, b: Run) -> int | None:
@@ -123,26 +114,21 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
         defaults: of train.py's settings, for a setting that an older run has not recorded.
     """
     described = [description(run, defaults) for run in runs]
-    names = []
-    for name in described[0]:
-        if len({str(one.get(name)) for one in described}) > 1:
-            names.append(name)
+    names = [name for name in described[0] if len({str(one.get(name)) for one in described}) > 1]
     kinds = [str([one.get(name) for name in names]) for one in described]
     seeds = [(kind, run.seed) for kind, run in zip(kinds, runs, strict=True)]
     repeated = {kind for kind, seed in seeds if seeds.count((kind, seed)) > 1}
     by_key = {}
     for run, one, kind in zip(runs, described, kinds, strict=True):
+        text = " ".join(f"{name}={as_typed(one.get(name))}" for name in names if name != CODE)
         code = one[CODE] if CODE in names else ""
-        differing = {name: as_typed(one.get(name)) for name in names if name != CODE}
-        text = " ".join(f"{name}={value}" for name, value in differing.items())
         key = kind, run.place if kind in repeated else ""
         group = by_key.setdefault(key, Group(text, [], code))
         group.runs.append(run)
     groups = [*by_key.values()]
     texts = [group.name for group in groups]
-    firsts = [group.runs[0] for group in groups]
-    places = [f"{run.place} {text}".strip() for run, text in zip(firsts, texts, strict=True)]
-    folders = [str(run.folder) for run in firsts]
+    places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
+    folders = [str(group.runs[0].folder) for group in groups]
     for names in (texts, places, folders):
         if all(names) and len(set(names)) == len(groups):
             break
@@ -170,18 +156,15 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     """
     measures = [run.facts.get("measures") or what_is_measured(run.settings) for run in runs]
     for run, measured in zip(runs, measures, strict=True):
-        changed = changed_measures(measures[0], measured | {"seed": None})
-        if changed:
+        if changed := changed_measures(measures[0], measured | {"seed": None}):
+            reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
             break
     else:
         return LOSS, ""
-    reason = f"of {run.folder}, {', '.join(changed)} ({runs[0].folder})"
     if len({run.facts.get("val_text") for run in runs}) > 1:
         return "", f"{reason}, and the validation texts differ too"
-    for run in runs:
-        if not all(BITS in one for one in run.evaluations):
-            advice = "run the data set's prepare.py again"
-            return "", f"{reason}, and bits per byte are not recorded: {advice}"
+    if not all(BITS in one for run in runs for one in run.evaluations):
+        return "", f"{reason}, and bits per byte are not recorded: run prepare.py again"
     return BITS, reason
 
 
@@ -193,10 +176,7 @@ def row_of(group: Group, target: float) -> dict:
     """The table's row of a group, by the headings. None: not known."""
     # at the last step at which all runs that count were evaluated
     runs, step = group.runs, last_step(group.counted)
-    ends = []
-    for run in group.counted:
-        best = {"best": best_loss(run, step)}
-        ends.append(run.evaluation_at(step) | best)
+    ends = [run.evaluation_at(step) | {"best": best_loss(run, step)} for run in group.counted]
     first = ends[0] if ends else {}
     row = {
         "group": group.name,
@@ -225,8 +205,7 @@ def row_of(group: Group, target: float) -> dict:
     row["runs"] = []
     for run in runs:
         last = run.evaluations[-1] if run.evaluations else None
-        one = {"folder": str(run.folder), "state": run.state}
-        row["runs"].append(one | {"evaluation": last})
+        row["runs"].append({"folder": str(run.folder), "state": run.state, "evaluation": last})
     return row
 
 
@@ -238,8 +217,7 @@ def best_loss(run: Run, step: int) -> float:
 
 def commit_of(run: Run) -> str:
     """The commit of a run's code, and whether files differed from it."""
-    commit = run.facts.get("commit", "")[:8]
-    return f"{commit}-changed" if run.facts.get("changed") else commit
+    return run.facts.get("commit", "")[:8] + ("-changed" if run.facts.get("changed") else "")
 
 
 def mean_of(records: list[dict], name: str) -> dict:
@@ -262,10 +240,8 @@ def reaches(run: Run, target: float) -> dict[str, float]:
     for before, after in zip(finite[:1] + finite, finite, strict=False):
         if after[LOSS] <= target:
             losses = [after[LOSS], before[LOSS]]
-            point = {}
-            for name in TO_LOSS.keys() & after:
-                point[name] = np.interp(target, losses, [after[name], before[name]])
-            return point
+            names = TO_LOSS.keys() & after
+            return {name: np.interp(target, losses, [after[name], before[name]]) for name in names}
     return {}
 
 
@@ -277,8 +253,7 @@ def commands_for_seeds(groups: list[Group], defaults: dict) -> list[str]:
     """The commands that train each group with several seeds, and the one that compares them."""
     commands, together = [], "python compare.py"
     for group in groups:
-        first = group.runs[0]
-        command = "python sweep.py"
+        first, command = group.runs[0], "python sweep.py"
         for name, value in first.settings.items():
             if name not in NOT_REPEATED and value != defaults.get(name, value):
                 command += f" --{name}={as_typed(value)}"
@@ -311,9 +286,7 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
         lines.append(f"the first logged step at which their training losses differ is {step:,}")
     untested = [result for result in results.values() if NO_TEST in result["method"]]
     if untested and len(results) == 1:
-        edited = ""
-        if any(row["code"] for row in rows):
-            edited = ", each with its own version of the code"
+        edited = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
         lines.append(f"To know, train with several seeds{edited}:")
         lines += [f"    {command}" for command in more_seeds]
     lines += [f"note: {note}" for note in comparison["notes"]]

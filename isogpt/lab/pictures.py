@@ -4,7 +4,6 @@ import io
 import math
 import os
 import warnings
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,12 +43,11 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     """
     name = "iter" if x == "steps" else x
     validation, training = {}, {}
-    for run in chain(*(group.runs for group in groups)):
+    for run in (run for group in groups for run in group.runs):
         if any(record.get(name) is None for record in run.evaluations):
             raise ValueError(f"{run.folder} does not record its {x}: use --x=steps")
         validation[run.folder] = curve_of(run.evaluations, name, unit)
-        losses = curve_of(run.steps, name, "loss_mean")
-        training[run.folder] = smoothed(losses)
+        training[run.folder] = smoothed(curve_of(run.steps, name, "loss_mean"))
     curves = {"Validation loss": validation}
     if unit == "val_loss":
         curves["Training loss, smoothed"] = training
@@ -61,9 +59,8 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     with needed_by("the picture", "matplotlib"):
         from matplotlib.figure import Figure
     ylabel = "bits per byte" if unit == "val_bpb" else "nats per token"
-    n = len(titles)
-    figure = Figure((9, 3.5 * n), layout="constrained")
-    panels = figure.subplots(n, sharex=True, squeeze=False)[:, 0]
+    figure = Figure((9, 3.5 * len(titles)), layout="constrained")
+    panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(panels, titles, strict=True):
         if title in curves:
             draw_groups(axes, groups, curves[title])
@@ -111,10 +108,10 @@ def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve])
     Draw the difference b - a: of each seed that both have, and the mean with its 95% interval, as
     significance.difference computes them.
     """
-    runs = a.counted + b.counted
-    x, values = together([curves[run.folder] for run in runs])
-    seeds, n = [run.seed for run in runs], len(a.counted)
-    before, after = dict(zip(seeds[:n], values[:n], strict=True)), dict(zip(seeds[n:], values[n:], strict=True))
+    x, values = together([curves[run.folder] for run in a.counted + b.counted])
+    lines = iter(values)
+    before = {run.seed: next(lines) for run in a.counted}
+    after = {run.seed: next(lines) for run in b.counted}
     for seed in before.keys() & after.keys():
         axes.plot(x, after[seed] - before[seed], color="0.7", linewidth=0.8)
     bounds = []
@@ -125,26 +122,21 @@ def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve])
         bounds.append([result.mean, result.low, result.high])
     mean, low, high = np.array(bounds, dtype=float).T
     axes.axhline(0, color="0", linewidth=0.8)
-    label = f"({name_of(b)}) minus ({name_of(a)}): {mean[-1]:+.4f}"
-    axes.plot(x, mean, color="0", label=label)
-    label = f"95% interval, {result.method}"
-    axes.fill_between(x, low, high, color="0", alpha=0.15, label=label)
+    axes.plot(x, mean, color="0", label=f"({name_of(b)}) minus ({name_of(a)}): {mean[-1]:+.4f}")
+    axes.fill_between(x, low, high, color="0", alpha=0.15, label=f"95% interval, {result.method}")
 
 
 def curve_of(records: list[dict], x: str, y: str) -> Curve:
     """The curve of a number in the records of a run."""
-    numbers = [(record.get(x), record.get(y)) for record in records]
-    points = np.array(numbers, dtype=float).reshape(-1, 2)
-    is_finite = np.isfinite(points).all(axis=1)
-    return points[is_finite].T
+    points = np.array([(one.get(x), one.get(y)) for one in records], dtype=float).reshape(-1, 2)
+    return points[np.isfinite(points).all(axis=1)].T
 
 
 def smoothed(curve: Curve) -> Curve:
     """The mean of each point and those before it."""
     length = curve.shape[1] // PARTS + 1
     sums = np.insert(np.cumsum(curve[1]), 0, 0)
-    means = (sums[length:] - sums[:-length]) / length
-    return np.array([curve[0, length - 1 :], means])
+    return np.array([curve[0, length - 1 :], (sums[length:] - sums[:-length]) / length])
 
 
 def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -152,17 +144,13 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     Return places (n,) at which all curves have a value, and their values there (curves, n). Between two
     points of a curve, they are interpolated.
     """
-    first = max(x[0] for x, _ in curves)
-    last = min(x[-1] for x, _ in curves)
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     places = np.unique(np.concatenate([x for x, _ in curves]))
     places = places[(places >= first) & (places <= last)]
     if not len(places):
-        raise ValueError("the runs have no part of the x axis in common: use --x=steps")
-    count = min(len(places), MOST_PLACES)
-    chosen = np.linspace(0, len(places) - 1, count).astype(int)
-    places = places[chosen]
-    values = [np.interp(places, *curve) for curve in curves]
-    return places, np.array(values)
+        raise ValueError("the runs share no part of the x axis: use --x=steps")
+    places = places[np.linspace(0, len(places) - 1, min(len(places), MOST_PLACES)).astype(int)]
+    return places, np.array([np.interp(places, *curve) for curve in curves])
 
 
 # ------------------------------------------------------------------------------------------------------------

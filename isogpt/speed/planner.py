@@ -6,7 +6,7 @@ kept.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
@@ -35,9 +35,7 @@ from isogpt.training.settings import check_plan, fit_model_args
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
-def make_plan(
-    config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: Callable[[GPTConfig], nn.Module]
-) -> Plan:
+def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: type[nn.Module]) -> Plan:
     """
     Decide what train.py's settings leave open: the number of islands, the model's shape, the dtype to compute
     in, the layout and the micro-batch (all ranks). Exits with a message if the settings do not fit the ranks,
@@ -61,8 +59,7 @@ def make_plan(
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_plan(plan)
-    dtypes = gather_objects(plan.dtype)
-    plan = replace(plan, dtype=precision.common_dtype(dtypes))
+    plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
     if config["layout"] == "auto":
         layout = do_together(choose_layout, plan, ranks, config["out_dir"])
         plan = replace(plan, **broadcast(layout))
@@ -70,10 +67,8 @@ def make_plan(
         return plan
     # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
     # curve stay the same. All ranks look, since the rank that ran out may be on a different machine
-    path = Path(config["out_dir"]) / MICRO_BATCH
-    rows = recorded(path, plan.job()) or plan.batch_size
-    fewest = min(plan.batch_size, *gather_objects(rows))
-    return replace(plan, micro_batch=fewest)
+    rows = recorded(Path(config["out_dir"]) / MICRO_BATCH, plan.job()) or plan.batch_size
+    return replace(plan, micro_batch=min(plan.batch_size, *gather_objects(rows)))
 
 
 def record(path: Path, job: dict, value: object) -> None:
@@ -104,10 +99,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     """
     if not ranks.is_main:
         return {}
-    machine = ranks.machines[ranks.rank]
-    per_node = gcd(plan.world_size, ranks.machines.count(machine))
-    device = precision.device_name(ranks.device)
-    job = plan.job() | {"per_node": per_node, "device": device}
+    per_node = gcd(plan.world_size, ranks.machines.count(ranks.machines[ranks.rank]))
+    job = plan.job() | {"per_node": per_node, "device": precision.device_name(ranks.device)}
     make_writable(out_dir)
     path = Path(out_dir) / "layout.json"
     settings = recorded(path, job) or {}
@@ -121,9 +114,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     ranking = [steps[0] for steps in ranked(plan, hw)]
     best = ranking[0]
     check_fits(best)
-    flags, count = flags_of(best.plan), len(ranking)
     took = f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
-    print_line(f"layout:  {flags}, the fastest of {count} by prediction: {took}")
+    print_line(f"layout:  {flags_of(best.plan)}, the fastest of {len(ranking)} by prediction: {took}")
     for other in ranking[1:3]:
         print_line(f"         {flags_of(other.plan)}: {reason(other, best)}")
     record(path, job, best.plan.layout_settings())
@@ -136,8 +128,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 def divisors(n: int, most: int) -> list[int]:
     """The divisors of n up to `most`, and 1."""
-    most = min(n, max(1, most))
-    return [d for d in range(1, most + 1) if n % d == 0]
+    return [d for d in range(1, max(1, most) + 1) if n % d == 0]
 
 
 def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
@@ -154,11 +145,9 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
         "zero": [0, 1, 2, 3],
         "dp_replicate": sorted({1, devices // per_node}),
     }
-    for name, values in choices.items():
-        choices[name] = fixed_or(plan, name, values)
+    choices = {name: fixed_or(plan, name, values) for name, values in choices.items()}
     for degrees in product(*choices.values()):
-        settings = dict(zip(choices, degrees, strict=True))
-        layout = replace(plan, **settings)
+        layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
         if not is_valid(layout):
             continue
         mesh = make_mesh(0, layout)
@@ -191,15 +180,12 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware) -> Iterator[Predict
     Args:
         wanted: the plan that the settings describe, some of whose values are kept, see `fixed_or`.
     """
-    schedules = [*IDLE] if layout.pp > 1 else ["1f1b"]
-    schedules = fixed_or(wanted, "pp_schedule", schedules)
-    modes = ["none", "selective", "full"]
-    modes = fixed_or(wanted, "activation_checkpointing", modes)
+    schedules = fixed_or(wanted, "pp_schedule", [*IDLE] if layout.pp > 1 else ["1f1b"])
+    modes = fixed_or(wanted, "activation_checkpointing", ["none", "selective", "full"])
     for schedule, size in product(schedules, micro_batches(wanted, layout)):
-        count = wanted.sequences // size
-        step = {"pp_schedule": schedule, "batch_size": size, "gradient_accumulation_steps": count}
+        step = {"batch_size": size, "gradient_accumulation_steps": wanted.sequences // size}
         for mode in modes:
-            plan = replace(layout, activation_checkpointing=mode, **step)
+            plan = replace(layout, pp_schedule=schedule, activation_checkpointing=mode, **step)
             if not is_valid(plan):
                 continue
             prediction = predict(plan, hw)
@@ -213,8 +199,7 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
     replicas = wanted.world_size // (layout.tp * layout.pp * layout.cp)
     most = -(-wanted.sequences // replicas)  # sequences of a rank
     sizes = {2**k for k in range(11)} | {wanted.batch_size}
-    possible = [n for n in sizes if wanted.sequences % n == 0 and n < 2 * most]
-    return sorted(possible, reverse=True)
+    return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
 
 
 def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
@@ -248,8 +233,7 @@ def flags_of(plan: Plan) -> str:
     """The settings of a plan's layout that differ from the defaults, in the form in which they are typed."""
     usual = UNDIVIDED.layout_settings()
     settings = plan.layout_settings().items()
-    changed = {name: value for name, value in settings if value != usual[name]}
-    return " ".join(typed(changed))
+    return " ".join(typed({name: value for name, value in settings if value != usual[name]}))
 
 
 def reason(prediction: Prediction, best: Prediction) -> str:

@@ -59,8 +59,7 @@ class Prediction:
 
 def matmuls_s(hw: Hardware, tokens: float, weights: float, smallest: float) -> float:
     """Seconds in which tokens are multiplied by matrices, whose small dimensions leave units idle."""
-    whole_s = 2 * tokens * weights / hw.matmul
-    return whole_s * (1 + hw.half / smallest)
+    return 2 * tokens * weights / hw.matmul * (1 + hw.half / smallest)
 
 
 def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
@@ -86,12 +85,10 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     if experts:
         mlp_tokens = tokens * args["n_expert_active"] / n_mlp
     read_s = plan.torch_dtype.itemsize * part.block / hw.bytes_per_s
-    smallest = min(C / tp, mlp_tokens)
-    multiply_s = matmuls_s(hw, tokens, part.block_matrices / tp, smallest)
+    multiply_s = matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens))
     matmuls = max(read_s, multiply_s)
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
-    kept = activations_of(plan).block * tokens / tp
-    traffic = traffic_s(hw, plan, kept)
+    traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
     forward = matmuls + attention + 2 * traffic
     # context_attention repeats the forward pass
     attention *= 2.5 + (plan.cp > 1)
@@ -102,8 +99,7 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
 
 def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
-    args, size = plan.model_args, plan.torch_dtype.itemsize
-    part = part_of(plan, pp_rank)
+    args, size, part = plan.model_args, plan.torch_dtype.itemsize, part_of(plan, pp_rank)
     forward, backward = block_s(hw, plan, part)
     mode = plan.activation_checkpointing
     if every := recompute_every(mode):
@@ -117,8 +113,7 @@ def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     backward = part.layers * backward + 2 * head
     if part.has_loss:
         # kernels.summed_loss: logits in the computing dtype and in float32, log_softmax, and the gradients
-        logits = tokens * args["vocab_size"] / plan.tp
-        traffic = traffic_s(hw, plan, logits)
+        traffic = traffic_s(hw, plan, tokens * args["vocab_size"] / plan.tp)
         forward += (8 + 2 * size) * traffic
         backward += (4 + 2 * size) * traffic
     parameter_s = part.parameters / hw.bytes_per_s  # to read a byte of each
@@ -151,21 +146,17 @@ def collectives_s(hw: Hardware, ranks: Role, kind: str, size: float, count: int 
         return 0.0
     on_machine = 1  # ranks of the ring on a machine
     for axis in ranks.axes:
-        inner_axes = AXES[AXES.index(axis) + 1 :]
-        fitting = hw.per_node // mesh.size(*inner_axes)
-        on_machine *= min(mesh.size(axis), max(1, fitting))
+        inner = mesh.size(*AXES[AXES.index(axis) + 1 :])
+        on_machine *= min(mesh.size(axis), max(1, hw.per_node // inner))
     machines = n / on_machine
-    bandwidth = inf
-    if on_machine > 1:
-        bandwidth = hw.local.bytes_per_s
+    bandwidth = hw.local.bytes_per_s if on_machine > 1 else inf
     if machines > 1:
         links = hw.network.bytes_per_s * on_machine / hw.per_node
         bandwidth = min(bandwidth, links)
     rounds, hops = 1, machines - 1
     if kind == "reduce":
         rounds, hops = 2, ceil(log2(machines))
-    latency = hops * hw.network.latency_s
-    latency += ceil(log2(on_machine)) * hw.local.latency_s
+    latency = hops * hw.network.latency_s + ceil(log2(on_machine)) * hw.local.latency_s
     slowness = {"gather": hw.gather, "scatter": hw.scatter}.get(kind, 1.0)
     sent_s = slowness * size * (n - 1) / n / bandwidth
     return rounds * (count * latency + sent_s)
@@ -181,10 +172,8 @@ def parameters_s(hw: Hardware, part: RankPart, ranks: Role, kind: str, size: flo
         piece: parameters that are sent at once.
     """
     total = 0.0
-    same_experts = ranks.without("ep")
-    for n, holders in ((part.dense, ranks), (part.experts, same_experts)):
-        count = ceil(n / piece)
-        total += collectives_s(hw, holders, kind, size * n, count)
+    for n, holders in ((part.dense, ranks), (part.experts, ranks.without("ep"))):
+        total += collectives_s(hw, holders, kind, size * n, ceil(n / piece))
     return total
 
 
@@ -199,9 +188,7 @@ def activations_s(hw: Hardware, mesh: Mesh, plan: Plan) -> float:
     args, layers = plan.model_args, part_of(plan, 0).layers
     tokens = plan.micro_batch * args["block_size"] / plan.cp
     hidden = plan.torch_dtype.itemsize * tokens * args["n_embd"]
-    routed = hidden * args["n_expert_active"]
     kv = 2 * hidden * plan.cp * args["n_kv_head"] / args["n_head"] / plan.tp
-    n_stages = stages_per_rank(plan.pp_schedule)
     # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
     mesh = replace(mesh, pp=min(2, plan.pp))
     total = 0.0
@@ -210,11 +197,10 @@ def activations_s(hw: Hardware, mesh: Mesh, plan: Plan) -> float:
         ("scatter", "tp", hidden, 4 * layers + 2),
         ("gather", "cp", kv, 2 * layers),
         ("scatter", "cp", kv, layers),
-        ("exchange", "ep", routed, 4 * layers),
-        ("exchange", "pp", hidden / plan.tp, 4 * n_stages),
+        ("exchange", "ep", hidden * args["n_expert_active"], 4 * layers),
+        ("exchange", "pp", hidden / plan.tp, 4 * stages_per_rank(plan.pp_schedule)),
     ):
-        ranks = Role(mesh, (axis,))
-        total += count * collectives_s(hw, ranks, kind, size)
+        total += count * collectives_s(hw, Role(mesh, (axis,)), kind, size)
     return total
 
 
@@ -232,8 +218,7 @@ def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: 
     part, replicas = part_of(plan, 0), mesh.replicas
     send = partial(parameters_s, hw, part)
     gather = again = 0.0
-    islands = Role(mesh, ("islands",))
-    total = send(islands, "reduce", 4, BUCKET) / plan.local_steps
+    total = send(Role(mesh, ("islands",)), "reduce", 4, BUCKET) / plan.local_steps
     reductions = 1
     if plan.grad_sync == "every" or plan.zero >= 2 and plan.grad_sync == "auto":
         reductions = micro_steps
@@ -271,14 +256,11 @@ def predict(plan: Plan, hw: Hardware) -> Prediction:
     plan = replace(plan, micro_batch=share.rows)
     gb = memory_estimate(plan, hw.memory_gb)["total"] + hw.fixed_gb
     if gb > hw.memory_gb:
-        problem = f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB"
-        return Prediction(inf, gb, plan, {}, problem)
+        return Prediction(inf, gb, plan, {}, f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
     ranks = {0, plan.pp // 2, plan.pp - 1}
-    passes = [micro_step_s(hw, plan, rank) for rank in ranks]
-    slowest = max(passes, key=sum)
-    micro_step = sum(slowest)
-    part = part_of(plan, 0)
+    slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
+    micro_step, part = sum(slowest), part_of(plan, 0)
     communication = share.micro_steps * activations_s(hw, mesh, plan)
     communication += weights_s(hw, mesh, plan, share.micro_steps, slowest)
     # ZeRO divides experts less, since ep has divided them already

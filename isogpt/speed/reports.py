@@ -79,9 +79,7 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     cells["of which reached"] = shown(ratio, ".1%")
     rows = []
     for name, mean in cells.items():
-        slowest = ""
-        if name in run["max"]:
-            slowest = shown(run["max"][name])
+        slowest = shown(run["max"][name]) if name in run["max"] else ""
         rows.append({"": name, "mean of the ranks": mean, "slowest rank": slowest})
     print_table(rows)
     if workload.config["profile"]:
@@ -98,8 +96,7 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -
     a list changes it or the scaling is weak.
     """
     # a number of micro-batches that divides evenly over every number of processes
-    numbers = lists.get("nproc", [workload.processes])
-    n = math.lcm(*map(int, numbers))
+    n = math.lcm(*map(int, lists.get("nproc", [workload.processes])))
     launched = []
     for point in points_of(lists):
         settings = workload.settings | point
@@ -125,24 +122,20 @@ def measure(launches: Launches, launched: list[dict], varied: list[str], steps: 
         point = {name: settings[name] for name in varied}
         run = {"point": point} | launches.run(settings, steps)
         runs.append(run)
-        outcome = run.get("problem")
-        if not outcome:
-            outcome = f"{run['tokens_per_s']:,.0f} tokens/s"
-        flags = " ".join(typed(point))
-        print_result(f"{flags}: {outcome}")
+        outcome = run.get("problem") or f"{run['tokens_per_s']:,.0f} tokens/s"
+        print_result(f"{' '.join(typed(point))}: {outcome}")
     measured = [run for run in runs if "problem" not in run]
     if not measured:
         raise ValueError("no launch succeeded")
-    rows = [row_of_launch(run, measured[0]) for run in measured]
     print_result("")
-    print_table(rows)
+    print_table([row_of_launch(run, measured[0]) for run in measured])
     return runs
 
 
 def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     """A row of the table of launches. The speed-up is relative to the first launch."""
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
-    efficiency = speed_up / run["world_size"] * first["world_size"]
+    added = run["world_size"] / first["world_size"]
     row = {name: str(value) for name, value in run["point"].items()}
     row["tokens/step"] = f"{run['tokens_per_step']:,}"
     row["tokens/s"] = f"{run['tokens_per_s']:,.0f}"
@@ -151,7 +144,7 @@ def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     row["memory, GB"] = shown(run["max"]["memory, GB"])
     row["MFU"] = shown(run["mfu"], ".1%")
     row["speed-up"] = f"{speed_up:.2f}x"
-    row["efficiency"] = f"{efficiency:.0%}"
+    row["efficiency"] = f"{speed_up / added:.0%}"
     return row
 
 
@@ -164,12 +157,9 @@ def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict
     Print the layouts on a number of devices of a kind, or with several numbers or kinds the fastest on each,
     and the command of the fastest.
     """
-    rankings = {}
-    for n, card in product(counts, cards):
-        rankings[f"{n} x {card}"] = rank(workload, n, card)
+    rankings = {f"{n} x {card}": rank(workload, n, card) for n, card in product(counts, cards)}
     fastest = print_rankings(rankings)
-    settings = workload.settings | fastest.plan.layout_settings()
-    length = length_text(settings, fastest.total_s)
+    length = length_text(workload.settings | fastest.plan.layout_settings(), fastest.total_s)
     command = print_command(workload, fastest, f"predicted{length}")
     plans = []
     for devices, ranking in rankings.items():
@@ -191,17 +181,13 @@ def tune(workload: Workload, launches: Launches, card: str) -> dict:
     tried = [steps[0] for steps in ranking[:4]] + ranking[0][1:3]
     tried = [step for step in tried if not step.problem]
     layouts = [step.plan.layout_settings() for step in tried]
-    varied = []
-    for name in layouts[0]:
-        if len({layout[name] for layout in layouts}) > 1:
-            varied.append(name)
+    varied = [name for name in layouts[0] if len({layout[name] for layout in layouts}) > 1]
     print_result("\nmeasured:")
     launched = [workload.settings | layout for layout in layouts]
     runs = measure(launches, launched, varied, steps=5)
     speeds = [run.get("tokens_per_s", 0.0) for run in runs]
     most = max(speeds)
-    fastest = tried[speeds.index(most)]
-    command = print_command(workload, fastest, f"{most:,.0f} tokens/s")
+    command = print_command(workload, tried[speeds.index(most)], f"{most:,.0f} tokens/s")
     return {"tried": runs, "command": command}
 
 
@@ -214,8 +200,7 @@ def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
     """
     config = workload.config
     on_machine = min(n, config["per_node"])
-    fitting = {"out_dir": "out", "gradient_accumulation_steps": 1}
-    check_training(workload.settings | fitting)
+    check_training(workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = workload.plan(n, card, machines=n // on_machine)
     usual = hardware_of(card, workload.device, wanted.dtype, on_machine)
     changes = config["network"], config["device_memory_gb"], config["device_tflops"]
@@ -239,10 +224,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
         best += [(devices, steps[0]) for steps in ranking[:most]]
     # those that do not fit are last, smallest first
     best.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
-    rows = []
-    for devices, step in best:
-        first = rankings[devices][0][0]
-        rows.append(row_of_plan(devices, step, first))
+    rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in best]
     print_result("\n  ".join(["predicted:", *aligned(rows)]))
     fastest = best[0][1]
     check_fits(fastest)
@@ -251,7 +233,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
 
 def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
-    plan = step.plan
+    plan, why = step.plan, reason(step, best)
     model = GPTConfig(**plan.model_args)
     flops = step.tokens_per_s * flops_per_token(plan.counts, model)
     row = {"devices": devices, "sequences": f"{plan.sequences:,}"}
@@ -261,10 +243,7 @@ def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, s
         row["tokens/s"] = f"{step.tokens_per_s:,.0f}"
         row["TFLOP/s"] = f"{flops / plan.world_size / 1e12:.1f}"
     row["GB"] = f"{step.gb:.1f}"
-    text = flags_of(plan)
-    if why := reason(step, best):
-        text += f"  ({why})"
-    row["settings (why they are slower)"] = text
+    row["settings (why they are slower)"] = flags_of(plan) + (f"  ({why})" if why else "")
     return row
 
 
@@ -274,8 +253,7 @@ def length_text(settings: dict, step_s: float) -> str:
     if settings["max_tokens"].endswith("epochs") or not limits.max_iters:
         return ""
     steps = int(limits.max_iters) + 1  # as in nanoGPT
-    time = duration(steps * step_s)
-    return f", {count_text(steps, 'step')} in {time} without evaluations and checkpoints"
+    return f", {count_text(steps, 'step')} in {duration(steps * step_s)} without evaluations and checkpoints"
 
 
 def print_command(workload: Workload, fastest: Prediction, speed: str) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from isogpt.data.data_folder import prepared_datasets
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset
-from isogpt.lab.combinations import typed
+from isogpt.lab.combinations import typed, without
 from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.options.values import Setting
@@ -56,31 +56,28 @@ class Workload:
         self.device = device
         self.gpt = gpt
         self.processes = config["nproc"]
-        on_gpu = device.type == "cuda"
-        is_open = CHOOSES_MODEL.isdisjoint(config)  # nothing chooses the model
-        is_small = is_open and not on_gpu and {*cards} <= {"this", "cpu"}
+        fills_gpu = is_small = False
+        if CHOOSES_MODEL.isdisjoint(config):
+            fills_gpu = device.type == "cuda"
+            is_small = not fills_gpu and {*cards} <= {"this", "cpu"}
         # all of train.py's settings, as the user's arguments set them
-        settings = {name: one.default for name, one in defaults.items()}
-        for name in settings.keys() & config.keys():
-            settings[name] = config[name]
-        self.typed = normalized(settings)
+        self.typed = normalized({name: config.get(name, one.default) for name, one in defaults.items()})
         # what bench.py chooses, without which train.py would train a different model
         self.chosen = {}
         if is_small:
             self.chosen = {name: SMALL[name] for name in SMALL if name not in config}
         # gradient_accumulation_steps 0: one micro-batch per process
         self.settings = settings = self.typed | self.chosen
-        init_from = settings["init_from"].removeprefix("auto:")
-        if init_from in GPT2:  # as fast from scratch
-            settings |= GPT2[init_from]
+        if shape := GPT2.get(settings["init_from"].removeprefix("auto:")):  # as fast from scratch
             settings |= dict(init_from="scratch", arch="gpt2", bias=True, vocab_size=50257)
+            settings |= shape
         if config["plan"] or config["tune"]:
             settings["layout"] = "manual"
         is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
         self.is_random = not (config["real_data"] and is_prepared)
         if self.is_random and not settings["vocab_size"]:
             settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-        if is_open and on_gpu:
+        if fills_gpu:
             gb = torch.cuda.mem_get_info(device)[1] / 1e9
             plan = self.plan(self.processes, cards[0])
             settings["batch_size"] = largest_micro_batch(plan, gb)
@@ -109,8 +106,7 @@ class Workload:
         init_from = self.settings["init_from"]
         if init_from not in ("scratch", "auto", "resume"):
             known = f"a plan and an estimate know only {', '.join(GPT2)}"
-            advice = "set --init_from=scratch and a shape"
-            raise ValueError(f"init_from is {init_from!r}: {known}: {advice}")
+            raise ValueError(f"init_from is {init_from!r}: {known}: set --init_from=scratch and a shape")
         args = model_args_of(self.settings, vocab_size_of(self.settings))
         return asdict(GPTConfig(**args))
 
@@ -147,8 +143,7 @@ class Workload:
         precision.check_dtypes(plan, settings["residual_dtype"])
         check_plan(plan)
         mesh = make_mesh(0, plan)
-        shares = parse_shares(plan.shares, mesh.data_size)
-        share = share_of_plan(plan, mesh, shares)
+        share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))
         return replace(plan, micro_batch=max(share.rows_of))
 
     def command(self, plan: Plan, arguments: Iterable[str]) -> str:
@@ -159,16 +154,10 @@ class Workload:
             arguments: bench.py's, of which the command repeats those for train.py.
         """
         n, per_node = plan.world_size, self.config["per_node"]
-        changed = {}
-        for name, value in (self.chosen | plan.layout_settings()).items():
-            if value != self.typed[name]:
-                changed[name] = value
-        left_out = {*changed, "nproc", "profile", "layout", "dry_run_ranks"}
-        words = []
-        for word in arguments:
-            name = word.split("=")[0]
-            if name[:2] != "--" or name[2:] in self.typed.keys() - left_out:
-                words.append(word)
+        wanted = self.chosen | plan.layout_settings()
+        changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
+        own = self.config.keys() - self.typed.keys()
+        words = without(arguments, {*own, *changed, "nproc", "profile", "layout", "dry_run_ranks"})
         program = "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
@@ -185,9 +174,7 @@ def vocab_size_of(settings: dict) -> int:
     Raises:
         ValueError: it is not set, and the data set is not prepared.
     """
-    if settings["vocab_size"]:
-        return settings["vocab_size"]
     try:
-        return open_dataset(settings["dataset"], settings["block_size"]).vocab_size
+        return settings["vocab_size"] or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
     except ValueError as e:
-        raise ValueError(f"{e}; without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
+        raise ValueError(f"{e}; without it, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
