@@ -95,5 +95,5 @@ def part_of_task(runs: list, variables: Mapping[str, str]) -> list:
     task = int(variables.get("SLURM_ARRAY_TASK_ID", 0))
     tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", 1))
     if int(variables.get("SLURM_ARRAY_TASK_MAX", 0)) != tasks - 1:
-        raise ValueError("the array job's tasks are not numbered from 0: type --array=0-3")
+        raise ValueError("the job array is not numbered from 0: type --array=0-3")
     return runs[task::tasks]

@@ -68,8 +68,7 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
         if any(run.state for run in base + other):
             end = other_end = steps[name] = last_step(base + other)
         results[name] = difference(values_of(base, end, by), values_of(other, other_end, by))
-    results = corrected(results)
-    return {name: asdict(results[name]) | {"step": steps.get(name)} for name in results}
+    return {name: asdict(one) | {"step": steps.get(name)} for name, one in corrected(results).items()}
 
 
 def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:

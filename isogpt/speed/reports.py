@@ -86,7 +86,7 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
         out = Path(run["settings"]["out_dir"])
         shutil.copy(out / "trace.json", "bench_trace.json")
         run["operators"] = (out / "operators.txt").read_text()
-        print_result(f"wrote bench_trace.json (see https://ui.perfetto.dev)\n{run['operators']}")
+        print_result(f"wrote bench_trace.json, for https://ui.perfetto.dev\n{run['operators']}")
     return run
 
 
