@@ -15,6 +15,8 @@ SEED = "seed"
 LONGEST_NAME = 120  # characters of a folder's name, without the digest
 UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")  # in a file name, or in a shell
 
+Lists = Mapping[str, list[str]]  # the values of settings
+
 
 def values_in(name: str, text: str) -> list[str]:
     """
@@ -26,7 +28,7 @@ def values_in(name: str, text: str) -> list[str]:
     return text.split(";" if ";" in text or name in WITH_COMMAS else ",")
 
 
-def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict[str, list[str]], list[str]]:
+def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[Lists, list[str]]:
     """
     Return {setting: its values} of the arguments --name=value that contain lists, in the order typed, and the
     arguments that set other settings. The last argument counts if a setting occurs twice.
@@ -36,7 +38,7 @@ def read_lists(words: Iterable[str], known: Mapping[str, Setting]) -> tuple[dict
         name, _, text = word.removeprefix("--").partition("=")
         if name in known:
             values[name] = values_in(name, text)
-    lists = {name: several for name, several in values.items() if len(several) > 1}
+    lists = {name: texts for name, texts in values.items() if len(texts) > 1}
     return lists, without(words, lists)
 
 
@@ -46,7 +48,7 @@ def without(words: Iterable[str], names: Iterable[str]) -> list[str]:
     return [word for word in words if not word.startswith(options)]
 
 
-def points_of(lists: Mapping[str, list[str]], each: bool = False) -> list[dict[str, str]]:
+def points_of(lists: Lists, each: bool = False) -> list[dict[str, str]]:
     """
     Return the combinations of the values, each as {setting: value}; the last setting's change fastest. With
     `each`, only one setting at a time differs from the first values; the seed is combined with all of these.
@@ -93,5 +95,5 @@ def part_of_task(runs: list, variables: Mapping[str, str]) -> list:
     task = int(variables.get("SLURM_ARRAY_TASK_ID", 0))
     tasks = int(variables.get("SLURM_ARRAY_TASK_COUNT", 1))
     if int(variables.get("SLURM_ARRAY_TASK_MAX", 0)) != tasks - 1:
-        raise ValueError("the tasks of the array job are not numbered from 0: submit it with --array=0-3")
+        raise ValueError("the job array is not numbered from 0: type --array=0-3")
     return runs[task::tasks]

@@ -41,14 +41,16 @@ def compare(groups: list[Group], target: float = 0.0) -> dict:
     rows = [row_of(group, target) for group in groups]
     if by:  # the best first, and last those that are incomplete
         rows.sort(key=lambda row: (bool(row["state"]), row[by]["mean"] if by in row else math.inf))
-    is_pair = by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed
+    parting = None
+    if by == LOSS and len(runs) == 2 and runs[0].seed == runs[1].seed:
+        parting = parting_of(*runs)
     return {
         "compared_by": by,  # LOSS or BITS; "": the runs cannot be compared
         "reason": reason,  # why not by the loss
         "groups": rows,
         "base": groups[0].name,
         "differences": differences(groups, by) if by else {},
-        "parting": parting_of(*runs) if is_pair else None,
+        "parting": parting,
         "notes": [],
         "pictures": [],  # the paths of those that have been drawn
     }
@@ -71,8 +73,14 @@ def differences(groups: list[Group], by: str) -> dict[str, dict]:
 
 def values_of(runs: list[Run], step: int, by: str) -> dict[int, float]:
     """{seed: finite value at a step}; none of the initial weights."""
-    values = {run.seed: run.evaluation_at(step)[by] for run in runs if step}
-    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+    values = {}
+    if not step:
+        return values
+    for run in runs:
+        value = run.evaluation_at(step)[by]
+        if math.isfinite(value):
+            values[run.seed] = value
+    return values
 
 
 def last_step(runs: list[Run]) -> int:
@@ -85,8 +93,9 @@ def parting_of(a: Run, b: Run) -> int | None:
     """The first logged step at which the training losses of two runs differ; None: there is none."""
     losses = {step["iter"]: step["loss"] for step in b.steps}
     for step in a.steps:
-        if step["iter"] in losses and step["loss"] != losses[step["iter"]]:
-            return step["iter"]
+        number, loss = step["iter"], step["loss"]
+        if number in losses and losses[number] != loss:
+            return number
     return None
 
 
@@ -108,23 +117,28 @@ def group_runs(runs: list[Run], defaults: dict) -> list[Group]:
     kinds = [str([one.get(name) for name in names]) for one in described]
     seeds = [(kind, run.seed) for kind, run in zip(kinds, runs, strict=True)]
     repeated = {kind for kind, seed in seeds if seeds.count((kind, seed)) > 1}
-    groups = {}
+    by_key = {}
     for run, one, kind in zip(runs, described, kinds, strict=True):
         text = " ".join(f"{name}={as_typed(one.get(name))}" for name in names if name != CODE)
         code = one[CODE] if CODE in names else ""
         key = kind, run.place if kind in repeated else ""
-        groups.setdefault(key, Group(text, [], code)).runs.append(run)
-    groups = [*groups.values()]
+        group = by_key.setdefault(key, Group(text, [], code))
+        group.runs.append(run)
+    groups = [*by_key.values()]
+    texts = [group.name for group in groups]
     places = [f"{group.runs[0].place} {group.name}".strip() for group in groups]
     folders = [str(group.runs[0].folder) for group in groups]
-    choices = ([group.name for group in groups], places, folders)
-    names = next(names for names in choices if all(names) and len(set(names)) == len(groups))
+    for names in (texts, places, folders):
+        if all(names) and len(set(names)) == len(groups):
+            break
     return [replace(group, name=name) for group, name in zip(groups, names, strict=True)]
 
 
 def description(run: Run, defaults: dict) -> dict:
     """What distinguishes a run from others: its settings, and the code."""
-    settings = {name: value for name, value in (defaults | run.settings).items() if name not in NOT_COMPARED}
+    settings = defaults | run.settings
+    for name in NOT_COMPARED & settings.keys():
+        del settings[name]
     init_from = settings["init_from"].removeprefix("auto:")
     settings["init_from"] = "scratch" if init_from == "auto" else init_from
     return settings | {CODE: run.facts.get(CODE, "")}
@@ -149,7 +163,7 @@ def what_to_compare_by(runs: list[Run]) -> tuple[str, str]:
     if len({run.facts.get("val_text") for run in runs}) > 1:
         return "", f"{reason}, and the validation texts differ too"
     if not all(BITS in one for run in runs for one in run.evaluations):
-        return "", f"{reason}, and bits per byte are not recorded: run the data set's prepare.py again"
+        return "", f"{reason}, and bits per byte are not recorded: run prepare.py again"
     return BITS, reason
 
 
@@ -176,9 +190,10 @@ def row_of(group: Group, target: float) -> dict:
         if name.startswith(("val_", "best")):
             row[name] = mean_of(ends, name)
     if target:
-        points = list(filter(None, (reaches(run, target) for run in runs)))
+        points = [point for run in runs if (point := reaches(run, target))]
         row |= {"loss": target, "runs_to_loss": len(points)}
-        row |= {heading: mean_of(points, name)["mean"] for name, heading in TO_LOSS.items()}
+        for name, heading in TO_LOSS.items():
+            row[heading] = mean_of(points, name)["mean"]
     steps = [step for run in runs for step in run.steps[1:]]  # the first step is slow
     row["tokens_per_s"] = row["memory_gb"] = None
     if steps:
@@ -207,8 +222,11 @@ def commit_of(run: Run) -> str:
 def mean_of(records: list[dict], name: str) -> dict:
     """The mean of a number in some records and its standard error; nan: not known."""
     known = [record[name] for record in records if record.get(name) is not None]
-    mean = statistics.fmean(known) if known else math.nan
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+    mean = error = math.nan
+    if known:
+        mean = statistics.fmean(known)
+    if len(known) > 1:
+        error = statistics.stdev(known) / math.sqrt(len(known))
     return {"mean": mean, "error": error}
 
 
@@ -265,9 +283,11 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
     lines += [sentence(name, comparison) for name in results]
     if (step := comparison["parting"]) is not None:
         lines.append(f"the first logged step at which their training losses differ is {step:,}")
-    if len(results) == 1 and any(NO_TEST in result["method"] for result in results.values()):
+    untested = [result for result in results.values() if NO_TEST in result["method"]]
+    if untested and len(results) == 1:
         edited = ", each with its own version of the code" if any(row["code"] for row in rows) else ""
-        lines += [f"To know, train with several seeds{edited}:", *(f"    {line}" for line in more_seeds)]
+        lines.append(f"To know, train with several seeds{edited}:")
+        lines += [f"    {command}" for command in more_seeds]
     lines += [f"note: {note}" for note in comparison["notes"]]
     lines += [f"a picture: {path}" for path in comparison["pictures"]]
     return [visible(line) for line in lines]
@@ -275,23 +295,26 @@ def report(comparison: dict, more_seeds: Sequence[str]) -> list[str]:
 
 def table(rows: list[dict]) -> list[str]:
     """A line for each row, with the columns in which they differ, and a line of what all have in common."""
-    cells = [{name: text_of(value) for name, value in row.items() if name != "runs"} for row in rows]
-    columns, same = {}, []
-    for name in dict.fromkeys(name for one in cells for name in one if one[name]):
-        column = [one.get(name, "") for one in cells]
+    headings = dict.fromkeys(name for row in rows for name in row if name != "runs")
+    cells, same = [{} for _ in rows], []
+    for name in headings:
+        column = [text_of(row.get(name)) for row in rows]
+        if not any(column):
+            continue
         if len(rows) > 1 and len(set(column)) == 1:
             same.append(f"{name} {column[0]}")
-        else:
-            columns[name] = column
-    lines = aligned([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+            continue
+        for row, text in zip(cells, column, strict=True):
+            row[name] = text
+    lines = aligned(cells)
     return [f"all: {', '.join(same)}", *lines] if same else lines
 
 
 def text_of(value: object) -> str:
     """A value as text; "" if it is not known."""
     if isinstance(value, dict):  # a mean loss
-        error = "" if math.isnan(value["error"]) else f" ± {value['error']:.4f}"
-        return f"{value['mean']:.4f}{error}"
+        mean, error = f"{value['mean']:.4f}", value["error"]
+        return mean if math.isnan(error) else f"{mean} ± {error:.4f}"
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, int):
@@ -303,10 +326,13 @@ def text_of(value: object) -> str:
 
 def sentence(name: str, comparison: dict) -> str:
     """A sentence about the difference of a group from the first one."""
-    result, base = comparison["differences"][name], comparison["base"]
-    measured, mean, p = NAMES[comparison["compared_by"]], result["mean"], result["p"]
-    method, step, seeds = result["method"], result["step"], result["seeds_needed"]
-    at = f" at step {step:,}, the last one that all have evaluated" if step else ""
+    base, measured = comparison["base"], NAMES[comparison["compared_by"]]
+    result = comparison["differences"][name]
+    mean, p = result["mean"], result["p"]
+    method, seeds = result["method"], result["seeds_needed"]
+    at = ""
+    if result["step"]:
+        at = f" at step {result['step']:,}, the last one that all have evaluated"
     if mean is None:
         return f"{name} and {base}: {method}"
     if mean == 0 and p is None:

@@ -58,6 +58,7 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
     os.environ["MPLBACKEND"] = "agg"
     with needed_by("the picture", "matplotlib"):
         from matplotlib.figure import Figure
+    ylabel = "bits per byte" if unit == "val_bpb" else "nats per token"
     figure = Figure((9, 3.5 * len(titles)), layout="constrained")
     panels = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(panels, titles, strict=True):
@@ -65,7 +66,7 @@ def losses_figure(groups: list[Group], x: str, unit: str = "val_loss") -> "Figur
             draw_groups(axes, groups, curves[title])
         else:
             draw_difference(axes, *groups, validation)
-        axes.set(title=title, ylabel="bits per byte" if unit == "val_bpb" else "nats per token")
+        axes.set(title=title, ylabel=ylabel)
         axes.grid(alpha=0.3)
         axes.legend()
     panels[-1].set_xlabel(f"training {x}")
@@ -82,10 +83,12 @@ def draw_groups(axes: "Axes", groups: list[Group], curves: dict[Path, Curve]) ->
     """
     for index, group in enumerate(groups):
         color, name = f"C{index}", name_of(group)
-        counted = [curves[run.folder] for run in group.counted if curves[run.folder].size]
+        counted = [curves[run.folder] for run in group.counted]
+        counted = [curve for curve in counted if curve.size]
         if counted:
             x, values = together(counted)
-            mean, label = values.mean(axis=0), f"{name}: {values[:, -1].mean():.4f}"
+            mean = values.mean(axis=0)
+            label = f"{name}: {mean[-1]:.4f}"
             if len(values) > 1:
                 error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
                 axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.25)
@@ -107,22 +110,25 @@ def draw_difference(axes: "Axes", a: Group, b: Group, curves: dict[Path, Curve])
     """
     x, values = together([curves[run.folder] for run in a.counted + b.counted])
     lines = iter(values)
-    before, after = ({run.seed: next(lines) for run in group.counted} for group in (a, b))
+    before = {run.seed: next(lines) for run in a.counted}
+    after = {run.seed: next(lines) for run in b.counted}
     for seed in before.keys() & after.keys():
         axes.plot(x, after[seed] - before[seed], color="0.7", linewidth=0.8)
-    results = []
+    bounds = []
     for place in range(len(x)):
-        at_place = [{seed: line[place] for seed, line in lines.items()} for lines in (before, after)]
-        results.append(difference(*at_place))
-    mean, low, high = np.array([(one.mean, one.low, one.high) for one in results], dtype=float).T
+        at_a = {seed: line[place] for seed, line in before.items()}
+        at_b = {seed: line[place] for seed, line in after.items()}
+        result = difference(at_a, at_b)
+        bounds.append([result.mean, result.low, result.high])
+    mean, low, high = np.array(bounds, dtype=float).T
     axes.axhline(0, color="0", linewidth=0.8)
     axes.plot(x, mean, color="0", label=f"({name_of(b)}) minus ({name_of(a)}): {mean[-1]:+.4f}")
-    axes.fill_between(x, low, high, color="0", alpha=0.15, label=f"95% interval, {results[-1].method}")
+    axes.fill_between(x, low, high, color="0", alpha=0.15, label=f"95% interval, {result.method}")
 
 
 def curve_of(records: list[dict], x: str, y: str) -> Curve:
     """The curve of a number in the records of a run."""
-    points = np.array([(record.get(x), record.get(y)) for record in records], dtype=float).reshape(-1, 2)
+    points = np.array([(one.get(x), one.get(y)) for one in records], dtype=float).reshape(-1, 2)
     return points[np.isfinite(points).all(axis=1)].T
 
 
@@ -142,7 +148,7 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     places = np.unique(np.concatenate([x for x, _ in curves]))
     places = places[(places >= first) & (places <= last)]
     if not len(places):
-        raise ValueError("the runs have no part of the x axis in common: use --x=steps")
+        raise ValueError("the runs share no part of the x axis: use --x=steps")
     places = places[np.linspace(0, len(places) - 1, min(len(places), MOST_PLACES)).astype(int)]
     return places, np.array([np.interp(places, *curve) for curve in curves])
 

@@ -186,7 +186,7 @@ def report(run: DryRun, local_steps: int) -> Iterator[str]:
         rows.append(row | {"along": axes_of(ranks, mesh)})
     yield from console.aligned(rows)
     if plan.islands > 1 and local_steps > 1:
-        yield f"those along islands take place once in {local_steps:,} steps"
+        yield f"along islands, only once in {local_steps:,} steps"
     alone = replace(UNDIVIDED, model_args=plan.model_args, counts=plan.counts, optimizer=plan.optimizer)
     undivided = state_bytes(alone, part_of(alone, 0))
     held = counted["weights"] + counted["optimizer"]

@@ -272,9 +272,10 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float, device_gb: fl
     gathered = (tp - 1) * 2 * size * C  # with tp: the inputs of attention and MLP, or their gradients
     kept = kind.block + gathered
     checkpoint = plan.stream_dtype.itemsize * C
-    if plan.activation_checkpointing == "selective":
+    mode = plan.activation_checkpointing
+    if mode == "selective":
         checkpoint += kind.matmuls
-    every = recompute_every(plan.activation_checkpointing)
+    every = recompute_every(mode)
     recomputed = ceil(layers / every) if every else 0
     whole = layers - recomputed
     blocks = in_flight * tokens * (whole * kept + recomputed * checkpoint)

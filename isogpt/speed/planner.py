@@ -6,7 +6,7 @@ kept.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
@@ -35,9 +35,7 @@ from isogpt.training.settings import check_plan, fit_model_args
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
-def make_plan(
-    config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: Callable[[GPTConfig], nn.Module]
-) -> Plan:
+def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: type[nn.Module]) -> Plan:
     """
     Decide what train.py's settings leave open: the number of islands, the model's shape, the dtype to compute
     in, the layout and the micro-batch (all ranks). Exits with a message if the settings do not fit the ranks,
@@ -56,13 +54,15 @@ def make_plan(
         )
         # the dtype of all ranks is that of one of them
         precision.check_dtypes(plan, config["residual_dtype"])
-        args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
+        args = start.model_args(config, data.vocab_size)
+        args = fit_model_args(args, config, data, start.is_resume)
         args = asdict(GPTConfig(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_plan(plan)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
     if config["layout"] == "auto":
-        plan = replace(plan, **broadcast(do_together(choose_layout, plan, ranks, config["out_dir"])))
+        layout = do_together(choose_layout, plan, ranks, config["out_dir"])
+        plan = replace(plan, **broadcast(layout))
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
     # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
@@ -83,7 +83,9 @@ def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = parse_json(read_utf8(path))
-        return content[path.stem] if content["job"] == job else None
+        if content["job"] == job:
+            return content[path.stem]
+    return None
 
 
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
@@ -103,9 +105,11 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     path = Path(out_dir) / "layout.json"
     settings = recorded(path, job) or {}
     # names of other settings, which someone else may have written there, would be taken for the run's
-    if settings.keys() == plan.layout_settings().keys() and is_valid(replace(plan, **settings)):
-        print_line(f"layout:  {flags_of(replace(plan, **settings))}, recorded in {path}")
-        return settings
+    if settings.keys() == plan.layout_settings().keys():
+        layout = replace(plan, **settings)
+        if is_valid(layout):
+            print_line(f"layout:  {flags_of(layout)}, recorded in {path}")
+            return settings
     hw = hardware_of("this", ranks.device, plan.dtype, per_node)
     ranking = [steps[0] for steps in ranked(plan, hw)]
     best = ranking[0]
@@ -124,7 +128,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 def divisors(n: int, most: int) -> list[int]:
     """The divisors of n up to `most`, and 1."""
-    return [d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most)]
+    return [d for d in range(1, max(1, most) + 1) if n % d == 0]
 
 
 def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
@@ -144,18 +148,21 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
     choices = {name: fixed_or(plan, name, values) for name, values in choices.items()}
     for degrees in product(*choices.values()):
         layout = replace(plan, **dict(zip(choices, degrees, strict=True)))
-        if is_valid(layout):
-            mesh = make_mesh(0, layout)
-            shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
-            is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
-            if mesh.data_size <= plan.sequences and is_new:
-                yield layout
+        if not is_valid(layout):
+            continue
+        mesh = make_mesh(0, layout)
+        shards = mesh.loss.size if layout.zero == 1 else mesh.dp_shard
+        is_new = shards > 1 or layout.zero in (0, plan.zero)  # another one does as zero 0
+        if is_new and mesh.data_size <= plan.sequences:
+            yield layout
 
 
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
     """The value of a setting, if it is not the default or was typed, else `values`."""
-    value = getattr(plan, name)
-    return values if value == getattr(UNDIVIDED, name) and name not in plan.fixed else [value]
+    value, default = getattr(plan, name), getattr(UNDIVIDED, name)
+    if value != default or name in plan.fixed:
+        return [value]
+    return values
 
 
 def is_valid(plan: Plan) -> bool:
@@ -203,8 +210,11 @@ def ranked(plan: Plan, hw: Hardware) -> list[list[Prediction]]:
     Raises:
         ValueError: there are no layouts.
     """
-    predictions = (sorted(predictions_of(plan, layout, hw)) for layout in layouts(plan, hw.per_node))
-    ranking = sorted(filter(None, predictions), key=min)
+    ranking = []
+    for layout in layouts(plan, hw.per_node):
+        if predictions := sorted(predictions_of(plan, layout, hw)):
+            ranking.append(predictions)
+    ranking.sort(key=min)
     if not ranking:
         few = f"{plan.sequences} sequences are too few for {plan.world_size} devices"
         raise ValueError(f"no layout: {few}, or the settings exclude all")

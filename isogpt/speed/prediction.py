@@ -64,10 +64,9 @@ def matmuls_s(hw: Hardware, tokens: float, weights: float, smallest: float) -> f
 
 def traffic_s(hw: Hardware, plan: Plan, size: float) -> float:
     """Seconds to read or write `size` bytes between matmuls. torch.compile does so in fewer kernels."""
-    factor = 1.0
     if plan.device_type == "cuda":
-        factor = COMPILED if plan.compile else EAGER
-    return factor * size / hw.bytes_per_s
+        size *= COMPILED if plan.compile else EAGER
+    return size / hw.bytes_per_s
 
 
 def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
@@ -79,11 +78,12 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and read in the forward
     pass and read in the backward pass, and the gradient is written and read.
     """
-    args, tp, C = plan.model_args, plan.tp, plan.model_args["n_embd"]
-    T, experts = args["block_size"], args["n_expert"]
-    tokens = plan.micro_batch * T / plan.cp
+    args, tp = plan.model_args, plan.tp
+    T, C, experts = args["block_size"], args["n_embd"], args["n_expert"]
+    tokens = mlp_tokens = plan.micro_batch * T / plan.cp
     n_mlp = max(1, experts) / plan.ep  # a rank's experts run one matmul after the other
-    mlp_tokens = tokens * args["n_expert_active"] / n_mlp if experts else tokens
+    if experts:
+        mlp_tokens = tokens * args["n_expert_active"] / n_mlp
     read_s = plan.torch_dtype.itemsize * part.block / hw.bytes_per_s
     multiply_s = matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens))
     matmuls = max(read_s, multiply_s)
@@ -217,10 +217,11 @@ def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: 
     """
     part, replicas = part_of(plan, 0), mesh.replicas
     send = partial(parameters_s, hw, part)
-    gather, again = 0.0, 0.0
+    gather = again = 0.0
     total = send(Role(mesh, ("islands",)), "reduce", 4, BUCKET) / plan.local_steps
-    at_once = ("every",) if plan.zero < 2 else ("auto", "every")
-    reductions = micro_steps if plan.grad_sync in at_once else 1
+    reductions = 1
+    if plan.grad_sync == "every" or plan.zero >= 2 and plan.grad_sync == "auto":
+        reductions = micro_steps
     if plan.zero < 2:
         reduction = send(replicas, "reduce", 4, BUCKET)
         if plan.zero == 1:
@@ -229,7 +230,8 @@ def weights_s(hw: Hardware, mesh: Mesh, plan: Plan, micro_steps: int, computed: 
         shards = mesh.shards
         piece = part.parameters / (part.layers + 1)
         gather = send(shards, "gather", plan.torch_dtype.itemsize, piece)
-        again = gather if plan.zero == 3 else 0.0
+        if plan.zero == 3:
+            again = gather
         reduction = send(shards, "scatter", 4, piece)
         total += reductions * send(replicas, "reduce", 4 / shards.size, piece)
     forward, backward = computed

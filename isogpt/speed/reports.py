@@ -72,7 +72,8 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
     tokens = f"{run['tokens_per_step']:,} tokens on {processes}, {dtype}"
     print_result(f"\n{count_text(steps, 'step')} of {tokens}; medians:")
     cells = {"tokens/s": f"{run['tokens_per_s']:,.0f}"}
-    cells |= {name: shown(mean) for name, mean in run["mean"].items()}
+    for name, mean in run["mean"].items():
+        cells[name] = shown(mean)
     cells["MFU"] = shown(run["mfu"], ".1%")
     cells["matmul, TFLOP/s"] = shown(peak and peak / 1e12, ".3g")
     cells["of which reached"] = shown(ratio, ".1%")
@@ -85,7 +86,7 @@ def report_step(launches: Launches, workload: Workload, steps: int) -> dict:
         out = Path(run["settings"]["out_dir"])
         shutil.copy(out / "trace.json", "bench_trace.json")
         run["operators"] = (out / "operators.txt").read_text()
-        print_result(f"wrote bench_trace.json (see https://ui.perfetto.dev)\n{run['operators']}")
+        print_result(f"wrote bench_trace.json, for https://ui.perfetto.dev\n{run['operators']}")
     return run
 
 
@@ -95,11 +96,12 @@ def run_sweep(launches: Launches, workload: Workload, lists: dict, steps: int) -
     a list changes it or the scaling is weak.
     """
     # a number of micro-batches that divides evenly over every number of processes
-    even = math.lcm(*map(int, lists.get("nproc", [workload.processes])))
+    n = math.lcm(*map(int, lists.get("nproc", [workload.processes])))
     launched = []
     for point in points_of(lists):
         settings = workload.settings | point
-        n = int(settings["nproc"]) if workload.config["weak"] else even
+        if workload.config["weak"]:
+            n = int(settings["nproc"])
         launched.append(settings | workload.batch_of(n) | point)
     return measure(launches, launched, list(lists), steps)
 
@@ -133,6 +135,7 @@ def measure(launches: Launches, launched: list[dict], varied: list[str], steps: 
 def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     """A row of the table of launches. The speed-up is relative to the first launch."""
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
+    added = run["world_size"] / first["world_size"]
     row = {name: str(value) for name, value in run["point"].items()}
     row["tokens/step"] = f"{run['tokens_per_step']:,}"
     row["tokens/s"] = f"{run['tokens_per_s']:,.0f}"
@@ -141,7 +144,7 @@ def row_of_launch(run: dict, first: dict) -> dict[str, str]:
     row["memory, GB"] = shown(run["max"]["memory, GB"])
     row["MFU"] = shown(run["mfu"], ".1%")
     row["speed-up"] = f"{speed_up:.2f}x"
-    row["efficiency"] = f"{speed_up / run['world_size'] * first['world_size']:.0%}"
+    row["efficiency"] = f"{speed_up / added:.0%}"
     return row
 
 
@@ -161,9 +164,11 @@ def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict
     plans = []
     for devices, ranking in rankings.items():
         for step in sorted(chain(*ranking)):
-            record = {"devices": devices} | vars(step) | {"settings": step.plan.layout_settings()}
-            record["total_s"] = None if step.problem else step.total_s
-            del record["plan"]
+            record = {"devices": devices} | vars(step)
+            plan = record.pop("plan")
+            record["settings"] = plan.layout_settings()
+            if step.problem:
+                record["total_s"] = None
             plans.append(record)
     return {"plans": plans, "command": command}
 
@@ -213,14 +218,15 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     Raises:
         ValueError: no layout fits.
     """
-    most, shown = ROWS if len(rankings) == 1 else 1, []
+    most = ROWS if len(rankings) == 1 else 1
+    best = []
     for devices, ranking in rankings.items():
-        shown += [(devices, steps[0]) for steps in ranking[:most]]
+        best += [(devices, steps[0]) for steps in ranking[:most]]
     # those that do not fit are last, smallest first
-    shown.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
-    rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in shown]
+    best.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
+    rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in best]
     print_result("\n  ".join(["predicted:", *aligned(rows)]))
-    fastest = shown[0][1]
+    fastest = best[0][1]
     check_fits(fastest)
     return fastest
 
@@ -228,7 +234,8 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
 def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
     plan, why = step.plan, reason(step, best)
-    flops = step.tokens_per_s * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+    model = GPTConfig(**plan.model_args)
+    flops = step.tokens_per_s * flops_per_token(plan.counts, model)
     row = {"devices": devices, "sequences": f"{plan.sequences:,}"}
     row |= dict.fromkeys(("ms/step", "tokens/s", "TFLOP/s"), "")
     if not step.problem:
@@ -277,10 +284,12 @@ def measure_collectives(device: str, settings: dict) -> list[dict]:
     if n == 1:
         raise ValueError("comm needs two processes: set --nproc=2, and --device=cpu if there is one GPU")
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
-    rows, table, others = [], [], (n - 1) / n
+    rows, table = [], []
+    others = (n - 1) / n
     for size in MESSAGE_SIZES:
-        whole, other = (torch.zeros(size // 4 // n * n, device=ranks.device) for _ in range(2))
-        part = torch.zeros(len(whole) // n, device=ranks.device)
+        part = torch.zeros(size // 4 // n, device=ranks.device)
+        whole = part.repeat(n)
+        other = torch.zeros_like(whole)
         line = {"message": f"{size / 1024:,.0f} KB"}
         # factor: bytes that each link carries per byte of the message
         for name, factor, function, *arguments in (
@@ -309,6 +318,9 @@ def mean_seconds(device: torch.device, function: Callable, *arguments: object) -
     Return the slowest rank's mean time of a call, over as many calls as fit into 0.1 seconds (all ranks).
     """
     timer = Timer("function(*arguments)", globals=locals(), num_threads=torch.get_num_threads())
-    first = gather_number(timer.timeit(1).mean, device).max().item()  # after two calls that are not timed
-    count = int(min(max(0.1 / first, 1), 200))
-    return gather_number(timer.timeit(count).mean, device).max().item()
+    count = 1  # after two calls that are not timed
+    for _ in range(2):  # the first time says how many calls the second measures
+        mean = timer.timeit(count).mean
+        slowest = gather_number(mean, device).max().item()
+        count = int(min(max(0.1 / slowest, 1), 200))
+    return slowest

@@ -9,7 +9,7 @@ from torch import nn
 
 from isogpt.data.data_folder import prepared_datasets
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset
-from isogpt.lab.combinations import typed
+from isogpt.lab.combinations import typed, without
 from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.options.values import Setting
@@ -56,25 +56,31 @@ class Workload:
         self.device = device
         self.gpt = gpt
         self.processes = config["nproc"]
-        chooses_nothing = CHOOSES_MODEL.isdisjoint(config)
-        is_small = chooses_nothing and device.type != "cuda" and {*cards} <= {"this", "cpu"}
+        fills_gpu = is_small = False
+        if CHOOSES_MODEL.isdisjoint(config):
+            fills_gpu = device.type == "cuda"
+            is_small = not fills_gpu and {*cards} <= {"this", "cpu"}
         # all of train.py's settings, as the user's arguments set them
         self.typed = normalized({name: config.get(name, one.default) for name, one in defaults.items()})
         # what bench.py chooses, without which train.py would train a different model
-        self.chosen = {name: value for name, value in SMALL.items() if is_small and name not in config}
+        self.chosen = {}
+        if is_small:
+            self.chosen = {name: SMALL[name] for name in SMALL if name not in config}
         # gradient_accumulation_steps 0: one micro-batch per process
         self.settings = settings = self.typed | self.chosen
         if shape := GPT2.get(settings["init_from"].removeprefix("auto:")):  # as fast from scratch
-            settings |= shape | {"init_from": "scratch", "arch": "gpt2", "bias": True, "vocab_size": 50257}
+            settings |= dict(init_from="scratch", arch="gpt2", bias=True, vocab_size=50257)
+            settings |= shape
         if config["plan"] or config["tune"]:
             settings["layout"] = "manual"
         is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
         self.is_random = not (config["real_data"] and is_prepared)
         if self.is_random and not settings["vocab_size"]:
             settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-        if chooses_nothing and device.type == "cuda":
+        if fills_gpu:
             gb = torch.cuda.mem_get_info(device)[1] / 1e9
-            settings["batch_size"] = largest_micro_batch(self.plan(self.processes, cards[0]), gb)
+            plan = self.plan(self.processes, cards[0])
+            settings["batch_size"] = largest_micro_batch(plan, gb)
 
     def batch_of(self, n: int) -> dict[str, int]:
         """
@@ -82,8 +88,12 @@ class Workload:
         is weak; n if the user has set nothing.
         """
         name = "gradient_accumulation_steps"
-        factor = 1 if self.settings[name] and not self.config["weak"] else n
-        return {name: (self.settings[name] or 1) * factor}
+        steps = self.settings[name]
+        if not steps:
+            steps = n
+        elif self.config["weak"]:
+            steps *= n
+        return {name: steps}
 
     def model_args(self) -> dict:
         """
@@ -146,12 +156,14 @@ class Workload:
         n, per_node = plan.world_size, self.config["per_node"]
         wanted = self.chosen | plan.layout_settings()
         changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
-        repeated = self.typed.keys() - changed.keys() - {"nproc", "profile", "layout", "dry_run_ranks"}
-        words = [word for word in arguments if word[:2] != "--" or word[2:].split("=")[0] in repeated]
-        program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+        own = self.config.keys() - self.typed.keys()
+        words = without(arguments, {*own, *changed, "nproc", "profile", "layout", "dry_run_ranks"})
+        program = "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
+        elif n > 1:
+            program = f"torchrun --standalone --nproc_per_node={n}"
         return f"{program} train.py {shlex.join(words + typed(changed))}"
 
 
@@ -165,4 +177,4 @@ def vocab_size_of(settings: dict) -> int:
     try:
         return settings["vocab_size"] or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
     except ValueError as e:
-        raise ValueError(f"{e}; without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
+        raise ValueError(f"{e}; without it, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens") from e
