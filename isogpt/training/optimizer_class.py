@@ -183,6 +183,7 @@ def set_mode(optimizers: Optimizers, mode: str) -> None:
             continue
         if isinstance(optimizer, OnShards):
             optimizer.parts()
+        share_groups(optimizer, inner)  # rates may have been set since the last step
         getattr(inner, mode)()
         share_groups(inner, optimizer)
         if hasattr(optimizer, "_sync_params"):  # ZeroRedundancyOptimizer's, which its step calls
