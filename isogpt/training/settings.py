@@ -324,15 +324,13 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
             model's, or the number of experts differs.
     """
     length, vocab_size = model_args["block_size"], model_args["vocab_size"]
-    if config["block_size"] > length:
-        raise ValueError(
-            f"block_size is {config['block_size']}, but the checkpoint's is {length}: set "
-            f"--block_size={length} or less"
-        )
+    size = config["block_size"]
+    if size > length:
+        limit = f"--block_size={length} or less"
+        raise ValueError(f"block_size is {size}, but the checkpoint's is {length}: set {limit}")
     if data.highest >= vocab_size:
         raise ValueError(
-            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
-            f"{vocab_size}: its model was trained on a different data set"
+            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocab_size is {vocab_size}"
         )
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args | {name: config[name] for name in OF_THE_RUN}
     experts = fitted["n_expert"]
