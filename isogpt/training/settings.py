@@ -68,12 +68,11 @@ def check_plan(plan: Plan, splits_sequence: bool = True) -> None:
     Raises:
         ValueError: one line for each conflict.
     """
-    found = [*conflicts_of_layout(plan), *conflicts_with_ranks(plan)]
+    conflicts = [*conflicts_of_layout(plan), *conflicts_with_ranks(plan)]
     if plan.model_args:
-        found += [*conflicts_with_sizes(plan), *conflicts_with_stages(plan)]
-    if plan.model_args and splits_sequence:
-        found += conflicts_with_sequence(plan)
-    report(found)
+        conflicts += [*conflicts_with_sizes(plan), *conflicts_with_stages(plan)]
+        conflicts += conflicts_with_sequence(plan) if splits_sequence else ()
+    report(conflicts)
 
 
 def report(sentences: list[str]) -> None:
