@@ -225,8 +225,7 @@ def matrix_groups(mesh: Mesh, config: dict, zero: int, divided: tuple[str, ...])
     # With zero 1, replicas update different parameters. Sending the results takes 2 or 4 bytes for each
     # parameter, besides the 8 for the gradient's reduction: little, unless gradients are compressed.
     is_compressed = mesh.islands == 1 and config.get("grad_compression", "none") != "none"
-    shares = zero != 1 and not is_compressed
-    workers = mesh.matrix_workers if shares else mesh.matrix_parts
+    workers = mesh.matrix_parts if zero == 1 or is_compressed else mesh.matrix_workers
     return {"group": mesh.matrix_parts.without(*divided).group, "workers": workers.without(*divided).group}
 
 
@@ -241,28 +240,27 @@ def groups_by_optimizer(model: nn.Module, config: dict) -> dict[tuple[Class, tup
     Raises:
         ValueError: RULES contains no row for a parameter, or several.
     """
+    rules = rules_of(config["optimizer"])
     members = defaultdict(list)
-    # nanoGPT numbers parameters by the order of the rules
-    for rule in rules_of(config["optimizer"]):
-        for name, p in model.named_parameters():
-            if not p.requires_grad or role_of(name, p, model) not in rule.roles:
-                continue
-            axes = ("ep",) if is_split(p, "ep") else ()
-            # Muon updates matrices of equal shape together
-            stack = stack_of(name, p, model) if rule.updated_by is Muon else None
-            members[rule, axes, stack].append(p)
-    rows = Counter(p for params in members.values() for p in params)
-    for name, p in model.named_parameters():
-        if p.requires_grad and rows[p] != 1:
-            role = role_of(name, p, model)
-            raise ValueError(f"{rows[p]} rows of RULES in {__file__} contain {name} ({role}): one must")
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        role = role_of(name, p, model)
+        rows = [rule for rule in rules if role in rule.roles]
+        if len(rows) != 1:
+            raise ValueError(f"{len(rows)} rows of RULES in {__file__} contain {name} ({role}): one must")
+        axes = ("ep",) if is_split(p, "ep") else ()
+        # Muon updates matrices of equal shape together
+        stack = stack_of(name, p, model) if rows[0].updated_by is Muon else None
+        members[rows[0], axes, stack].append(p)
     groups = defaultdict(list)
     base = config["learning_rate"]
     rates = config | {"embedding_lr": config.get("embedding_lr") or base}
-    for (rule, axes, stack), params in members.items():
+    # nanoGPT numbers parameters by the order of the rules
+    for key in sorted(members, key=lambda key: rules.index(key[0])):
+        rule, axes, stack = key
         rate = rates[rule.rate]
         group = {
-            "params": params,
+            "params": members[key],
             "optimizer": config["optimizer"],
             "lr": rate,
             "lr_scale": rate / base if base else 1.0,

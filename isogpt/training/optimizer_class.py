@@ -40,8 +40,8 @@ def load_class(place: str) -> Class:
         loader.exec_module(module)
     except Exception as e:  # whatever a user's file raises
         raise ValueError(f"{file} of --optimizer={place} fails: {type(e).__name__}: {reason_of(e)}") from e
-    classes = dict(inspect.getmembers(module, inspect.isclass))
-    classes = {key: cls for key, cls in classes.items() if Optimizer in cls.__mro__[1:]}
+    members = inspect.getmembers(module, inspect.isclass)
+    classes = {key: cls for key, cls in members if Optimizer in cls.__mro__[1:]}
     if name not in classes:
         choices = ", ".join(classes) or "none"
         raise ValueError(
@@ -123,14 +123,12 @@ class OnShards(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parts with a gradient."""
-        parts = self.parts()
-        for part in parts:
-            part.grad = None if part.whole.grad is None else local(part.whole.grad)
+        for part in self.parts():
+            part.grad = local(part.whole.grad)
         share_groups(self, self.optim)
         self.optim.step()
         share_groups(self.optim, self)
-        for part in parts:
-            part.grad = None
+        self.optim.zero_grad()
 
 
 def part_of(p: nn.Parameter) -> nn.Parameter:
@@ -183,6 +181,7 @@ def set_mode(optimizers: Optimizers, mode: str) -> None:
             continue
         if isinstance(optimizer, OnShards):
             optimizer.parts()
+        share_groups(optimizer, inner)  # rates may have been set since the last step
         getattr(inner, mode)()
         share_groups(inner, optimizer)
         if hasattr(optimizer, "_sync_params"):  # ZeroRedundancyOptimizer's, which its step calls

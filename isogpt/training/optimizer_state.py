@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isogpt.parallel.local_parts import like
-from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by, params_of, share_groups
+from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by, share_groups
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
@@ -93,9 +93,8 @@ def saved_state(model: nn.Module, optimizers: Optimizers) -> dict:
     parameters of a GPT-2; else by parameter name.
     """
     weights = dict(model.named_parameters())
-    updated = [id(p) for optimizer in optimizers for p in params_of(optimizer)]
     is_adamw = [isinstance(optimizer, torch.optim.AdamW) for optimizer in optimizers] == [True]
-    is_numbered = updated == [id(weights[name]) for name in numbered(weights)]
+    is_numbered = [name for name, *_ in updates_of(model, optimizers)] == numbered(weights)
     if not (is_adamw and is_numbered and model.config.arch == "gpt2"):
         return {"state": state_by_name(model, optimizers)}
     state = optimizers[0].state_dict()

@@ -68,7 +68,7 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
             return resolve_dtype(previous or best_dtype(device), device)
         return best_dtype(device)
     is_nvidia = device.type == "cuda" and not torch.version.hip
-    if wanted == "tf32" and not (is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)):
+    if wanted == "tf32" and not (is_nvidia and multiplies_bfloat16(device)):
         raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU (Ampere or later), not {device}")
     if wanted == "float16" and device.type == "mps":
         raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=bfloat16")
@@ -156,9 +156,8 @@ def use_flash_attention_3(device: torch.device, plan: Plan) -> list[str]:
     bits.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if not is_hopper or plan.torch_dtype.itemsize != 2 or plan.model_args["dropout"]:
-        return []
-    if not importlib.util.find_spec("flash_attn_interface"):
+    can_use = is_hopper and plan.torch_dtype.itemsize == 2 and not plan.model_args["dropout"]
+    if not can_use or not importlib.util.find_spec("flash_attn_interface"):
         return []
     try:
         attention.activate_flash_attention_impl("FA3")

@@ -68,12 +68,11 @@ def check_plan(plan: Plan, splits_sequence: bool = True) -> None:
     Raises:
         ValueError: one line for each conflict.
     """
-    found = [*conflicts_of_layout(plan), *conflicts_with_ranks(plan)]
+    conflicts = [*conflicts_of_layout(plan), *conflicts_with_ranks(plan)]
     if plan.model_args:
-        found += [*conflicts_with_sizes(plan), *conflicts_with_stages(plan)]
-    if plan.model_args and splits_sequence:
-        found += conflicts_with_sequence(plan)
-    report(found)
+        conflicts += [*conflicts_with_sizes(plan), *conflicts_with_stages(plan)]
+        conflicts += conflicts_with_sequence(plan) if splits_sequence else ()
+    report(conflicts)
 
 
 def report(sentences: list[str]) -> None:
@@ -324,15 +323,13 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
             model's, or the number of experts differs.
     """
     length, vocab_size = model_args["block_size"], model_args["vocab_size"]
-    if config["block_size"] > length:
-        raise ValueError(
-            f"block_size is {config['block_size']}, but the checkpoint's is {length}: set "
-            f"--block_size={length} or less"
-        )
+    size = config["block_size"]
+    if size > length:
+        limit = f"--block_size={length} or less"
+        raise ValueError(f"block_size is {size}, but the checkpoint's is {length}: set {limit}")
     if data.highest >= vocab_size:
         raise ValueError(
-            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
-            f"{vocab_size}: its model was trained on a different data set"
+            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocab_size is {vocab_size}"
         )
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args | {name: config[name] for name in OF_THE_RUN}
     experts = fitted["n_expert"]
