@@ -12,10 +12,8 @@ def best_step_of(run: dict) -> int:
     The step of the checkpoint with best_val_loss, as a checkpoint records it; NONE if this checkpoint is not
     on the disk. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself.
     """
-    step = NONE
-    if math.isfinite(run["best_val_loss"]):
-        step = run["iter_num"]
-    return run.get("isogpt", {}).get("best_step", step)
+    default = run["iter_num"] if math.isfinite(run["best_val_loss"]) else NONE
+    return run.get("isogpt", {}).get("best_step", default)
 
 
 def measures_of(run: dict) -> dict:

@@ -15,6 +15,7 @@ from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
+WRAPPERS = ("_orig_mod", "module")  # what torch.compile and DDP put around other modules
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,8 @@ class OpenCheckpoint:
         The names of the parameters for which something of an optimizer is saved; checkpoints of forks may
         contain nothing, or not AdamW's.
         """
-        names = set()
-        for name in self.shapes:
-            kind, _, rest = name.partition(".")
-            if kind == "optim":
-                names.add(rest.rpartition(".")[0])
-        return names
+        states = [name for name in self.shapes if name.startswith("optim.")]
+        return {name.removeprefix("optim.").rpartition(".")[0] for name in states}
 
     def read(self, parts: dict[str, LocalPart]) -> None:
         """
@@ -118,17 +115,13 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         for name, weight in state.pop("model").items():
             # nanoGPT without flash attention stores the causal mask of each block
             if not name.endswith(".attn.bias"):
-                weights[without_wrappers(name)] = weight
+                parts = [part for part in name.split(".") if part not in WRAPPERS]
+                weights[".".join(parts)] = weight
         moments = optimizer_state.by_name(weights, state.pop("optimizer", None))
         named = flat(weights, moments)
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, tensors)
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name without the names of modules that torch.compile and DDP put around others."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
 
 
 def flat(weights: dict, state: dict[str, dict]) -> dict:

@@ -42,12 +42,8 @@ def find_dataset(name: str, split: str = "train") -> Path:
 
 def prepared_datasets(split: str = "train") -> list[str]:
     """Names of the data sets that contain files of a split."""
-    names = set()
-    for root in Path("data"), REPOSITORY / "data":
-        for folder in root.glob("*/"):
-            if files_of(folder, split):
-                names.add(visible(folder.name))
-    return sorted(names)
+    folders = [*Path("data").glob("*/"), *(REPOSITORY / "data").glob("*/")]
+    return sorted({visible(folder.name) for folder in folders if files_of(folder, split)})
 
 
 def files_of(folder: Path, split: str) -> list[Path]:

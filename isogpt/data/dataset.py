@@ -103,12 +103,9 @@ class Dataset:
         What a checkpoint records of the data besides the digest: `sources` for a mixture, and `documents` for
         windows that begin with a document, both by the source's name.
         """
-        sources, documents = {}, {}
-        for one, quota in zip(self.sources, self.quotas, strict=True):
-            if self.parts:
-                sources[one.name] = {"digest": one.digest, "of_1000": quota}
-            if one.windows.digest:
-                documents[one.name] = one.windows.digest
+        quotas = zip(self.parts, self.quotas, strict=False)
+        sources = {one.name: {"digest": one.digest, "of_1000": quota} for one, quota in quotas}
+        documents = {one.name: one.windows.digest for one in self.sources if one.windows.digest}
         facts = {"sources": sources, "documents": documents}
         return {name: value for name, value in facts.items() if value}
 

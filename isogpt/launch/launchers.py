@@ -136,12 +136,8 @@ def start_workers(nproc: int, script: str) -> None:
     # newer versions of Kubeflow set PET_NNODES, PET_NODE_RANK and others, which torchrun reads
     machines = [] if "PET_NNODES" in env else ["--standalone"]
     if "RANK" in env:  # older ones and Volcano number the pods with RANK and WORLD_SIZE
-        machines = [
-            f"--nnodes={nodes}",
-            f"--node_rank={node}",
-            f"--master_addr={env['MASTER_ADDR']}",
-            f"--master_port={env['MASTER_PORT']}",
-        ]
+        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
+        machines = [f"--nnodes={nodes}", f"--node_rank={node}", *master]
     env["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     console.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N

@@ -54,13 +54,12 @@ class Ranks:
         Return the arguments of init_process_group besides the backend; without a launcher, for a group of one
         process.
         """
-        return {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "store": self.store or dist.HashStore(),
-            "timeout": collectives_timeout(timeout_s, self.backend),
-            "device_id": self.device if "nccl" in self.backend else None,
-        }
+        options = {"rank": self.rank, "world_size": self.world_size}
+        options["store"] = self.store or dist.HashStore()
+        options["timeout"] = collectives_timeout(timeout_s, self.backend)
+        if "nccl" in self.backend:
+            options["device_id"] = self.device
+        return options
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:

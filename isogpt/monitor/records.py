@@ -93,16 +93,13 @@ def evaluation_line(record: dict) -> str:
 def step_line(record: dict) -> str:
     """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu'] * 100:.2f}%"
-    left = "" if record["left_s"] is None else f"{duration(record['left_s'])} left"
     parts = (
         f"iter {record['iter']}: loss {record['loss']:.4f}",
         f"time {record['step_ms']:.2f}ms, mfu {mfu}",
-        left,
+        "" if record["left_s"] is None else f"{duration(record['left_s'])} left",
         f"{record['tokens_per_s']:,.0f} tokens/s",
-        f"grad norm {record['grad_norm']:.3f}",
-        f"lr {record['lr']:.1e}",
-        f"data {record['data_ms_max']:.1f}ms",
-        f"{record['memory_gb_max']:.2f} GB",
+        f"grad norm {record['grad_norm']:.3f}, lr {record['lr']:.1e}",
+        f"data {record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB",
         waiting_text(record),
         routing_text(record),
     )

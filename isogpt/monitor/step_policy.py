@@ -70,23 +70,17 @@ class StepPolicy:
         if not numbers.is_finite:
             is_loss_finite = numbers.loss.isfinite().all()
             has_overflowed = bool(is_loss_finite and numbers.loss_scale.max() > 1)
-            if has_overflowed:
-                self.not_finite.clear()
-            else:
-                self.not_finite.append(step)
+            self.not_finite = [] if has_overflowed else [*self.not_finite, step]
             return has_overflowed
-        self.not_finite.clear()
+        self.not_finite = []
         skips_spikes = self.skip_steps == "spikes"
         is_taken = bool(numbers.is_update(skips_spikes))
         names = ("loss", "loss_limit", "grad_norm", "grad_norm_limit")
         facts = {name: getattr(numbers, name).mean().item() for name in names}
         if not numbers.is_update(skips_spikes=True):
             values = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-            text = f"warning: step {step} is a spike: {values}"
-            if is_taken:
-                text += "; --skip_steps=spikes would leave it out"
-            else:
-                text += ": the step is skipped"
+            follows = "; --skip_steps=spikes would leave it out" if is_taken else ": the step is skipped"
+            text = f"warning: step {step} is a spike: {values}{follows}"
             self.logger.event("spike", text, **facts, skipped=not is_taken)
         if is_taken:
             recent_steps.add(facts["loss"], facts["grad_norm"])
@@ -132,15 +126,9 @@ class StepPolicy:
         problem = f"step {step}: not finite on {ranks_text(guilty)}: {what}"
         problem += f"; largest gradients {gradients}; rows start at token {rows}"
         is_end = self.skip_steps == "none" or len(self.not_finite) == PATIENCE
-        facts = {
-            "loss": loss.tolist(),
-            "grad_norm": norm,
-            "ranks": guilty,
-            "windows": windows,
-            "largest_gradients": dict(largest),
-        }
+        facts = {"loss": loss.tolist(), "grad_norm": norm, "ranks": guilty, "windows": windows}
         text = "" if is_end else f"warning: {problem}: the step is skipped"
-        self.logger.event("not_finite", text, **facts)
+        self.logger.event("not_finite", text, **facts, largest_gradients=dict(largest))
         if is_end:
             self.saver.wait()  # a checkpoint may be under way
             with exit_together(self.logger.failed):
