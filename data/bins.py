@@ -33,8 +33,8 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     The options that all prepare.py scripts share. The parsed `tokenizer` is what --tokenizer or
     --train_tokenizer says: a number is that of the ids of one to train.
     """
-    formatter = ArgumentDefaultsHelpFormatter
-    parser = ArgumentParser(description=about, formatter_class=formatter, allow_abbrev=False)
+    parser = ArgumentParser(description=about, allow_abbrev=False)
+    parser.formatter_class = ArgumentDefaultsHelpFormatter
     parser.set_defaults(**defaults)
     add = parser.add_argument
     add("--data_files", help="files, folders or globs, separated by commas")
@@ -101,8 +101,8 @@ def prepare_text(script: str, about: str, read: Callable = read_shakespeare, **d
     else:
         text, source = read(Path(script).parent)
     cut = int(len(text) * (1 - args.val_fraction))
-    batches = [("train", text[:cut].encode()), ("val", text[cut:].encode())]
-    write(args, source, [text], batches)
+    train, val = text[:cut].encode(), text[cut:].encode()
+    write(args, source, [text], [("train", train), ("val", val)])
 
 
 def prepare_documents(script: str, about: str, dataset: str, selection: dict, **defaults: object) -> None:
@@ -155,8 +155,10 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     vocabulary = find_vocabulary(args.tokenizer, documents)
     make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
     tokenizer = make_tokenizer()
-    if vocabulary.name == "tokenizer.json" and SAMPLE not in tokenizer.decode(tokenizer.encode(SAMPLE)):
-        print("note: the tokenizer does not keep the text, for instance capital letters")
+    if vocabulary.name == "tokenizer.json":
+        decoded = tokenizer.decode(tokenizer.encode(SAMPLE))
+        if SAMPLE not in decoded:
+            print("note: the tokenizer does not keep the text, for instance capital letters")
     parts = tokenize(batches, make_tokenizer, args.num_proc)
     folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,9 +167,10 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     train, val = meta["train_tokens"], meta["val_tokens"]
     print(f"{folder}: {train:,} tokens for training, {val:,} for validation, {vocabulary.name}")
     name = str(folder).removeprefix(f"{Path(__file__).parent}{os.sep}")
-    options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
-    command = f"config/train_small.py {options}"
-    for config in (f"config/train_{name}.py", f"config/train_{name}_fast.py"):  # the last one for a CPU
+    dataset, out_dir = shlex.quote(name), shlex.quote(f"out-{folder.name}")
+    command = f"config/train_small.py --dataset={dataset} --out_dir={out_dir}"
+    for ending in ("", "_fast"):  # the latter for a CPU
+        config = f"config/train_{name}{ending}.py"
         if (REPOSITORY / config).exists():
             command = config
     print(f"next: python train.py {command}")

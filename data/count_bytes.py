@@ -26,7 +26,8 @@ def count_bytes(folder: Path) -> None:
     """
     meta = read_meta(folder)
     meta.pop("val_tokens", None)  # of an earlier val.bin
-    tokens, text = open_split(folder, "val", meta, block_size=0), SplitText()
+    tokens = open_split(folder, "val", meta, block_size=0)
+    text = SplitText()
     vocabulary = vocabulary_or_gpt2(folder)
     if vocabulary.is_table:
         table = {i: token.encode() for i, token in vocabulary.tokens.items()}
@@ -37,12 +38,15 @@ def count_bytes(folder: Path) -> None:
         raise ValueError(f"the bytes of its ids are not known ({vocabulary.name}): {advice}")
     if "source" not in meta or "documents" in meta:  # prepare.py adds no end-of-text tokens to one text
         end = vocabulary.end_of_text.encode()
-        table = {i: END_OF_DOCUMENT if token == end else token for i, token in table.items()}
-    for part in parts_of(tokens):
+        for i, token in table.items():
+            if token == end:
+                table[i] = END_OF_DOCUMENT
+    for (ids,) in parts_of(tokens):
         try:
-            text.add(b"".join(table[i] for i in part[0].tolist()))
+            text.add(b"".join(table[i] for i in ids.tolist()))
         except KeyError as e:
-            raise ValueError(f"{tokens.path} contains id {e}, which is not in the vocabulary") from e
+            problem = f"contains id {e}, which is not in the vocabulary"
+            raise ValueError(f"{tokens.path} {problem}") from e
     text.tokens = len(tokens)
     record(folder, text.facts())
     print(f"{tokens.path}: {text.tokens:,} tokens of {vocabulary.name}, {text.bytes:,} bytes of text")

@@ -27,11 +27,14 @@ def find_documents(folder: Path, token: int | None) -> None:
     """
     tokens = open_split(folder, "train", read_meta(folder), block_size=1)
     vocabulary = vocabulary_or_gpt2(folder)
-    if token is None and vocabulary.kind != "unknown":
-        is_gpt2 = vocabulary.content == "gpt2"  # tiktoken needs a network or a cache
-        token = GPT2_IDS - 1 if is_gpt2 else load(vocabulary).end_of_text
-    if token is None or len(begins := document_begins(tokens, token)) < 2:
-        raise ValueError(f"{tokens.path}: no documents, which token {token} would separate; set --id=")
+    if token is None and vocabulary.content == "gpt2":
+        token = GPT2_IDS - 1  # tiktoken needs a network or a cache
+    elif token is None and vocabulary.kind != "unknown":
+        token = load(vocabulary).end_of_text
+    begins = () if token is None else document_begins(tokens, token)
+    if len(begins) < 2:
+        problem = f"no documents, which token {token} would separate"
+        raise ValueError(f"{tokens.path}: {problem}; set --id=")
     # a kill after this leaves a count that train.py refuses, as it refuses a different number of tokens
     write_whole(folder / "documents.bin", begins.tobytes())
     record(folder, {"train_documents": len(begins), "searched_tokens": len(tokens)})

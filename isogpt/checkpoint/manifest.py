@@ -14,7 +14,8 @@ STEP = re.compile(r"step_(\d{8,})")
 
 def step_folders(out: Path) -> list[Path]:
     """The step folders, newest first."""
-    return sorted((f for f in out.glob("step_*") if STEP.fullmatch(f.name)), key=step_of, reverse=True)
+    folders = [f for f in out.glob("step_*") if STEP.fullmatch(f.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -39,7 +40,7 @@ def steps_in(folder: str | Path) -> list[int]:
 
 def is_run(folder: str | Path) -> bool:
     """Whether a folder contains checkpoints of a run: ours or nanoGPT's."""
-    return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
+    return bool(folder and (steps_in(folder) or Path(folder, "ckpt.pt").exists()))
 
 
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:

@@ -28,10 +28,14 @@ def what_is_measured(config: dict, digest: str | None = None, bytes_per_token: f
     does not depend on the seed.
     """
     measures = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
-    counts = [config.get(name) for name in ("eval_iters", "batch_size")]
-    measures |= {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
+    measures |= {"digest": digest, "sequences": None}
     measures["bytes_per_token"] = bytes_per_token
-    return measures | ({"seed": None} if measures["sequences"] == 0 else {})
+    counts = [config.get(name) for name in ("eval_iters", "batch_size")]
+    if None not in counts:
+        measures["sequences"] = math.prod(counts)
+    if measures["sequences"] == 0:
+        measures["seed"] = None
+    return measures
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:
@@ -42,5 +46,9 @@ def changed_measures(before: dict, now: dict) -> list[str]:
     known = {name: was for name, was in before.items() if None not in (was, now.get(name))}
     if "digest" in known:
         known.pop("dataset", None)
-    changed = [name for name, was in known.items() if was != now[name]]
-    return [f"{LABELS.get(name, name)} is {now[name]}, not {known[name]}" for name in changed]
+    changes = []
+    for name, was in known.items():
+        if was != now[name]:
+            label = LABELS.get(name, name)
+            changes.append(f"{label} is {now[name]}, not {was}")
+    return changes

@@ -14,7 +14,8 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
     Make `owner` the folder's owner. `launch` is the launch that has entered the folder; None until the folder
     is prepared.
     """
-    write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
+    facts = {"owner": owner, "launch": launch and asdict(launch)}
+    write_whole(out / "owner", json.dumps(facts))
 
 
 def read_owner(out: Path) -> dict:
@@ -35,4 +36,5 @@ def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if a different run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # the file may have been deleted
     if owner and now != owner:
-        raise ValueError(f"a different run was started in {out}: this one stops, and keeps its checkpoints")
+        problem = f"a different run was started in {out}"
+        raise ValueError(f"{problem}: this one stops, and keeps its checkpoints")

@@ -24,8 +24,10 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
             ids than the vocabulary.
     """
     vocab_size = run["model_args"]["vocab_size"]
-    vocabulary = None if dataset else recorded(run) or tokenizer_in(folder)
-    name = dataset or run.get("config", {}).get("dataset", "")
+    vocabulary, name = None, dataset
+    if not dataset:
+        vocabulary = recorded(run) or tokenizer_in(folder)
+        name = run.get("config", {}).get("dataset", "")
     if name and not vocabulary:
         try:
             vocabulary = vocabulary_in(find_dataset(name))
@@ -64,16 +66,20 @@ def vocabulary_for_run(
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, data.folder)
     check_size(now.size, vocab_size)
     if changed := before and tokenizer.difference(before, now):
-        problem = f"the token ids of {data.folder} do not mean what they mean in the checkpoint: {changed}"
+        what = "do not mean what they mean in the checkpoint"
+        problem = f"the token ids of {data.folder} {what}: {changed}"
         if is_resume:
-            raise ValueError(f"{problem}: prepare it with --tokenizer={weights}, or start a new run")
+            advice = f"prepare it with --tokenizer={weights}, or start a new run"
+            raise ValueError(f"{problem}: {advice}")
         notes.append(problem)
     elif before and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
     for one in data.named:
-        problem = one.vocabulary and tokenizer.difference(now, one.vocabulary)
+        problem = ""
         if one.highest >= vocab_size:
             problem = f"id {one.highest} is beyond the model's {vocab_size} ids"
+        elif one.vocabulary:
+            problem = tokenizer.difference(now, one.vocabulary)
         if problem:
             where = f"the token ids of {one.folder} are not those of the run"
             raise ValueError(f"{where}: {problem}. Prepare it with the run's tokenizer")

@@ -223,7 +223,3 @@ class Saver:
         else:
             facts = {"folder": folder.name, "seconds": self.seconds, "stall": self.stall}
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
-
-    def writes_alone(self) -> bool:
-        """Whether this rank writes the checkpoint under way without the other ranks' help."""
-        return self.pending is not None and not self.group

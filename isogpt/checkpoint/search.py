@@ -31,13 +31,16 @@ class StoredCheckpoint:
     @property
     def bits_per_byte(self) -> float | None:
         """The validation loss in bits per byte of the text; None if not known."""
+        if self.val_loss is None:
+            return None
         size = self.manifest.get("measures", {}).get("bytes_per_token")
-        return None if self.val_loss is None else bits_per_byte(self.val_loss, size)
+        return bits_per_byte(self.val_loss, size)
 
     @property
     def folder(self) -> Path:
         """The folder of the files in the manifest."""
-        return self.path.parent if self.path.name in self.manifest["files"] else self.path
+        is_file = self.path.name in self.manifest["files"]
+        return self.path.parent if is_file else self.path
 
 
 Result = tuple[StoredCheckpoint | None, list[str]]  # a checkpoint; what is wrong with newer ones
@@ -46,8 +49,9 @@ Result = tuple[StoredCheckpoint | None, list[str]]  # a checkpoint; what is wron
 def open_folder(folder: Path) -> StoredCheckpoint:
     """The checkpoint in a step folder that is not damaged."""
     manifest = read_manifest(folder)
-    path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
-    return StoredCheckpoint(path, manifest["step"], manifest, manifest["val_loss"])
+    name = "ckpt.pt" if "ckpt.pt" in manifest["files"] else ""
+    step, val_loss = manifest["step"], manifest["val_loss"]
+    return StoredCheckpoint(folder / name, step, manifest, val_loss)
 
 
 def open_bare(path: Path, damaged: dict[str, str]) -> StoredCheckpoint | None:
@@ -59,9 +63,12 @@ def open_bare(path: Path, damaged: dict[str, str]) -> StoredCheckpoint | None:
     except ValueError as e:
         damaged[path.name] = str(e)
         return None
-    val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
-    manifest = {"files": {path.name: entry_of(path)}, "measures": measures_of(state)}
-    return StoredCheckpoint(path, state["iter_num"], manifest, val_loss, is_bare=True)
+    step, val_loss = state["iter_num"], None
+    if best_step_of(state) == step:
+        val_loss = state["best_val_loss"]
+    files = {path.name: entry_of(path)}
+    manifest = {"files": files, "measures": measures_of(state)}
+    return StoredCheckpoint(path, step, manifest, val_loss, is_bare=True)
 
 
 def find_checkpoint(out_dir: str, best: bool = False, step: int = -1) -> Result:
@@ -86,10 +93,11 @@ def find_checkpoint(out_dir: str, best: bool = False, step: int = -1) -> Result:
         # machines may mount the same folder under different paths, or contain copies
         stored = replace(stored, path=out_dir / stored.path)
         problems = gather_objects(do_together(verify, stored))
-        if not any(problems):
+        problems = [problem for problem in problems if problem]
+        if not problems:
             return replace(stored, damaged=(*damaged,)), [*damaged.values()]
         place = stored.path if stored.is_bare else stored.folder
-        damaged[place.name] = f"{place} is damaged: {next(filter(None, problems))}"
+        damaged[place.name] = f"{place} is damaged: {problems[0]}"
 
 
 def look(out: Path, best: bool, step: int, damaged: dict[str, str]) -> tuple[StoredCheckpoint | None, dict]:
@@ -101,17 +109,20 @@ def look(out: Path, best: bool, step: int, damaged: dict[str, str]) -> tuple[Sto
         return None, {}
     folders, stored = step_folders(out), None
     for folder in folders:
-        if stored or step not in (-1, step_of(folder)) or folder.name in damaged:
+        is_asked = step in (-1, step_of(folder))
+        if not is_asked or folder.name in damaged:
             continue
         if manifest := read_manifest(folder):
             chosen = best_folder(out, manifest, damaged) if best else None
             stored = open_folder(chosen or folder)
-        else:
-            damaged[folder.name] = f"{folder} is damaged: {damage(folder)}"
+            break
+        damaged[folder.name] = f"{folder} is damaged: {damage(folder)}"
     if step == -1 and not folders:
-        stored = open_bare(out if out.is_file() else out / "ckpt.pt", damaged)
+        path = out if out.is_file() else out / "ckpt.pt"
+        stored = open_bare(path, damaged)
     if stored:
-        stored = replace(stored, path=Path(os.path.relpath(stored.path, out)))
+        path = os.path.relpath(stored.path, out)
+        stored = replace(stored, path=Path(path))
     return stored, damaged
 
 
@@ -123,13 +134,17 @@ def verify(stored: StoredCheckpoint) -> str:
     Raises:
         ValueError: a file cannot be read but may be intact, or this rank sees a different checkpoint.
     """
-    files, ranks = stored.manifest["files"], dist.get_world_size() if dist.is_initialized() else 1
+    files = stored.manifest["files"]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     names = sorted(files)[own_rank() :: ranks]
     if stored.path.name in files:
-        names = files if os.environ.get("LOCAL_RANK", "0") == "0" else ()
-    # their texts, since a NaN that was sent differs from a NaN
-    if not stored.is_bare and str(read_manifest(stored.folder)) != str(stored.manifest):
-        raise ValueError(f"{stored.path.absolute()} is not the checkpoint that rank 0 found: share a folder")
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        names = files if is_first else ()
+    if not stored.is_bare:
+        seen = read_manifest(stored.folder)
+        if str(seen) != str(stored.manifest):  # texts, since a NaN that was sent differs from a NaN
+            problem = f"{stored.path.absolute()} is not the checkpoint that rank 0 found"
+            raise ValueError(f"{problem}: share a folder")
     return damage(stored.folder, {name: files[name] for name in names})
 
 
@@ -139,4 +154,6 @@ def best_folder(out: Path, manifest: dict, damaged: Collection[str] = ()) -> Pat
     was evaluated, or the best one could not be saved or is damaged.
     """
     folder = step_folder(out, manifest["best_step"])
-    return folder if folder.name not in damaged and read_manifest(folder) else None
+    if folder.name in damaged or not read_manifest(folder):
+        return None
+    return folder

@@ -59,11 +59,13 @@ def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | 
         dcp.save(parts, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
-    written = [writer.fs.entries]
+    entries = writer.fs.entries
     if group:  # only rank 0 writes the manifest: on the others, nothing grows with the number of ranks
-        written = [{}] * group.size()
-        dist.gather_object(writer.fs.entries, written if is_main() else None, group=group)
-    entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
+        written = [{}] * group.size() if is_main() else None
+        dist.gather_object(entries, written, group=group)
+        entries = {}
+        for of_rank in written or ():
+            entries |= of_rank
     for name in entries:
         (folder / name).stat()  # a rank may have written to a folder that this one does not see
     return entries
@@ -94,12 +96,16 @@ def read(folder: Path, parts: dict[str, LocalPart]) -> None:
 def read_metadata(folder: Path) -> dcp.Metadata:
     """Read DCP's metadata, whose pickle may contain only DCP's own classes."""
     if (folder / "tensors.json").exists():
-        raise ValueError("an earlier version wrote it: convert it with that version's export.py --to=ckpt.pt")
+        advice = "convert it with that version's export.py --to=ckpt.pt"
+        raise ValueError(f"an earlier version wrote it: {advice}")
     content = load_pickle(folder / ".metadata", METADATA)
-    is_plain = all(isinstance(m, dcp.TensorStorageMetadata) for m in content.state_dict_metadata.values())
-    names = [info.relative_path for info in content.storage_data.values()]
-    if not is_plain or any(Path(name).name != name for name in names):
-        raise pickle.UnpicklingError("it holds other objects than tensors, or names files elsewhere")
+    for entry in content.state_dict_metadata.values():
+        if not isinstance(entry, dcp.TensorStorageMetadata):
+            raise pickle.UnpicklingError("it holds other objects than tensors")
+    for info in content.storage_data.values():
+        name = info.relative_path
+        if Path(name).name != name:
+            raise pickle.UnpicklingError("it names files elsewhere")
     return content
 
 

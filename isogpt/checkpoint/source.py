@@ -15,6 +15,7 @@ from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
+WRAPPERS = ("_orig_mod", "module")  # what torch.compile and DDP put around other modules
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class OpenCheckpoint:
     def check_shape(self, name: str, shape: torch.Size) -> None:
         """Raise ValueError if a saved tensor has a different shape."""
         if shape != self.shapes[name]:
-            raise self.misfit(f"the shape of {name} is {tuple(self.shapes[name])}, not {tuple(shape)}")
+            saved = tuple(self.shapes[name])
+            raise self.misfit(f"the shape of {name} is {saved}, not {tuple(shape)}")
 
     def misfit(self, problem: str) -> ValueError:
         """The error of a checkpoint whose tensors are not those of the model."""
@@ -88,9 +90,12 @@ class OpenCheckpoint:
 
 def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
     """This part of position embeddings in a longer saved tensor; any other part as it is."""
-    if WPE in name and len(part.shape) > 1 and len(saved) > 1 and saved[-2] > part.shape[-2]:
-        return LocalPart(torch.Size((*part.shape[:-2], *saved[-2:])), part.pieces, part.is_row)
-    return part
+    if WPE not in name or min(len(part.shape), len(saved)) < 2:
+        return part
+    if saved[-2] <= part.shape[-2]:
+        return part
+    shape = torch.Size((*part.shape[:-2], *saved[-2:]))
+    return LocalPart(shape, part.pieces, part.is_row)
 
 
 def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
@@ -106,18 +111,17 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         return OpenCheckpoint(stored, stored.manifest["run"], sharded_files.shapes(stored.path))
     state = read_file(stored.path)
     with reading(stored.path):
-        weights = {without_wrappers(name): weight for name, weight in state["model"].items()}
-        # nanoGPT without flash attention stores the causal mask of each block
-        weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
-        run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-        named = flat(weights, optimizer_state.by_name(weights, state.get("optimizer")))
+        weights = {}
+        for name, weight in state.pop("model").items():
+            # nanoGPT without flash attention stores the causal mask of each block
+            if not name.endswith(".attn.bias"):
+                parts = [part for part in name.split(".") if part not in WRAPPERS]
+                weights[".".join(parts)] = weight
+        moments = optimizer_state.by_name(weights, state.pop("optimizer", None))
+        named = flat(weights, moments)
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
-    return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name without the names of modules that torch.compile and DDP put around others."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, tensors)
 
 
 def flat(weights: dict, state: dict[str, dict]) -> dict:
@@ -142,10 +146,13 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     used = {name for name, _ in model.named_parameters()}
     used |= {name.replace(".experts.", ".") for name in used}  # an MLP is copied to experts
     for name, p in model.named_parameters():  # before memory is allocated for shapes that do not fit
-        if saved := source.shapes.get(f"model.{name}"):
-            source.check_shape(f"model.{name}", first_positions(name, LocalPart(p.shape, ()), saved).shape)
+        saved_name = f"model.{name}"
+        if saved := source.shapes.get(saved_name):
+            part = first_positions(name, LocalPart(p.shape, ()), saved)
+            source.check_shape(saved_name, part.shape)
     tensors = source.tensors or {}
-    head, wte = tensors.get("model.lm_head.weight"), tensors.get("model.transformer.wte.weight")
+    head = tensors.get("model.lm_head.weight")
+    wte = tensors.get("model.transformer.wte.weight")
     if model.config.tied and head is not None and torch.equal(head, wte):
         used.add("lm_head.weight")
     names = {name.removeprefix("model.") for name in source.shapes if name.startswith("model.")}
@@ -155,13 +162,15 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
 
 def names_of_not_finite(model: nn.Module) -> list[str]:
     """The names of the parameters whose values on this rank are not all finite. Waits for the device once."""
-    flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
-    is_finite = copy_to_cpu(torch.stack([*flags.values()]))
-    synchronize(next(model.parameters()).device)
-    return [name for name, ok in zip(flags, is_finite.tolist(), strict=True) if not ok]
+    parameters = dict(model.named_parameters())
+    flags = torch.stack([local(p).isfinite().all() for p in parameters.values()])
+    is_finite = copy_to_cpu(flags)
+    synchronize(flags.device)
+    return [name for name, ok in zip(parameters, is_finite.tolist(), strict=True) if not ok]
 
 
 def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite, since nanoGPT saves such weights, too."""
     if bad := names_of_not_finite(model):
-        raise ValueError(f"weights in {where} are not finite ({shortened(bad)}): use an earlier checkpoint")
+        problem = f"weights in {where} are not finite ({shortened(bad)})"
+        raise ValueError(f"{problem}: use an earlier checkpoint")

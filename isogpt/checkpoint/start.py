@@ -50,21 +50,26 @@ class Start:
     @property
     def previous_dtype(self) -> str | None:
         """The dtype in which the resumed run has computed so far; None if it is not known (nanoGPT's)."""
-        return self.resumed.run["isogpt"].get("dtype") if self.resumed else None
+        if not self.is_resume:
+            return None
+        return self.checkpoint.run["isogpt"].get("dtype")
 
     @property
     def description(self) -> str:
         """Where the weights are from, for the user."""
         if not self.checkpoint:
             return "scratch" if self.name == "auto" else self.name
-        place = self.name if is_url(self.name) else self.checkpoint.stored.path
-        return f"{place}, step {self.checkpoint.stored.step}"
+        stored = self.checkpoint.stored
+        place = self.name if is_url(self.name) else stored.path
+        return f"{place}, step {stored.step}"
 
     def model_args(self, config: dict, vocab_size: int) -> dict:
         """The fields of GPTConfig of the model to start with, which settings describe if it is new."""
         if self.checkpoint:
             return self.checkpoint.run["model_args"]
-        return self.pretrained.describe() if self.pretrained else model_args_of(config, vocab_size)
+        if self.pretrained:
+            return self.pretrained.describe()
+        return model_args_of(config, vocab_size)
 
     def vocabulary(self, config: dict, data: Dataset, vocab_size: int) -> tuple[Vocabulary, list[str]]:
         """
@@ -115,17 +120,20 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
     Args:
         from_pretrained: loads a model with weights of transformers, by name.
     """
-    init_from, out_dir, launch = config["init_from"], config["out_dir"], ranks.launch
+    init_from, out_dir = config["init_from"], config["out_dir"]
+    launch, mirror = ranks.launch, config["mirror"]
     name = init_from.removeprefix("auto:")
-    if config["mirror"] and launch.requeued and not is_run(out_dir) and init_from.split(":")[0] != "resume":
+    is_asked = init_from.partition(":")[0] == "resume"
+    if mirror and launch.requeued and not is_asked and not is_run(out_dir):
         init_from = f"auto:{name}"  # Slurm has requeued the job, perhaps on a machine with an empty disk
     with exit_together():  # what these raise, they raise on all ranks
-        stored, is_resume, reports = look_for_start(init_from, out_dir, launch, config["mirror"])
+        stored, is_resume, reports = look_for_start(init_from, out_dir, launch, mirror)
     if not stored and is_url(name):
-        (stored, reports), name = fetch_weights(name, out_dir), without_credentials(name)
+        stored, reports = fetch_weights(name, out_dir)
+        name = without_credentials(name)
     if ranks.is_main:
         for report in reports:
-            console.print_line(f"warning: {console.visible(report)}")
+            console.print_line(f"warning: {visible(report)}")
     if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
@@ -153,19 +161,21 @@ def differences(
     names = [name for name in SHAPE if name == "bias" or config[name] not in (0, "auto")]
     if model.get("n_expert"):
         names.append("n_expert_active")
-    origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
     ignored = [name for name in names if model.get(name, config[name]) != config[name]]
     if ignored:
+        origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
         used = ", ".join(f"{name} {model[name]}" for name in ignored)
         typed = ", ".join(f"{name} {config[name]}" for name in ignored)
         verb = "is" if len(ignored) == 1 else "are"
         sentences.append(f"{used} of {origin} {verb} used, not {typed}")
     if is_resume:
         now = facts_of_curve(config, data or {})
-        was = now | facts_of_curve(config | source.run["config"], source.run["isogpt"])
-        changed = [f"{name} {now[name]} (was {was[name]})" for name in now if now[name] != was[name]]
-        if changed:
-            sentences.append(f"this run continues with {', '.join(changed)}: the loss curve changes")
+        run = source.run
+        was = now | facts_of_curve(config | run["config"], run["isogpt"])
+        names = [name for name in now if now[name] != was[name]]
+        changes = ", ".join(f"{name} {now[name]} (was {was[name]})" for name in names)
+        if changes:
+            sentences.append(f"this run continues with {changes}: the loss curve changes")
     return sentences
 
 
@@ -176,13 +186,15 @@ def facts_of_curve(config: dict, data: dict[str, dict]) -> dict:
     Args:
         data: what a checkpoint records of the data, see Dataset.describe.
     """
-    sources, documents = data.get("sources", {}), data.get("documents", {})
-    mixture = ",".join(f"{visible(name)}:{one['of_1000']}" for name, one in sources.items())
-    facts = {
-        "sequences per step": config["gradient_accumulation_steps"] * config["batch_size"],
-        "dataset": mixture or visible(str(config["dataset"])),
-    }
-    facts |= {f"tokens of {visible(name)}": one["digest"][:8] for name, one in sources.items()}
-    facts |= {f"documents of {visible(name)}": digest[:8] for name, digest in documents.items()}
+    sequences = config["gradient_accumulation_steps"] * config["batch_size"]
+    facts = {"sequences per step": sequences, "dataset": visible(str(config["dataset"]))}
+    mixture = []
+    for name, source in data.get("sources", {}).items():
+        name = visible(name)
+        mixture.append(f"{name}:{source['of_1000']}")
+        facts["dataset"] = ",".join(mixture)
+        facts[f"tokens of {name}"] = source["digest"][:8]
+    for name, digest in data.get("documents", {}).items():
+        facts[f"documents of {visible(name)}"] = digest[:8]
     names = ("seed", "data_order", "block_size", *OF_UPDATES)
     return facts | {name: config[name] for name in names if name in config}

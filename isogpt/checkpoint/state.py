@@ -135,7 +135,8 @@ def restore_checkpoint(
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
     names = checkpoint.names_with_state
     with optimizer_state.filled_state(model, optimizers if names else (), names) as state:
-        checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
+        weights = weights_to_read(model, shapes, seed)
+        checkpoint.read(flat(weights, parts_of_state(model, state, island)))
 
 
 def parts_of_state(

@@ -40,7 +40,10 @@ def temporary_name(path: Path) -> Path:
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
     """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
-    return next(p for n in count(first) if not os.path.lexists(p := out / (f"{name}_{n}" if n else name)))
+    for n in count(first):
+        path = out / (f"{name}_{n}" if n else name)
+        if not os.path.lexists(path):
+            return path
 
 
 def remove(path: Path) -> None:

@@ -38,9 +38,11 @@ def normal_numbers(seed: int, name: str, shape: Sequence[int], part: Sequence[sl
     numbers = np.empty((len(starts), n), np.float32)
     rows = max(1, AT_ONCE // max(1, n))
     for row in range(0, len(starts), rows):
+        begins = starts[row : row + rows]
         for column in range(0, n, AT_ONCE):
             block = numbers[row : row + rows, column : column + AT_ONCE]
-            block[:] = normal_rows(key, (starts[row : row + rows] + column).tolist(), block.shape[1])
+            places = (begins + column).tolist()
+            block[:] = normal_rows(key, places, block.shape[1])
     return numbers.reshape([place.stop - place.start for place in part])
 
 
@@ -67,11 +69,14 @@ def normal_rows(key: int, starts: list[int], n: int) -> np.ndarray:
     """
     words = np.stack([random_words(key, start // 2, n // 2 + 1) for start in starts])
     # contiguous, since numpy may compute different bits for other arrays
-    uniform = words.view(np.uint32).reshape(-1, 2).T.astype(np.float32, order="C") * 2.0**-32
+    halves = words.view(np.uint32).reshape(-1, 2).T
+    uniform = halves.astype(np.float32, order="C") * 2.0**-32
     radius = np.sqrt(-2.0 * np.log(uniform[0] + 2.0**-33))  # never the logarithm of 0
     angle = 2.0 * np.pi * uniform[1]
-    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(len(starts), -1)
-    return np.stack([row[start % 2 :][:n] for row, start in zip(pairs, starts, strict=True)])
+    pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1)
+    rows = pairs.reshape(len(starts), -1)
+    numbers = [row[start % 2 :][:n] for row, start in zip(rows, starts, strict=True)]
+    return np.stack(numbers)
 
 
 def random_words(key: int, first: int, n: int) -> np.ndarray:

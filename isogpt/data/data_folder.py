@@ -28,13 +28,16 @@ def find_dataset(name: str, split: str = "train") -> Path:
         ValueError: none of these folders contains files of the split, see `files_of`.
     """
     roots = [Path("data"), REPOSITORY / "data", Path(), REPOSITORY]
-    places = dict.fromkeys(root / os.path.expanduser(name) for root in roots)
+    name = os.path.expanduser(name)
+    places = dict.fromkeys(root / name for root in roots)
     for place in places:
         if files_of(place, split):
             return place
-    advice = [f"run: python {place}/prepare.py" for place in places if os.path.exists(place / "prepare.py")]
-    advice.append("prepared data sets: " + (shortened(prepared_datasets(split), 20) or "none"))
-    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice[0]}")
+    scripts = [place / "prepare.py" for place in places]
+    scripts = [script for script in scripts if os.path.exists(script)]
+    names = shortened(prepared_datasets(split), 20) or "none"
+    advice = f"run: python {scripts[0]}" if scripts else f"prepared data sets: {names}"
+    raise ValueError(f"no {split}.bin in {' or '.join(map(str, places))}; {advice}")
 
 
 def prepared_datasets(split: str = "train") -> list[str]:
@@ -50,10 +53,10 @@ def files_of(folder: Path, split: str) -> list[Path]:
     if there are none, or the folder is missing or cannot be read.
     """
     names = sorted(glob("*.bin", root_dir=folder) + glob("*.npy", root_dir=folder))
-    found = matching(names, f"{split}.bin")
-    found = found or matching(names, f"{split}*")
-    found = found or matching(names, f"*_{split}[_.]*")
-    return [folder / name for name in found]
+    for pattern in f"{split}.bin", f"{split}*", f"*_{split}[_.]*":
+        if matches := matching(names, pattern):
+            return [folder / name for name in matches]
+    return []
 
 
 def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
@@ -96,24 +99,28 @@ def read_meta(folder: Path) -> dict:
     Raises:
         ValueError: one of the files cannot be read, or an entry is of a wrong type.
     """
-    pkl, ours = folder / "meta.pkl", folder / "meta.json"
-    content = read_dict(pkl) if pkl.exists() else {}
-    meta = {name: content[name] for name in META_PKL if name in content}
+    pkl, ours, meta = folder / "meta.pkl", folder / "meta.json", {}
+    if pkl.exists():
+        content = read_dict(pkl)
+        meta = {name: content[name] for name in META_PKL if name in content}
     if ours.exists():
         meta |= read_dict(ours)
     for name in ("vocab_size", "val_bytes"):
         if not isinstance(meta.get(name, 0), int):
             raise ValueError(f"metadata in {folder}: {name} is {meta[name]!r}, not a number")
-    if "vocab_size" not in meta and (vocabulary := vocabulary_of_data(meta, folder)):
-        meta["vocab_size"] = vocabulary.size
+    if "vocab_size" not in meta:
+        vocabulary = vocabulary_of_data(meta, folder)
+        if vocabulary:
+            meta["vocab_size"] = vocabulary.size
     return meta
 
 
 def read_dict(path: Path) -> dict:
     """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
-    is_pickle = path.suffix == ".pkl"
     try:
-        return dict(load_pickle(path, allowed={}) if is_pickle else json.loads(read_utf8(path)))
+        if path.suffix == ".pkl":
+            return dict(load_pickle(path, allowed={}))
+        return dict(json.loads(read_utf8(path)))
     except Exception as e:  # a damaged pickle raises nearly anything
         raise ValueError(f"{path} cannot be read: {e}") from e
 

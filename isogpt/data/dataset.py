@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -66,9 +66,10 @@ class Dataset:
     @property
     def splits(self) -> dict[str, Tokens]:
         """What an evaluation reads: train, val (not of a mixture), and val/NAME for each in `named`."""
-        val = {} if self.parts else {"val": self.val}
-        named = {f"val/{one.name}": one.val for one in self.named}
-        return {"train": self.train} | val | named
+        splits = {"train": self.train}
+        if not self.parts:
+            splits["val"] = self.val
+        return splits | {f"val/{one.name}": one.val for one in self.named}
 
     def mean(self, values: Iterable[float]) -> float:
         """The mean of a value of each source, weighted by their quotas."""
@@ -82,7 +83,9 @@ class Dataset:
     @property
     def bytes_per_token(self) -> float | None:
         """The mean number of bytes of a token of val.bin; None: the metadata does not say."""
-        return self.mean(one.val_bytes / len(one.val) for one in self.sources) if self.val_bytes else None
+        if not self.val_bytes:
+            return None
+        return self.mean(one.val_bytes / len(one.val) for one in self.sources)
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """
@@ -110,7 +113,8 @@ class Dataset:
         """What must be the same on all ranks, named as in messages."""
         facts = {"digest": self.digest, "vocabulary size": self.vocab_size, **self.describe()}
         facts = {f"the data's {name}": value for name, value in facts.items()}
-        return facts | {"the digest of eval_datasets": {one.name: one.digest for one in self.further}}
+        further = {one.name: one.digest for one in self.further}
+        return facts | {"the digest of eval_datasets": further}
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
@@ -136,14 +140,16 @@ def open_dataset(
             metadata cannot be read. Whether the ids of all data sets mean the same is checked later, see
             run_vocabulary.vocabulary_for_run.
     """
-    found = find_sources(name)
-    sizes = [read_meta(folder).get("vocab_size", 0) for folder, _ in found]
+    folders, weights = zip(*find_sources(name), strict=True)
+    sizes = [read_meta(folder).get("vocab_size", 0) for folder in folders]
     vocab_size = vocab_size or max(sizes) or GPT2_VOCAB
-    sources = [open_source(folder, vocab_size, block_size, data_order) for folder, _ in found]
-    others = filter(None, map(str.strip, eval_datasets.split(",")))
-    further = tuple(open_source(find_dataset(other, "val"), MOST_IDS, block_size) for other in others)
-    whole = mix(sources, [weight for _, weight in found]) if len(sources) > 1 else sources[0]
-    data = replace(whole, vocab_size=vocab_size, further=further)
+    sources = [open_source(folder, vocab_size, block_size, data_order) for folder in folders]
+    whole = mix(sources, weights) if len(sources) > 1 else sources[0]
+    further = []
+    for other in filter(None, map(str.strip, eval_datasets.split(","))):
+        folder = find_dataset(other, "val")
+        further.append(open_source(folder, MOST_IDS, block_size))
+    data = replace(whole, vocab_size=vocab_size, further=tuple(further))
     if len({one.name for one in data.named}) < len(data.named):
         folders = ", ".join(str(one.folder) for one in data.named)
         raise ValueError(f"{folders} have the same name, by which losses are reported: rename one")
@@ -172,9 +178,10 @@ def open_source(folder: Path, vocab_size: int, block_size: int, data_order: str 
     )
 
 
-def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
+def mix(sources: list[Dataset], weights: Sequence[Fraction | None]) -> Dataset:
     """Return the mixture of several data sets. Raises ValueError if one of them would get no sequences."""
-    quotas = quotas_of([weight or len(one.train) for one, weight in zip(sources, weights, strict=True)])
+    lengths = [len(one.train) for one in sources]
+    quotas = quotas_of([weight or n for weight, n in zip(weights, lengths, strict=True)])
     known = [one.vocabulary for one in sources if one.vocabulary]
     sizes = [one.val_bytes for one in sources]
     texts = [one.val_text for one in sources]
@@ -195,7 +202,8 @@ def mix(sources: list[Dataset], weights: list[Fraction | None]) -> Dataset:
 
 def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
     """The SHA-256 of the digests of a mixture's parts and their quotas."""
-    return hashlib.sha256(json.dumps([digests, quotas]).encode()).hexdigest()
+    text = json.dumps([digests, quotas])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -219,10 +227,12 @@ def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.n
     lowest, highest = int(windows.min()), int(windows.max())
     if lowest >= 0 and highest < vocab_size:
         return highest
-    row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
+    is_outside = (windows < 0) | (windows >= vocab_size)
+    row, column = np.argwhere(is_outside)[0]
     file, _ = tokens.place_of(int(starts[row] + column))
     problem = f"holds token id {windows[row, column]}, but the vocabulary size is {vocab_size}"
-    raise DataError(f"{file.path} {problem}: set --vocab_size={highest + 1}, or write the file again")
+    advice = f"set --vocab_size={highest + 1}, or write the file again"
+    raise DataError(f"{file.path} {problem}: {advice}")
 
 
 def digest_of(splits: dict[str, Tokens]) -> str:
@@ -236,8 +246,9 @@ def digest_of(splits: dict[str, Tokens]) -> str:
 
 def samples(tokens: Tokens, n: int) -> tuple[np.ndarray, np.ndarray]:
     """n evenly spaced samples of a file: where they begin, and 4096 tokens each, or all of a shorter file."""
-    starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
-    return starts, tokens.read(starts, min(4096, len(tokens)))
+    length = min(4096, len(tokens))
+    starts = np.linspace(0, len(tokens) - length, n).astype(np.int64)
+    return starts, tokens.read(starts, length)
 
 
 def parts_of(tokens: Tokens, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:

@@ -29,13 +29,17 @@ class DocumentWindows(Windows):
         super().__init__(n_tokens, block_size)
         begins = documents[documents + block_size < n_tokens]
         blocks = np.arange(0, n_tokens - block_size, block_size)
-        following = np.searchsorted(begins, blocks).clip(max=len(begins) - 1)
+        following = np.searchsorted(begins, blocks)
+        following = following.clip(max=len(begins) - 1)
         # np.unique takes a hundred times longer, since it does not use that they are sorted
         is_first = np.diff(following, prepend=-1) > 0
         self.begins = begins[following[is_first]]  # (windows,)
-        covered = np.diff(self.begins, append=n_tokens).clip(max=block_size).sum()
-        self.unread = 1 - covered / n_tokens  # the fraction of the tokens that no window reads as input
-        self.repeated = (len(self) * block_size - covered) / n_tokens  # the fraction that is read twice
+        lengths = np.diff(self.begins, append=n_tokens)
+        covered = lengths.clip(max=block_size).sum()
+        read = len(self) * block_size
+        # fractions of the tokens: those that no window reads as input, and those that are read twice
+        self.unread = 1 - covered / n_tokens
+        self.repeated = (read - covered) / n_tokens
         self.digest = hashlib.sha256(self.begins).hexdigest()[:12]
 
     def __len__(self) -> int:
@@ -48,7 +52,8 @@ class DocumentWindows(Windows):
 
     def about(self) -> str:
         """What a user should know."""
-        return f"{len(self):,}; {self.unread:.1%} of the tokens are left out, {self.repeated:.1%} read twice"
+        left_out = f"{self.unread:.1%} of the tokens are left out"
+        return f"{len(self):,}; {left_out}, {self.repeated:.1%} read twice"
 
 
 def windows_of(folder: Path, meta: dict, n_tokens: int, data_order: str, block_size: int) -> Windows:

@@ -30,11 +30,13 @@ def find_sources(text: str) -> list[tuple[Path, Fraction | None]]:
     Raises:
         ValueError: a folder is missing, or only some data sets have a weight.
     """
-    parts = [parse_part(part.strip()) for part in text.split(",") if part.strip()]
-    found = [(find_dataset(name), weight) for name, weight in parts or [(text, None)]]
-    if len({weight is None for _, weight in found}) > 1:
+    parts = filter(None, map(str.strip, text.split(",")))
+    sources = []
+    for name, weight in [*map(parse_part, parts)] or [(text, None)]:
+        sources.append((find_dataset(name), weight))
+    if len({weight is None for _, weight in sources}) > 1:
         raise ValueError(f"--dataset={text}: type a weight after each name, or after none")
-    return sorted(found, key=lambda source: source[0].resolve().name)
+    return sorted(sources, key=lambda source: source[0].resolve().name)
 
 
 def parse_part(part: str) -> tuple[str, Fraction | None]:
@@ -59,7 +61,8 @@ def quotas_of(weights: Sequence[Fraction | int]) -> list[int]:
     for i in by_remainder[: PER - sum(quotas)]:
         quotas[i] += 1
     if 0 in quotas:
-        raise ValueError(f"of each {PER:,} sequences, the data sets would get {quotas}: set a larger weight")
+        problem = f"of each {PER:,} sequences, the data sets would get {quotas}"
+        raise ValueError(f"{problem}: set a larger weight")
     return quotas
 
 
@@ -81,7 +84,8 @@ def drawn_sources(quotas: Sequence[int], seed: int, numbers: np.ndarray) -> tupl
     blocks, places = np.divmod(numbers, PER)
     for block in np.unique(blocks).tolist():
         rows = blocks == block
-        order = np.argsort(random_bits(seed, MIXTURE, block, PER), kind="stable")
+        bits = random_bits(seed, MIXTURE, block, PER)
+        order = np.argsort(bits, kind="stable")
         places[rows] = order[places[rows]]
     sources = sources_at(quotas, places)
     quota = np.asarray(quotas)
@@ -91,4 +95,5 @@ def drawn_sources(quotas: Sequence[int], seed: int, numbers: np.ndarray) -> tupl
 
 def spread_sources(quotas: Sequence[int], n: int) -> np.ndarray:
     """The data sets (n,) of n sequences, in the proportions of the quotas up to one sequence."""
-    return sources_at(quotas, (2 * np.arange(n) + 1) * PER // (2 * n))
+    middles = (2 * np.arange(n) + 1) * PER // (2 * n)
+    return sources_at(quotas, middles)

@@ -37,8 +37,9 @@ def read_rows(tokens: Tokens, starts: np.ndarray, block_size: int, vocab_size: i
     check_ids(windows, vocab_size, tokens, begins)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     for row in np.flatnonzero(beyond):  # has been read to the end of the file, and moves to the left
+        n = beyond[row]
         for values, padded in ((x, 0), (y, -1)):
-            values[row] = np.append(values[row, beyond[row] :], [padded] * beyond[row])
+            values[row] = np.append(values[row, n:], [padded] * n)
     x[padding], y[padding] = 0, -1
     return torch.from_numpy(x), torch.from_numpy(y)
 
@@ -118,18 +119,21 @@ class Reader:
 
     def eval_windows(self, split: str, sequences: int) -> np.ndarray:
         """The windows that an evaluation reads, over all ranks; see `evaluation`."""
-        n_tokens = len(self.data.splits[split])
+        data, block_size = self.data, self.block_size
         if split == "train":
-            n = sequences or len(whole_windows(len(self.data.val), self.block_size))
-            return self.random_starts(spread_sources(self.data.quotas, n), EVAL_TRAIN, 0)
+            n = sequences or len(whole_windows(len(data.val), block_size))
+            of_sources = spread_sources(data.quotas, n)
+            return self.random_starts(of_sources, EVAL_TRAIN, 0)
+        n_tokens = len(data.splits[split])
         if not sequences:
-            return whole_windows(n_tokens, self.block_size)
-        return random_windows(n_tokens, self.block_size, self.seed, EVAL_VAL, 0, sequences)
+            return whole_windows(n_tokens, block_size)
+        return random_windows(n_tokens, block_size, self.seed, EVAL_VAL, 0, sequences)
 
     def eval_targets(self, split: str, sequences: int) -> int:
         """How many tokens an evaluation predicts, over all ranks."""
-        targets = len(self.data.splits[split]) - 1 - self.eval_windows(split, sequences)
-        return int(np.minimum(targets, self.block_size).sum())
+        last = len(self.data.splits[split]) - 1
+        targets = last - self.eval_windows(split, sequences)
+        return targets.clip(max=self.block_size).sum().item()
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
@@ -144,11 +148,12 @@ class Reader:
             DataError: after the last micro-batch, if the file was truncated or cannot be read, or an id is
                 outside the vocabulary.
         """
-        tokens, starts = self.data.splits[split], self.eval_windows(split, sequences)
-        sizes = (len(starts), self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch)
-        share = share_of_whole(*sizes) if self.plan.exact else share_of(*sizes, speeds=self.speeds)
+        starts = self.eval_windows(split, sequences)
+        mesh, plan = self.mesh, self.plan
+        sizes = (len(starts), mesh.data_rank, mesh.data_size, plan.micro_batch)
+        share = share_of_whole(*sizes) if plan.exact else share_of(*sizes, speeds=self.speeds)
         problems = []
-        yield from self.read(tokens, [starts], share, problems)
+        yield from self.read(self.data.splits[split], [starts], share, problems)
         if problems:
             raise problems[0]
 

@@ -66,7 +66,8 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     def encode(text: str) -> list[int]:
         if unknown := set(text) - ids.keys():
             shown = " ".join(map(repr, sorted(unknown)[:20]))
-            raise ValueError(f"the text contains characters that the vocabulary does not contain: {shown}")
+            problem = "the text contains characters that the vocabulary does not contain"
+            raise ValueError(f"{problem}: {shown}")
         return [ids[character] for character in text]
 
     def decode(sample: list[int]) -> str:
@@ -110,8 +111,10 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
         if is_table or load(before).encode(SAMPLE) != load(now).encode(SAMPLE):
             return f"the tokenizer was {before.name} and is {now.name}"
     old, new = before.tokens, now.tokens
-    changed = (i for i in sorted(old.keys() & new.keys()) if old[i] != new[i])
-    return next((f"id {i} was {old[i]!r} and is {new[i]!r}" for i in changed), "")
+    for i in sorted(old.keys() & new.keys()):
+        if old[i] != new[i]:
+            return f"id {i} was {old[i]!r} and is {new[i]!r}"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -71,17 +71,17 @@ def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     arrives at n or beyond goes through the network again until it does not (Black and Rogaway 2002, "Ciphers
     with Arbitrary Finite Domains").
     """
-    columns = math.isqrt(n - 1) + 1
-    rows = -(-n // columns)  # the rectangle has fewer than `columns` places too many
+    columns = np.uint64(math.isqrt(n - 1) + 1)
+    rows = np.uint64(-(-n // int(columns)))  # the rectangle has fewer than `columns` places too many
     keys = random_bits(seed, SHUFFLE, epoch, 2 * ROUNDS)
     results = places.astype(np.uint64)
     left = np.arange(len(results))
     while len(left):
-        row, column = np.divmod(results[left], np.uint64(columns))
+        row, column = np.divmod(results[left], columns)
         for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
-            row = (row + mixed(column ^ row_key) % np.uint64(rows)) % np.uint64(rows)
-            column = (column + mixed(row ^ column_key) % np.uint64(columns)) % np.uint64(columns)
-        results[left] = row * np.uint64(columns) + column
+            row = (row + mixed(column ^ row_key) % rows) % rows
+            column = (column + mixed(row ^ column_key) % columns) % columns
+        results[left] = row * columns + column
         left = left[results[left] >= n]
     return results.astype(np.int64)
 

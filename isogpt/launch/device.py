@@ -13,7 +13,9 @@ def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
     Return the timeout of a backend's collectives. NCCL gets 30 s more because it then ends the process, and
     the watchdog must report before that.
     """
-    return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
+    if "nccl" in backend:
+        timeout_s += 30
+    return timedelta(seconds=timeout_s)
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
@@ -27,12 +29,15 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     Raises:
         ValueError: the device is not available.
     """
-    has_mps = torch.backends.mps.is_available() and world_size == 1
-    is_available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    kinds = ["cpu"]
+    if world_size == 1 and torch.backends.mps.is_available():
+        kinds.append("mps")
+    if torch.cuda.is_available():
+        kinds.append("cuda")
     if name == "auto":
-        name = next(kind for kind, is_here in is_available.items() if is_here)
+        name = kinds[-1]
     kind, _, index = name.partition(":")
-    if not is_available.get(kind) or not (index or "0").isdigit():
+    if kind not in kinds or not (index or "0").isdigit():
         advice = "set --device=cpu, auto, cuda, cuda:N or mps (one process)"
         raise ValueError(f"device is {name!r}, which is not available here: {advice}")
     if kind != "cuda":

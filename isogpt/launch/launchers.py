@@ -60,14 +60,19 @@ def adopt_launcher_variables() -> None:
     If srun or mpirun started this process, set the environment variables that torchrun would have set; the
     rest of the code reads only those. Changes nothing if RANK is set or this process was started alone.
     """
-    found = variables_of_mpirun() or variables_of_srun() if "RANK" not in os.environ else None
-    if not found or found[1] == "1":  # a single process, perhaps the shell of a job
+    env = os.environ
+    if "RANK" in env:
         return
-    *numbers, address, job = found
-    os.environ.update(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), numbers, strict=True))
-    os.environ.setdefault("MASTER_ADDR", address)
+    variables = variables_of_mpirun() or variables_of_srun()
+    if not variables or variables[1] == "1":  # a single process, perhaps the shell of a job
+        return
+    *numbers, address, job = variables
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    env.update(zip(names, numbers, strict=True))
+    env.setdefault("MASTER_ADDR", address)
     # below the range of ephemeral ports, and different for each job
-    os.environ.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
+    port = 10000 + zlib.crc32(job.encode()) % 20000
+    env.setdefault("MASTER_PORT", str(port))
 
 
 def variables_of_mpirun() -> tuple[str, ...] | None:
@@ -91,14 +96,17 @@ def variables_of_srun() -> tuple[str, ...] | None:
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return None
     # the numbers of tasks, such as 2(x3),1 for four nodes, and the nodes, such as rack[1-2]gpu[03-05,9],login
-    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    tasks = [count for count, times in tasks for _ in range(int(times or 1))]
+    text, tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1"), []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [count] * int(times or 1)
     nodes = re.match(r"(\[[^\]]*\]|[^,\[])*", env.get("SLURM_STEP_NODELIST", ""))
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[0])
-    ranks = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0")
+    rank, size = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
+    local_rank = env.get("SLURM_LOCALID", "0")
     local_size = tasks[int(env.get("SLURM_NODEID", 0))]
     address = first if len(tasks) > 1 else network.LOOPBACK
-    return *ranks, local_size, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    job = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    return rank, size, local_rank, local_size, address, job
 
 
 def environment_without_launcher() -> dict[str, str]:
@@ -144,7 +152,8 @@ def stop_signals() -> list[signal.Signals]:
     Return the signals of this system on which a run saves and stops. Not SIGHUP if this process was started
     by nohup, which ignores it.
     """
-    known = [getattr(signal, f"SIG{name}") for name in STOP_SIGNALS if hasattr(signal, f"SIG{name}")]
+    names = [f"SIG{name}" for name in STOP_SIGNALS]
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
     return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
 
 
@@ -159,10 +168,11 @@ def rank_variables() -> tuple[int, int, int, int]:
     env = os.environ
     if "RANK" not in env:
         return 0, 1, 0, 1
-    given = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: env.get(name, "") for name in names}
     given["LOCAL_RANK"] = env.get("LOCAL_RANK", given["RANK"])
-    # LOCAL_SIZE is DeepSpeed's name
-    given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", given["WORLD_SIZE"]))
+    size = env.get("LOCAL_SIZE", given["WORLD_SIZE"])  # DeepSpeed's name
+    given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", size)
     with suppress(ValueError):  # not a number
         numbers = [int(value) for name, value in given.items() if name != "MASTER_ADDR"]
         rank, world_size, _, local_rank, local_size = numbers
@@ -178,8 +188,9 @@ def agent_start() -> int | None:
     When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None if this is
     not known.
     """
-    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    facts = network.facts_of_process(os.getppid()) if has_agent else []
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    facts = network.facts_of_process(os.getppid())
     return int(facts[19]) if facts else None
 
 
@@ -187,11 +198,15 @@ def own_agent() -> str:
     """
     A name for this process's torchrun agent that no other process has, now or later; '' without an agent.
     """
-    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
-    return f"{network.this_machine()} {os.getppid()} {agent_start()}" if is_worker else ""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return f"{network.this_machine()} {os.getppid()} {agent_start()}"
 
 
 def make_launch(agents: Sequence[str]) -> Launch:
     """The launch that started this process, with the own_agent of each rank that is known."""
-    job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
-    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued))
+    env = os.environ
+    job = env.get("SLURM_JOB_ID", "")
+    requeued = int(env.get("SLURM_RESTART_COUNT", 0))
+    names = sorted(set(agents) - {""})
+    return Launch(tuple(names), job, requeued)

@@ -57,13 +57,16 @@ class Ranks:
         options = {"rank": self.rank, "world_size": self.world_size}
         options["store"] = self.store or dist.HashStore()
         options["timeout"] = collectives_timeout(timeout_s, self.backend)
-        return options | {"device_id": self.device if "nccl" in self.backend else None}
+        if "nccl" in self.backend:
+            options["device_id"] = self.device
+        return options
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
     """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
-    are_several = len(set(hosts)) > 1
-    return [f"rank {rank} ({host})" if are_several else f"rank {rank}" for rank, host in enumerate(hosts)]
+    if len(set(hosts)) == 1:
+        return [f"rank {rank}" for rank in range(len(hosts))]
+    return [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
@@ -95,8 +98,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
 
     network.allow_connections()
     gpu = ""
-    if "nccl" in group_backend:  # the slices of a GPU (MIG) may have its UUID
-        gpu = f"{torch.cuda.get_device_properties(picked).uuid} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+    if "nccl" in group_backend:
+        uuid = torch.cuda.get_device_properties(picked).uuid
+        # the slices of a GPU (MIG) may have its UUID
+        gpu = f"{uuid} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
     store, others = meet_ranks(rank, world_size, gpu, timeout_s)
     if others["gpu_sharers"]:
         sharers = console.ranks_text(others["gpu_sharers"])
@@ -111,10 +116,11 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     # GPUs: with cpu_offload the optimizer runs on the CPU
     if machines.count(machines[rank]) > 1:
         torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
-    rank, hosts = order.index(rank), [others["hosts"][machines[other]] for other in order]
+    machines = sorted(machines)
+    hosts = [others["hosts"][machine] for machine in machines]
     over = "nccl" if "nccl" in group_backend else f"gloo over {interface}"
-    launch, machines = make_launch(others["agents"]), sorted(machines)
-    this = rank, world_size, picked, group_backend, store
+    launch = make_launch(others["agents"])
+    this = order.index(rank), world_size, picked, group_backend, store
     return Ranks(*this, hosts, machines, over, launch, core_sharers)
 
 
@@ -127,13 +133,15 @@ def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[
     cores = sum(1 << core for core in network.own_cores())
     address = network.address_towards(os.environ["MASTER_ADDR"])
     process = network.Process(network.this_machine(), cores, own_agent(), address, gpu)
+    limit = timeout_s + ANSWER_S
     try:
         serves = rank == 0 and not network.uses_agent_store()
-        store = within(timeout_s + ANSWER_S, network.connect_store, timeout_s, serves)
-        return store, within(timeout_s + ANSWER_S, network.meet, store, rank, world_size, process, timeout_s)
+        store = within(limit, network.connect_store, timeout_s, serves)
+        return store, within(limit, network.meet, store, rank, world_size, process, timeout_s)
     except (OSError, dist.DistError) as e:
-        reason, where = str(e).partition("\n")[0], network.store_address()
-        problem = f"cannot reach the other ranks at {where} within {timeout_s:g} s: {reason}"
+        reason, _, _ = str(e).partition("\n")
+        where = f"at {network.store_address()} within {timeout_s:g} s"
+        problem = f"cannot reach the other ranks {where}: {reason}"
         raise ValueError(f"{problem}. If no launcher started this process, type unset RANK") from e
 
 
@@ -145,10 +153,11 @@ def stop_with_launcher() -> None:
     files as the workers of the next attempt, so it is killed. On other systems, folder.enter_folder ensures
     that its checkpoints do not count.
     """
-    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    has_parent = any(name in os.environ for name in (OPEN_MPI[0], MPICH[0], "CROSS_RANK"))
+    env = os.environ
+    has_agent = "TORCHELASTIC_RUN_ID" in env
+    has_parent = any(name in env for name in (OPEN_MPI[0], MPICH[0], "CROSS_RANK"))
     if sys.platform == "linux" and (has_agent or has_parent):
-        has_other_agents = has_agent and os.environ.get("GROUP_WORLD_SIZE") != "1"
+        has_other_agents = has_agent and env.get("GROUP_WORLD_SIZE") != "1"
         number = signal.SIGKILL if has_other_agents else signal.SIGTERM
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 

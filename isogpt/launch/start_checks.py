@@ -23,32 +23,39 @@ def check_start(ranks: Ranks, config: dict) -> str:
     Exit with a message if the ranks were started differently or an all-reduce gives a wrong sum (all ranks).
     Returns the digest of the code.
     """
-    facts, n = gather_objects(start_facts(config)), ranks.world_size
+    n = ranks.world_size
+    facts = gather_objects(start_facts(config))
     total = torch.ones((), device=ranks.device)
     if n > 1:
         dist.all_reduce(total)
     with exit_together():
         check_alike(facts, rank_names(ranks.hosts))
         if total.item() != n:
-            raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")
+            problem = f"an all-reduce over {n} ranks returned {total.item()}"
+            raise ValueError(f"{problem}: the network is faulty")
     return facts[0]["the code's digest"]
 
 
 def start_facts(config: dict) -> dict:
     """Return what should be the same on all ranks: settings, code, torch, and what weights are read."""
     sources = {*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")}
-    sources = sorted(sources - {path for pattern in OTHERS for path in REPOSITORY.glob(pattern)})
-    file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
-    sources += [Path(file).expanduser()] if file else []
+    for pattern in OTHERS:
+        sources -= {*REPOSITORY.glob(pattern)}
+    sources = sorted(sources)
+    file, _, _ = config.get("optimizer", "").removeprefix("muon+").rpartition(":")
+    if file:  # of a user's class
+        sources.append(Path(file).expanduser())
+    code = b"".join(path.read_bytes() for path in sources)
     facts = config | {
         "torch": torch.__version__,
-        "the code's digest": f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}",
+        "the code's digest": f"{zlib.crc32(code):08x}",
         "init_from": without_credentials(config.get("init_from", "")),
         "mirror": bool(config.get("mirror")),  # only rank 0 copies
     }
     weights = Path(facts["init_from"].removeprefix("auto:"))
     if weights.exists():  # under a path that may differ; search.verify compares runs
-        facts["init_from"] = [(path.name, path.stat().st_size) for path in sorted(weights.glob("model*"))]
+        files = sorted(weights.glob("model*"))
+        facts["init_from"] = [(path.name, path.stat().st_size) for path in files]
     return facts
 
 
@@ -64,7 +71,9 @@ def check_alike(facts: list[dict], names: Sequence[str]) -> None:
     """
     for name, others in zip(names, facts, strict=True):
         for fact, value in facts[0].items():
-            may_differ = fact in MAY_DIFFER or fact.startswith("wandb")
-            if not may_differ and others.get(fact) != value:
-                what = f"{fact} is {value!r} on {names[0]}, {others.get(fact)!r} on {name}"
+            if fact in MAY_DIFFER or fact.startswith("wandb"):
+                continue
+            other = others.get(fact)
+            if other != value:
+                what = f"{fact} is {value!r} on {names[0]}, {other!r} on {name}"
                 raise ValueError(f"the ranks were started with different settings: {what}")

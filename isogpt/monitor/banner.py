@@ -29,17 +29,18 @@ def about_model(data: Dataset, plan: Plan, origin: str) -> Iterator[str]:
     folders = str(data.folder)
     if data.parts:
         quotas = zip(data.parts, data.quotas, strict=True)
-        parts = [f"{source.folder} {quota}" for source, quota in quotas]
-        folders = f"of each {PER:,} sequences {', '.join(parts)}"
+        parts = ", ".join(f"{source.folder} {quota}" for source, quota in quotas)
+        folders = f"of each {PER:,} sequences {parts}"
     tokens = f"{len(data.train):,} training tokens"
     yield f"data:    {folders}, {tokens}, vocabulary size {args['vocab_size']}"
     for source in data.sources:
         if source.windows.digest:
             yield f"windows: {source.name}: {source.windows.about()}"
-    parameters, experts = parameter_count(plan.counts), plan.counts.experts
+    parameters = parameter_count(plan.counts)
     size = f"{parameters / 1e6:.2f}M parameters"
-    if experts:
-        active = parameters - experts + experts * args["n_expert_active"] // args["n_expert"]
+    if experts := plan.counts.experts:
+        active = experts * args["n_expert_active"] // args["n_expert"]
+        active += parameters - experts
         size += f", {active / 1e6:.2f}M for each token"
     yield f"model:   {size}, from {origin}"
 
@@ -68,8 +69,8 @@ def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh) -> Iterator[str]:
 def about_step(config: dict, reader: Reader) -> Iterator[str]:
     """The sequences of a step, and a warning if ranks have nothing to compute."""
     share = reader.share
-    sizes = [str(rows) for rows in dict.fromkeys(share.rows_of)]
-    rows = shortened(sizes, RANKS_SHOWN)
+    sizes = map(str, dict.fromkeys(share.rows_of))
+    rows = shortened([*sizes], RANKS_SHOWN)
     rows += " row" if rows == "1" else " rows"
     if share.padding():
         rows += f" ({count_text(share.padding(), 'row')} of padding)"
@@ -85,21 +86,19 @@ def about_step(config: dict, reader: Reader) -> Iterator[str]:
 
 def peak_text(peak: Peak) -> str:
     """The peak of the devices and its source."""
-    return f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})" if peak.flops else "unknown, no mfu"
+    if not peak.flops:
+        return "unknown, no mfu"
+    return f"{peak.flops / 1e12:.3g} TFLOP/s ({peak.source})"
 
 
 def about_machine(ranks: Ranks, plan: Plan, peak: Peak) -> Iterator[str]:
     """The peak of the devices, the micro-batches and the cores."""
     yield f"peak:    {peak_text(peak)}"
     if plan.micro_batch < plan.batch_size:
-        yield (
-            f"memory:  micro-batches of {plan.micro_batch} instead of {plan.batch_size}, since a previous "
-            "attempt ran out of memory"
-        )
+        sizes = f"{plan.micro_batch} instead of {plan.batch_size}"
+        yield f"memory:  micro-batches of {sizes}, since a previous attempt ran out of memory"
     cores = len(own_cores())
     sharers = ranks.core_sharers
     if ranks.device.type == "cpu" and sharers > cores:
-        yield (
-            f"cores:   {sharers} processes share {cores} CPU cores: this tests a layout, and is slower than "
-            f"--nproc={cores}"
-        )
+        what = f"{sharers} processes share {cores} CPU cores"
+        yield f"cores:   {what}: this tests a layout, and is slower than --nproc={cores}"

@@ -45,11 +45,14 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
         routing: from parallelize.take_routing (L, E + 2).
     """
     counts = routing[:, 2:] * tokens_per_step  # (L, E)
+    dead = (counts == 0).nonzero().tolist()
     return {
-        **{f"expert_tokens_{name}": getattr(counts, name)().item() for name in ("min", "mean", "max")},
+        "expert_tokens_min": counts.min().item(),
+        "expert_tokens_mean": counts.mean().item(),
+        "expert_tokens_max": counts.max().item(),
         "router_entropy": routing[:, 1].mean().item(),
         "auxiliary_loss": routing[:, 0].sum().item(),
-        "dead_experts": [f"{layer}.{expert}" for layer, expert in (counts == 0).nonzero().tolist()],
+        "dead_experts": [f"{layer}.{expert}" for layer, expert in dead],
     }
 
 
@@ -62,19 +65,23 @@ def chart_values(record: dict) -> dict:
     if "event" in record:
         return {}
     if "statistics" in record:
-        kinds = record["statistics"].items()
-        values = {f"{kind}/{name}": value for kind, named in kinds for name, value in named.items()}
-        return values | {"iter": record["iter"]}
+        values = {"iter": record["iter"]}
+        for kind, statistics in record["statistics"].items():
+            values |= {f"{kind}/{name}": value for name, value in statistics.items()}
+        return values
     if "val_loss" in record:
         # the tokens and the seconds are in the record of the step with the same iter, too
         names = [name for name in record if name not in ("tokens", "seconds")]
         return {name.replace("/", "_", 1).replace("_", "/", 1): record[name] for name in names}
-    return record | ({"mfu": record["mfu"] * 100} if record.get("mfu") else {})
+    if record.get("mfu"):
+        return record | {"mfu": record["mfu"] * 100}
+    return record
 
 
 def evaluation_line(record: dict) -> str:
     """Return the line of an evaluation; nanoGPT's tools parse the line up to the val loss."""
-    line = f"step {record['iter']}: train loss {record['train_loss']:.4f}, val loss {record['val_loss']:.4f}"
+    line = f"step {record['iter']}: train loss {record['train_loss']:.4f}"
+    line += f", val loss {record['val_loss']:.4f}"
     if "val_bpb" in record:
         line += f", {record['val_bpb']:.4f} bits per byte"
     for name, value in record.items():
@@ -87,10 +94,12 @@ def step_line(record: dict) -> str:
     """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu'] * 100:.2f}%"
     parts = (
-        f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}",
+        f"iter {record['iter']}: loss {record['loss']:.4f}",
+        f"time {record['step_ms']:.2f}ms, mfu {mfu}",
         "" if record["left_s"] is None else f"{duration(record['left_s'])} left",
-        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}",
-        f"lr {record['lr']:.1e}, data {record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"grad norm {record['grad_norm']:.3f}, lr {record['lr']:.1e}",
+        f"data {record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB",
         waiting_text(record),
         routing_text(record),
     )
@@ -101,10 +110,9 @@ def waiting_text(record: dict) -> str:
     """Return how much of a step ranks spend waiting as a part of a line; '' if this is not known."""
     if record.get("comm_percent") is None:
         return ""
-    return (
-        f"waiting: {record['comm_percent']:.0f}% of a step for communication, "
-        f"{record['slowest_percent']:.0f}% for the slowest rank, {record['data_percent']:.0f}% for data"
-    )
+    text = f"waiting: {record['comm_percent']:.0f}% of a step for communication"
+    text += f", {record['slowest_percent']:.0f}% for the slowest rank"
+    return text + f", {record['data_percent']:.0f}% for data"
 
 
 def routing_text(record: dict) -> str:

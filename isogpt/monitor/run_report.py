@@ -245,7 +245,8 @@ class RunReport:
             self.logger.event("end", **facts)
         # last, since whoever stopped the run may not wait for it
         self.saver.wait_for_mirror(stop.seconds_left())
-        return 128 + stop.agreed if stopped_by and stop.agreed > 0 and not self.ranks.has_launcher else 0
+        was_signalled = stopped_by and stop.agreed > 0
+        return 128 + stop.agreed if was_signalled and not self.ranks.has_launcher else 0
 
     def summary(self) -> None:
         """Report how long the run has trained, its best loss, and how to sample from it."""

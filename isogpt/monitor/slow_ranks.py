@@ -21,6 +21,9 @@ def slow_ranks(columns: dict[str, np.ndarray], counts: dict[str, np.ndarray]) ->
     for what, values in columns.items():
         typical = np.quantile(values, 0.5, method="lower")
         margin = 0.2 if what.endswith("GB") else 5  # GB or ms: differences that do not matter
-        counts[what] = np.where(values > 1.5 * typical + margin, counts.get(what, 0) + 1, 0)
-        if len(slow := np.flatnonzero(counts[what] == PATIENCE)):
-            yield f"{ranks_text(slow)}: {what} {values[slow].max():.1f}, others {typical:.1f}"
+        is_above = values > 1.5 * typical + margin
+        counts[what] = np.where(is_above, counts.get(what, 0) + 1, 0)
+        slow = np.flatnonzero(counts[what] == PATIENCE)
+        if len(slow):
+            largest = values[slow].max()
+            yield f"{ranks_text(slow)}: {what} {largest:.1f}, others {typical:.1f}"

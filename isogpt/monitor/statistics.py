@@ -57,17 +57,20 @@ class Observed:
     def add_output(self, name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         """Add a part's output (B, ...), or the first of its outputs (a forward hook)."""
         x = output[0] if isinstance(output, tuple) and output else output
-        if not torch.is_tensor(x) or not x.is_floating_point() or x.dim() < 2 or len(x) != len(self.is_read):
+        if not torch.is_tensor(x) or not x.is_floating_point():
             return
-        squares = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float32)
-        squares = squares.to(number_dtype(x.device)).square()  # (B,)
+        if x.dim() < 2 or len(x) != len(self.is_read):
+            return
+        norms = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float32)
+        squares = norms.to(number_dtype(x.device)).square()  # (B,)
         both = torch.stack((squares, torch.full_like(squares, x[0].numel())))
         both = both.masked_fill(~self.is_read, 0).sum(1)
         self.outputs[name] = both + self.outputs.get(name, 0)
 
     def attend(self, name: str, attention: Callable, q: Tensor, k: Tensor, *others: object) -> Tensor:
         """Call the `attention` of model.Seams, and observe its queries and keys."""
-        if q.dim() == 4 and q.shape[:2] == k.shape[:2] == (len(self.is_read), len(self.queries)):
+        rows = len(self.is_read), len(self.queries)
+        if q.dim() == 4 and q.shape[:2] == k.shape[:2] == rows:
             keys = gathered(k, self.group) if self.group else k
             largest = largest_logit(q, keys, self.queries, self.keys)
             largest = largest.masked_fill(~self.is_read, -torch.inf).amax()
@@ -149,13 +152,16 @@ class LayerStatistics:
         mesh, device = self.reader.mesh, self.reader.device
         with exit_together():
             self.batches = [*self.reader.evaluation("train", self.sequences)]
-        self.group, length = mesh.group("cp"), self.reader.block_size
-        self.queries = (mesh.positions(length) if self.group else torch.arange(length)).to(device)
-        self.keys = gathered(self.queries[None], self.group)[0] if self.group else self.queries
+        self.group = mesh.group("cp")
+        self.keys = self.queries = torch.arange(self.reader.block_size, device=device)
+        if self.group:
+            self.queries = mesh.positions(self.reader.block_size).to(device)
+            self.keys = gathered(self.queries[None], self.group)[0]
         names = {p: short_name(name) for name, p in self.raw_model.named_parameters()}
-        groups = parameters_by_replica_count(self.raw_model, mesh).items()
-        self.parameters = {names[p]: p for _, params in groups for p in params}
-        copies = [n for n, params in groups for _ in params]
+        self.parameters, copies = {}, []
+        for n, params in parameters_by_replica_count(self.raw_model, mesh).items():
+            self.parameters |= {names[p]: p for p in params}
+            copies += [n] * len(params)
         self.copies = torch.tensor(copies, dtype=number_dtype(device), device=device)
 
     @contextmanager

@@ -44,8 +44,9 @@ class StepPolicy:
         Every `interval` steps (0: never), compare the weights of ranks that hold the same parameters (all
         ranks). Exits with a message if they differ.
         """
-        if interval and self.state.step % interval == 0:
-            check_equal_weights(self.state.model, self.reader.mesh, self.state.step, self.logger.failed)
+        model, step = self.state.model, self.state.step
+        if interval and step % interval == 0:
+            check_equal_weights(model, self.reader.mesh, step, self.logger.failed)
 
     def takes(self, numbers: StepNumbers) -> bool:
         """
@@ -67,11 +68,13 @@ class StepPolicy:
         """
         step, recent_steps = self.state.step, self.state.progress.recent_steps
         if not numbers.is_finite:
-            has_overflowed = bool(numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1)
+            is_loss_finite = numbers.loss.isfinite().all()
+            has_overflowed = bool(is_loss_finite and numbers.loss_scale.max() > 1)
             self.not_finite = [] if has_overflowed else [*self.not_finite, step]
             return has_overflowed
         self.not_finite = []
-        is_taken = bool(numbers.is_update(skips_spikes=self.skip_steps == "spikes"))
+        skips_spikes = self.skip_steps == "spikes"
+        is_taken = bool(numbers.is_update(skips_spikes))
         names = ("loss", "loss_limit", "grad_norm", "grad_norm_limit")
         facts = {name: getattr(numbers, name).mean().item() for name in names}
         if not numbers.is_update(skips_spikes=True):
@@ -108,7 +111,8 @@ class StepPolicy:
         gradients (all ranks). Exits if the run must end.
         """
         loss, norm, step = numbers.loss, numbers.grad_norm.item(), self.state.step
-        guilty = (~loss.isfinite()).nonzero().flatten().tolist() or [*range(len(loss))]
+        guilty = (~loss.isfinite()).nonzero().flatten().tolist()
+        guilty = guilty or [*range(len(loss))]
         starts, windows = self.reader.starts(step), {}
         for rank in guilty[:RANKS_SHOWN]:
             share = self.reader.share_of_rank(rank)
@@ -118,12 +122,11 @@ class StepPolicy:
         largest = nlargest(5, norms, lambda item: np.nan_to_num(item[1], nan=math.inf))
         gradients = ", ".join(f"{name} {value:.3g}" for name, value in largest)
         rows = "; ".join(f"{window[:8]} (rank {rank})" for rank, window in windows.items())
-        problem = (
-            f"step {step}: not finite on {ranks_text(guilty)}: loss {loss.mean():.4g}, gradient norm "
-            f"{norm:.3g}; largest gradients {gradients}; rows start at token {rows}"
-        )
-        facts = {"loss": loss.tolist(), "grad_norm": norm, "ranks": guilty, "windows": windows}
+        what = f"loss {loss.mean():.4g}, gradient norm {norm:.3g}"
+        problem = f"step {step}: not finite on {ranks_text(guilty)}: {what}"
+        problem += f"; largest gradients {gradients}; rows start at token {rows}"
         is_end = self.skip_steps == "none" or len(self.not_finite) == PATIENCE
+        facts = {"loss": loss.tolist(), "grad_norm": norm, "ranks": guilty, "windows": windows}
         text = "" if is_end else f"warning: {problem}: the step is skipped"
         self.logger.event("not_finite", text, **facts, largest_gradients=dict(largest))
         if is_end:
@@ -137,11 +140,14 @@ class StepPolicy:
         Return what a user can do when the run ends. If steps were skipped, exclude them from each resume.
         """
         folder, skips = self.saver.run_folder, self.skip_steps != "none"
-        advice = "a lower --learning_rate" if skips else "a lower --learning_rate, or --skip_steps=nan"
+        advice = "a lower --learning_rate"
+        if not skips:
+            advice += ", or --skip_steps=nan"
         if not is_run(str(folder.path)):
             return f"start again with {advice}"
         advice = f"no checkpoint was lost: resume with --init_from=resume and {advice}"
         if skips:
-            exclude_steps(folder, self.state.progress.excluded.union(self.not_finite))
-            advice = f"each resume leaves out steps {', '.join(map(str, self.not_finite))}; {advice}"
+            steps = self.not_finite
+            exclude_steps(folder, self.state.progress.excluded.union(steps))
+            advice = f"each resume leaves out steps {', '.join(map(str, steps))}; {advice}"
         return advice

@@ -153,7 +153,7 @@ class Watchdog:
         End the process. A checkpoint under way is completed if this rank can do so alone, and rank 0 serves
         the store until the other ranks have read why the run ends.
         """
-        if self.saver and self.saver.writes_alone():
+        if self.saver and not self.saver.group:
             self.saver.wait_alone()
         if self.store and self.ranks.is_main and not network.uses_agent_store():
             time.sleep(LINGER_S)
