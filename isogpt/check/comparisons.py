@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import combinations
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -232,25 +231,19 @@ def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
     """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
     receiver, sender = Pipe(duplex=False)
     with TemporaryDirectory() as folder:
-        args = (compare, processes, folder, sender)
-        ranks = start_processes(answer, args, processes, join=False, start_method="fork").processes
-        sender.close()  # so that the pipe ends with the last rank
-        try:
-            if receiver.poll(LIMIT_S):
-                return receiver.recv()
-            return REFUSED, f"no result within {LIMIT_S:.0f} s"
-        except EOFError:
-            return REFUSED, "the process crashed"
-        finally:
-            for rank in ranks:
-                rank.kill()  # SIGTERM could wait for a collective to end
-                rank.join()
+        args = (compare, processes, folder, sender.send)
+        ranks = start_processes(answer, args, processes, join=False, daemon=True, start_method="fork")
+        result = REFUSED, f"no result within {LIMIT_S:.0f} s"
+        if receiver.poll(LIMIT_S):
+            result = receiver.recv()
+        for process in ranks.processes:
+            process.kill()  # it may wait for a collective, and handle SIGTERM afterwards
+            process.join()
+    return result
 
 
-def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str, sender: Connection) -> None:
-    """
-    Compare as one of the processes. It prints nothing: transformers does, and an edited model may.
-    """
+def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str, send: Callable) -> None:
+    """Compare as one of the processes. It prints nothing: transformers does, and an edited model may."""
     discard_output()
     os.dup2(1, 2)
     torch.set_num_threads(1)
@@ -263,7 +256,7 @@ def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str
     except Exception as e:  # whatever an edited model raises
         is_sentence = type(e) in (ValueError, LayoutError)
         result = REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
-    sender.send(result)
+    send(result)
 
 
 def compare_resume(launches: Launches, trial: Trial) -> Answer:
