@@ -345,7 +345,7 @@ class Trial:
         The first difference between the whole model and the divided one; "" if there is none (all ranks).
 
         Raises:
-            LayoutError: one process cannot compute the model, or see `check_step` and `check_block`.
+            LayoutError: one process cannot compute the model, or see `step_of_one_process` and `check_block`.
         """
         try:
             whole = self.new_model()
