@@ -6,24 +6,25 @@ Each comparison takes place in new processes, so that one that crashes, or waits
 are forked from bench.py, which has computed nothing.
 """
 
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import start_processes
 from torch.utils.flop_counter import FlopCounterMode
 
 from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference
 from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.checkpoint import huggingface
+from isogpt.common.console import discard_output
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
@@ -73,9 +74,9 @@ def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1)
 # the comparisons
 
 
-def verdict(problem: str, about: str = "") -> Answer:
+def verdict(problem: str) -> Answer:
     """The answer of a comparison with this problem, or none."""
-    return (DIFFERS, problem) if problem else (HOLDS, about)
+    return (DIFFERS if problem else HOLDS), problem
 
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
@@ -140,7 +141,7 @@ def compare_generation(trial: Trial) -> Answer:
     model = trial.new_model().eval()
     x, _ = trial.batches(Mesh())[0]
     problem = generation.problem_of_cache(model, x[:1, :4], max_new_tokens=trial.length)
-    return (REFUSED, problem) if problem else (HOLDS, "")
+    return (REFUSED if problem else HOLDS), problem
 
 
 def weights_of(model: nn.Module) -> dict[str, Fact]:
@@ -217,7 +218,8 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
     trial = Trial(workload.gpt, plan_with({}, config, model_args), Mesh(), CPU, config)
     for name, compare in IN_ONE_PROCESS.items():
         yield name, *in_processes(1, partial(compare, trial))
-    for name, changes in (LAYOUTS | (COMBINED if processes % 4 == 0 else {})).items():
+    layouts = LAYOUTS | COMBINED if processes % 4 == 0 else LAYOUTS
+    for name, changes in layouts.items():
         if model_args["n_expert"] or "ep" not in changes:
             plan = plan_with(changes, config, model_args, processes)
             compare = partial(compare_layout, workload.gpt, plan, config | changes)
@@ -227,33 +229,34 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
     """Compare in new processes. Return what the first says, since others may wait for one that has failed."""
-    with TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(processes) as pool:
-        answers = pool.imap_unordered(partial(answer, compare, processes, folder), range(processes))
-        try:
-            return answers.next(LIMIT_S)
-        except multiprocessing.TimeoutError:
-            return REFUSED, f"no result within {LIMIT_S:.0f} s"
+    receiver, sender = Pipe(duplex=False)
+    with TemporaryDirectory() as folder:
+        args = (compare, processes, folder, sender.send)
+        ranks = start_processes(answer, args, processes, join=False, daemon=True, start_method="fork")
+        result = REFUSED, f"no result within {LIMIT_S:.0f} s"
+        if receiver.poll(LIMIT_S):
+            result = receiver.recv()
+        for process in ranks.processes:
+            process.kill()  # it may wait for a collective, and handle SIGTERM afterwards
+            process.join()
+    return result
 
 
-def answer(compare: Callable[[], Answer], processes: int, folder: str, rank: int) -> Answer:
-    """
-    Compare as one of the processes. It prints nothing: transformers does, and an edited model may. Ctrl-C
-    ends bench.py, which ends this.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str, send: Callable) -> None:
+    """Compare as one of the processes. It prints nothing: transformers does, and an edited model may."""
+    discard_output()
+    os.dup2(1, 2)
     torch.set_num_threads(1)
     try:
         if processes > 1:
             choose_interface()
             limit = timedelta(seconds=TIMEOUT_S)
             dist.init_process_group("gloo", f"file://{folder}/store", limit, processes, rank)
-        return compare()
+        result = compare()
     except Exception as e:  # whatever an edited model raises
         is_sentence = type(e) in (ValueError, LayoutError)
-        return REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
+        result = REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
+    send(result)
 
 
 def compare_resume(launches: Launches, trial: Trial) -> Answer:

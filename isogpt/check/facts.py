@@ -21,7 +21,7 @@ from isogpt.nn.kernels import IGNORE
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import reshard, uses_ddp
 from isogpt.parallel.gradients import make_sums
-from isogpt.parallel.local_parts import LocalPart, Splits, local, local_part_of, splits_of
+from isogpt.parallel.local_parts import Splits, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
@@ -62,27 +62,21 @@ def first_difference(expected: dict[str, Fact], facts: dict[str, Fact]) -> str:
     Compare facts of one process with this rank's (all ranks). Returns the first difference of any rank, in
     the order of the expected facts; "" if there is none.
     """
-    order = list(expected)
-    differences = {}
-    if unknown := facts.keys() - expected.keys():
-        differences[-1] = f"one process has no {min(unknown)}"
-    for place, name in enumerate(order):
-        if name in facts:
-            part = local_part_of(facts[name].value, facts[name].splits)
-            text = difference(part, expected[name])
-            if text:
-                differences[place] = f"{name} {text}"
-    missing = {place for place, name in enumerate(order) if name not in facts}
-    gathered = gather_objects((missing, min(differences.items(), default=None)))
-    lost = set.intersection(*(missing for missing, _ in gathered))
-    first = [difference for _, difference in gathered if difference]
-    first += [(place, f"{order[place]} is on no rank") for place in lost]
-    return min(first)[1] if first else ""
+    problems = [(-1, f"one process has no {name}") for name in facts.keys() - expected.keys()]
+    for place, name in enumerate(expected):
+        if name in facts and (text := difference(facts[name], expected[name])):
+            problems.append((place, f"{name} {text}"))
+    gathered = gather_objects(({*facts}, problems))
+    lost = expected.keys() - set.union(*(names for names, _ in gathered))
+    problems = [problem for _, problems in gathered for problem in problems]
+    problems += [([*expected].index(name), f"{name} is on no rank") for name in lost]
+    return min(problems)[1] if problems else ""
 
 
-def difference(part: LocalPart, whole: Fact) -> str:
+def difference(result: Fact, whole: Fact) -> str:
     """How far a rank's part is from the same part of a whole result; "" if rounding explains it."""
     squares = torch.zeros(3, dtype=torch.float64)
+    part = local_part_of(result.value, result.splits)
     for piece, values in part.cut(whole.value):
         piece, values = piece.cpu().double(), values.cpu().double()
         squares += torch.stack([t.square().sum() for t in (piece - values, piece, values)])
@@ -103,8 +97,9 @@ def crash_of(error: Exception) -> str:
     text = f"{type(error).__name__}: {reason}"
     root = Path(__file__).resolve().parents[2]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename).is_relative_to(root):
-            return f"{text} ({Path(frame.filename).relative_to(root)}, line {frame.lineno})"
+        path = Path(frame.filename)
+        if path.is_relative_to(root):
+            return f"{text} ({path.relative_to(root)}, line {frame.lineno})"
     return text
 
 
@@ -124,11 +119,9 @@ def small_plan(plan: Plan) -> Plan:
         "n_hidden": 2 * width + args["n_hidden"] % tp,
         "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
         "block_size": min(args["block_size"], longest // parts * parts),
+        "n_expert": min(args["n_expert"], multiple_up(args["n_expert_active"] + 1, plan.ep)),
         "dropout": 0.0,
     }
-    if args["n_expert"]:
-        experts = multiple_up(args["n_expert_active"] + 1, plan.ep)
-        small["n_expert"] = min(args["n_expert"], experts)
     data_size = plan.world_size // (plan.pp * plan.cp * plan.tp)
     micro_steps = multiple_up(2, plan.pp)
     return replace(
@@ -167,13 +160,12 @@ class Trial:
         self.plan = plan = small_plan(self.run_plan)
         self.share = share_of_plan(plan, self.mesh)
         self.length = plan.model_args["block_size"]
-        # ranks may read fewer rows than batch_size, and padding rows, which one process does not
-        self.rows, self.pads = ROWS, False
         self.trains = bool(self.run_plan.batch_size)
-        if self.trains:
-            share = share_of_plan(self.run_plan, self.mesh, parse_shares(self.run_plan.shares))
-            self.rows = ROWS if {*share.rows_of} == {self.run_plan.batch_size} else 1
-            self.pads = share.padding() > 0 and not plan.exact
+        run = self.run_plan if self.trains else plan
+        share = share_of_plan(run, self.mesh, parse_shares(run.shares))
+        # ranks may read fewer rows than batch_size, and padding rows, which one process does not
+        self.rows = ROWS if {*share.rows_of} == {run.batch_size} else 1
+        self.pads = share.padding() > 0 and not plan.exact
 
     def batches(self, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
         """
@@ -265,16 +257,14 @@ class Trial:
                     f"a forward pass of model.py changes {name}: checkpoints contain no buffers (make it a "
                     "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
                 )
-        params = dict(model.named_parameters())
         needs_gradients = uses_ddp(self.plan, self.mesh) or self.plan.exact
-        for name, p in params.items() if needs_gradients else ():
-            if p.requires_grad and p.grad is None:
+        for name, p in model.named_parameters():
+            if needs_gradients and p.requires_grad and p.grad is None:
                 raise LayoutError(
                     f"{name} gets no gradient, but DDP and exact need one: use it in each forward pass, or "
                     "freeze it with requires_grad_(False)"
                 )
-        grads = [p.grad for p in params.values() if p.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 
     def step(self, model: nn.Module, pipeline: Pipeline | None) -> tuple[float, float]:
@@ -355,7 +345,7 @@ class Trial:
         The first difference between the whole model and the divided one; "" if there is none (all ranks).
 
         Raises:
-            LayoutError: one process cannot compute the model, or see `check_step` and `check_block`.
+            LayoutError: one process cannot compute the model, or see `step_of_one_process` and `check_block`.
         """
         try:
             whole = self.new_model()

@@ -80,12 +80,10 @@ def first_problem(
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    problem = ""
     for draw in range(2):
         problem = Trial(model_class, plan, mesh, device, config, draw).problem()
         gc.collect()  # what the small model has allocated; its hooks refer to each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without CUDA
         if not problem:
             break
     return problem
