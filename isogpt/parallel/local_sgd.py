@@ -34,7 +34,6 @@ class Islands:
 
     def __post_init__(self) -> None:
         self.params = list(self.model.parameters())
-        self.place = self.mesh.index("islands"), self.mesh.islands
 
     def restart(self) -> None:
         """Start from the model's weights, without momentum."""
@@ -86,8 +85,8 @@ class Islands:
         """The outer momentum, and each island's current weights."""
         inner, parts = self.parts_of([p.detach() for p in self.params]), {}
         for name, momentum in self.parts_of(self.momentum).items():
-            own = inner[name].in_row(*self.place)
-            parts[name] = {"outer_momentum": momentum, "inner": own}
+            row = inner[name].in_row(self.mesh.index("islands"), self.mesh.islands)
+            parts[name] = {"outer_momentum": momentum, "inner": row}
         return parts
 
     def parts_of(self, tensors: list[Tensor]) -> dict[str, LocalPart]:

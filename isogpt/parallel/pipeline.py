@@ -18,8 +18,7 @@ from torch.amp import GradScaler
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
 from isogpt.parallel.data_parallel import shared_parameter
-from isogpt.parallel.gradients import FloatSums
-from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.gradients import Sums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.shares import Share
@@ -191,7 +190,7 @@ class Pipeline(nn.Module):
         # the rank of the group that holds each stage
         self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
-    def prepare(self, share: Share, scaler: GradScaler, sums: FloatSums | ExactSums, timer: Timer) -> None:
+    def prepare(self, share: Share, scaler: GradScaler, sums: Sums, timer: Timer) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from isogpt.parallel.gradients import FloatSums
-from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.gradients import Sums
 
 
 class TimedStage(PipelineStage):
@@ -24,7 +23,7 @@ class TimedStage(PipelineStage):
         *stage: Any,
         timer: Callable[[str], AbstractContextManager],
         autocast: AbstractContextManager,
-        sums: FloatSums | ExactSums,
+        sums: Sums,
         **options: Any,
     ) -> None:
         super().__init__(*stage, **options)

@@ -1,6 +1,7 @@
 """How the sequences of a step are divided over the data-parallel ranks."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -111,11 +112,9 @@ def uneven_share(
     size = len(speeds) // islands
     by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
     counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
-    micro_steps, rows_of = 1, ()
-    for n, of_island in zip(counts, by_island, strict=True):
-        micro_steps = max(micro_steps, divide_rows(n, of_island, batch_size)[0])
-    for n, of_island in zip(counts, by_island, strict=True):
-        rows_of += divide_rows(n, of_island, batch_size, micro_steps)[1]
+    parts = list(zip(counts, by_island, strict=True))
+    micro_steps = max(divide_rows(*part, batch_size)[0] for part in parts)
+    rows_of = sum((divide_rows(*part, batch_size, micro_steps)[1] for part in parts), ())
     return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
@@ -200,13 +199,10 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
     """
     if shares in ("equal", "auto"):
         return ()
-    try:
+    with suppress(ValueError):
         speeds = tuple(map(float, shares.split(",")))
-    except ValueError:
-        speeds = (math.nan,)
-    is_complete = data_size in (None, len(speeds))
-    if is_complete and all(0 < speed < math.inf for speed in speeds):
-        return speeds
+        if data_size in (None, len(speeds)) and all(0 < speed < math.inf for speed in speeds):
+            return speeds
     in_all = f", {data_size} in all" if data_size else ""
     example = spell_shares((2, *[1] * ((data_size or 3) - 1)))
     raise ValueError(
