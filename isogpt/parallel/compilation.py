@@ -119,8 +119,7 @@ def compile_report() -> str:
         return ""
     breaks, skips = counters["graph_break"], counters["inductor"]["cudagraph_skips"]
     failed = frames["total"] - frames["ok"]
-    text = f"compile: {count_text(graphs, 'graph')}"
-    text += f", {count_text(sum(breaks.values()), 'graph break')}"
+    text = f"compile: {count_text(graphs, 'graph')}, {count_text(breaks.total(), 'graph break')}"
     if breaks:
         reasons = [" ".join(reason.split())[:100] for reason in breaks]
         text += f" ({'; '.join(reasons)})"

@@ -163,11 +163,10 @@ class Compression:
             key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
             part = local_part_of(error, splits_of(p))
             parts[names[p]] = {key: part.in_row(holders.index, holders.size)}
-        parts[self.name_of_factors] = {
-            f"{bucket}.{letter}": local_part_of(factor)
-            for letter, factors in self.factors.items()
-            for bucket, factor in factors.items()
-        }
+        saved = parts[self.name_of_factors] = {}
+        for letter, factors in self.factors.items():
+            for bucket, factor in factors.items():
+                saved[f"{bucket}.{letter}"] = local_part_of(factor)
         return parts
 
 

@@ -214,9 +214,8 @@ def like(p: nn.Parameter, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    whole = dict(shape=p.shape, stride=p.stride())
+    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, **whole)
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:

@@ -103,11 +103,10 @@ class Stage(nn.Module):
         self.number, self.is_first, self.is_last = number, number == 0, number == n_stages - 1
         self.block_numbers = blocks
         self.blocks = nn.ModuleDict({str(i): model.transformer.h[i] for i in blocks})
-        self.edges, names = nn.ModuleDict(), edges_of(number, n_stages, model.config.tied)
+        names = edges_of(number, n_stages, model.config.tied)
+        modules = {**model.transformer, "lm_head": model.lm_head}
         # in the model's order, in which FSDP gathers the parameters on all ranks
-        for name, module in [*model.transformer.items(), ("lm_head", model.lm_head)]:
-            if name in names:
-                self.edges[name] = module
+        self.edges = nn.ModuleDict({name: modules[name] for name in modules if name in names})
         self.methods = [model]  # in a list: the model is not a part of the stage
 
     def forward(
