@@ -185,7 +185,7 @@ class Pipeline(nn.Module):
         self.device, self.tp_parts = device, tp_parts
         self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
         self.group, self.stages = mesh.group("pp"), list(model.stages)
-        self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
+        self.has_last = self.stages[-1].is_last
         # the rank of the group that holds each stage
         self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
@@ -199,12 +199,12 @@ class Pipeline(nn.Module):
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         plan = self.plan
         autocast = torch.autocast(self.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
-        stages, options = [], dict(group=self.group, timer=timer, autocast=autocast, sums=sums)
+        stages = []
         for stage in self.stages:
             arrives = self.sent_before(stage.block_numbers.start, share.rows)
             leaves = self.sent_before(stage.block_numbers.stop, share.rows)
             place = (stage.number, len(self.owners), self.device)
-            stages.append(TimedStage(stage, *place, arrives, leaves, **options))
+            stages.append(TimedStage(timer, autocast, sums, stage, *place, arrives, leaves))
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
@@ -248,7 +248,7 @@ class Pipeline(nn.Module):
         """
         x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses = []
-        inputs, target = [x] if self.has_first else [], y if self.has_last else None
+        inputs, target = [x] if self.stages[0].is_first else [], y if self.has_last else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))
