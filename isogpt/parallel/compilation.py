@@ -126,6 +126,5 @@ def compile_report() -> str:
     if skips:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     if failed:
-        functions = count_text(failed, "function")
-        text += f", {functions} failed to compile: TORCH_LOGS=dynamo shows why"
+        text += f", {count_text(failed, 'function')} failed to compile: TORCH_LOGS=dynamo shows why"
     return text

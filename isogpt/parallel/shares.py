@@ -182,11 +182,9 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     else:
         return ""
     steps = ranks * pp
-    return (
-        f"{observation}: a step reads {share.sequences} sequences on any number of processes. To use "
-        f"all, set --gradient_accumulation_steps={steps}: a step then reads {steps * batch_size} "
-        "sequences, which changes the curve"
-    )
+    advice = f"set --gradient_accumulation_steps={steps}"
+    effect = f"a step then reads {steps * batch_size} sequences, which changes the curve"
+    return f"{observation}: a step reads {share.sequences} sequences. To use all, {advice}: {effect}"
 
 
 def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
