@@ -228,9 +228,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        tensors = chain(
-            self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
-        )
+        parameters = self.named_parameters(remove_duplicate=False)
+        tensors = chain(parameters, self.named_buffers(remove_duplicate=False))
         self.initial_rules = {name: initial_rule(self, name, t) for name, t in tensors}
         self.tie_weights()
         if not self.lm_head.weight.is_meta:

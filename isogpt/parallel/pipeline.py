@@ -212,12 +212,9 @@ class Pipeline(nn.Module):
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
         self.scaler, self.sums = scaler, sums
-        self.schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])(
-            stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0],
-            share.micro_steps,
-            loss_fn=scaled_loss,
-            scale_grads=False,
-        )
+        schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])
+        held = stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0]
+        self.schedule = schedule(held, share.micro_steps, loss_fn=scaled_loss, scale_grads=False)
 
     def sent_before(self, block: int, rows: int) -> tuple[Tensor, ...]:
         """

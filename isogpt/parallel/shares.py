@@ -13,6 +13,7 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 
 PADDING = -1  # the start of a padding row
+Speeds = tuple[float, ...]  # of the data ranks
 
 
 @dataclass
@@ -70,7 +71,7 @@ def share_of(
     data_size: int,
     batch_size: int,
     pp: int = 1,
-    speeds: tuple[float, ...] = (),
+    speeds: Speeds = (),
     islands: int = 1,
 ) -> Share:
     """
@@ -103,9 +104,7 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     return replace(share, rows_of=(batch_size,) * data_size)
 
 
-def uneven_share(
-    sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
-) -> Share:
+def uneven_share(sequences: int, data_rank: int, batch_size: int, speeds: Speeds, islands: int) -> Share:
     """
     `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
     """
@@ -118,7 +117,7 @@ def uneven_share(
     return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
-def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:
+def share_of_plan(plan: Plan, mesh: Mesh, speeds: Speeds = ()) -> Share:
     """A rank's share of a step of a plan. With exact, micro-batches stay whole, and speeds do not matter."""
     sizes = (plan.sequences, mesh.data_rank, mesh.data_size, plan.micro_batch, mesh.pp)
     return share_of_whole(*sizes) if plan.exact else share_of(*sizes, speeds, mesh.islands)
@@ -136,7 +135,7 @@ def multiple_up(n: int, factor: int) -> int:
 
 @lru_cache
 def divide_rows(
-    sequences: int, speeds: tuple[float, ...], batch_size: int, least: int = 1
+    sequences: int, speeds: Speeds, batch_size: int, least: int = 1
 ) -> tuple[int, tuple[int, ...]]:
     """
     Return the fewest micro-steps for which no rank runs more than batch_size rows, but at least `least`, and
@@ -149,7 +148,7 @@ def divide_rows(
             return micro_steps, tuple(rows)
 
 
-def rows_by_speed(total: int, speeds: tuple[float, ...]) -> list[int]:
+def rows_by_speed(total: int, speeds: Speeds) -> list[int]:
     """
     Divide the rows of a micro-step, of which each rank gets at least one. A micro-step takes as long as the
     largest rows / speed, so each further row goes to the rank that would then have the smallest.
@@ -187,7 +186,7 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     return f"{observation}: a step reads {share.sequences} sequences. To use all, {advice}: {effect}"
 
 
-def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
+def parse_shares(shares: str, data_size: int | None = None) -> Speeds:
     """
     Return the speeds in a list such as 2,1,1, one for each of data_size ranks (if known); () for equal and
     auto.
@@ -203,12 +202,11 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
             return speeds
     in_all = f", {data_size} in all" if data_size else ""
     example = spell_shares((2, *[1] * ((data_size or 3) - 1)))
-    raise ValueError(
-        f"shares is {shares!r}: it needs a positive number for each data-parallel rank{in_all}: set "
-        f"--shares={example} or the like, or --shares=equal"
-    )
+    advice = f"set --shares={example} or the like, or --shares=equal"
+    needed = f"a positive number for each data-parallel rank{in_all}"
+    raise ValueError(f"shares is {shares!r}: it needs {needed}: {advice}")
 
 
-def spell_shares(speeds: tuple[float, ...]) -> str:
+def spell_shares(speeds: Speeds) -> str:
     """Return speeds in the form in which they are typed."""
     return ",".join(f"{speed:g}" for speed in speeds)
