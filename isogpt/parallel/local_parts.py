@@ -74,10 +74,8 @@ class LocalPart:
 
     def new_stack(self, count: int) -> "LocalPart":
         """Memory for this part in all rows of a stack of `count`."""
-        pieces = []
-        for offsets, piece in self.pieces:
-            pieces.append(((0, *offsets), piece.new_empty(count, *piece.shape)))
-        return LocalPart(torch.Size((count, *self.shape)), tuple(pieces))
+        pieces = tuple(((0, *offsets), p.new_empty(count, *p.shape)) for offsets, p in self.pieces)
+        return LocalPart(torch.Size((count, *self.shape)), pieces)
 
     @torch.no_grad()
     def put_mean(self, stack: "LocalPart") -> None:

@@ -134,17 +134,15 @@ def multiple_up(n: int, factor: int) -> int:
 
 
 @lru_cache
-def divide_rows(
-    sequences: int, speeds: Speeds, batch_size: int, least: int = 1
-) -> tuple[int, tuple[int, ...]]:
+def divide_rows(sequences: int, speeds: Speeds, most: int, least: int = 1) -> tuple[int, tuple[int, ...]]:
     """
-    Return the fewest micro-steps for which no rank runs more than batch_size rows, but at least `least`, and
-    the rows of each rank, in proportion to the speeds, but at least 1. 48 sequences for speeds 2, 1 at
-    batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    Return the fewest micro-steps for which no rank runs more than `most` rows, but at least `least`, and the
+    rows of each rank, in proportion to the speeds, but at least 1. 48 sequences for speeds 2, 1 and at most
+    12 rows are 3 micro-steps of 11 and 5 rows.
     """
-    for micro_steps in count(max(least, quotient_up(sequences, batch_size * len(speeds)))):
+    for micro_steps in count(max(least, quotient_up(sequences, most * len(speeds)))):
         rows = rows_by_speed(quotient_up(sequences, micro_steps), speeds)
-        if max(rows) <= batch_size:
+        if max(rows) <= most:
             return micro_steps, tuple(rows)
 
 
