@@ -34,6 +34,7 @@ class Islands:
 
     def __post_init__(self) -> None:
         self.params = list(self.model.parameters())
+        self.place = self.mesh.index("islands"), self.mesh.islands
 
     def restart(self) -> None:
         """Start from the model's weights, without momentum."""
@@ -85,8 +86,8 @@ class Islands:
         """The outer momentum, and each island's current weights."""
         inner, parts = self.parts_of([p.detach() for p in self.params]), {}
         for name, momentum in self.parts_of(self.momentum).items():
-            row = inner[name].in_row(self.mesh.index("islands"), self.mesh.islands)
-            parts[name] = {"outer_momentum": momentum, "inner": row}
+            own = inner[name].in_row(*self.place)
+            parts[name] = {"outer_momentum": momentum, "inner": own}
         return parts
 
     def parts_of(self, tensors: list[Tensor]) -> dict[str, LocalPart]:
