@@ -38,6 +38,10 @@ from isogpt.nn.kernels import (
     summed_loss,
 )
 
+# of a block: (B, T, C), and with experts also MoE.routing_of in training
+BlockOutput = Tensor | tuple[Tensor, Tensor | None]
+Prediction = tuple[Tensor | None, Tensor | None]  # logits and loss, see GPT.forward
+
 
 def call(function: Callable, *args: object) -> object:
     """Call a function without anything around it."""
@@ -58,7 +62,7 @@ class Seams:
     # kernels.summed_loss of the last block's output; tensor parallelism, torch.compile
     loss: Callable[..., Tensor] = summed_loss
     # (Block.compute, its arguments) -> what it returns; activation checkpointing, in some blocks
-    block: Callable[..., Tensor | tuple[Tensor, Tensor | None]] = call
+    block: Callable[..., BlockOutput] = call
     # (experts, rows sorted by expert, rows of each expert) -> rows; expert parallelism
     experts: Callable[..., Tensor] = call
     # this process's tokens per expert (B, E) -> those of the whole sequence; context parallelism
@@ -182,15 +186,11 @@ class Block(nn.Module):
         self.has_experts = config.n_expert > 0
         self.seams = Seams()
 
-    def forward(
-        self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> BlockOutput:
         """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         return self.seams.block(self.compute, x, rope, cache)
 
-    def compute(
-        self, x: Tensor, rope: Tensor | None, cache: KVCache | None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    def compute(self, x: Tensor, rope: Tensor | None, cache: KVCache | None) -> BlockOutput:
         """`forward` itself, which activation checkpointing runs again in the backward pass."""
         x = x + self.attn(self.ln_1(x), rope, cache)
         if not self.has_experts:
@@ -228,9 +228,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        tensors = chain(
-            self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
-        )
+        parameters = self.named_parameters(remove_duplicate=False)
+        tensors = chain(parameters, self.named_buffers(remove_duplicate=False))
         self.initial_rules = {name: initial_rule(self, name, t) for name, t in tensors}
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
@@ -316,7 +315,7 @@ class GPT(nn.Module):
         target_count: float | None = None,
         positions: Tensor | None = None,
         caches: list[KVCache] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> Prediction:
         """
         Compute logits and loss.
 
@@ -386,7 +385,7 @@ class GPT(nn.Module):
 
     def predict(
         self, x: Tensor, routing: Tensor | None, targets: Tensor | None, target_count: float | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> Prediction:
         """Logits and loss from the last block's output, see `forward`."""
         logits, loss = self.predict_tokens(x, targets, target_count)
         if routing is None or targets is None:
@@ -400,9 +399,7 @@ class GPT(nn.Module):
         # the value is the tokens' loss alone, but the gradient includes the auxiliary losses
         return logits, loss + (auxiliary - auxiliary.detach())
 
-    def predict_tokens(
-        self, x: Tensor, targets: Tensor | None, target_count: float | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def predict_tokens(self, x: Tensor, targets: Tensor | None, target_count: float | None) -> Prediction:
         """`predict` without the router's auxiliary losses."""
         x = self.transformer.ln_f(x)
         if targets is None:

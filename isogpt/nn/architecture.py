@@ -127,16 +127,13 @@ def problems_of_shape(values: dict) -> list[str]:
         values: some of GPTConfig's fields; the others are assumed to be the defaults.
     """
     c = SimpleNamespace(**{field.name: field.default for field in fields(GPTConfig)} | values)
-    problems = [
-        f"{name} is {getattr(c, name)}: it must be from {least} to {most}"
-        for name, (least, most) in LIMITS.items()
-        if not least <= getattr(c, name) <= most
-    ]
-    problems += [
-        f"{name} is {getattr(c, name)!r}; choose from {', '.join(choices)}"
-        for name, choices in CHOICES.items()
-        if getattr(c, name) not in choices
-    ]
+    problems = []
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(c, name) <= most:
+            problems.append(f"{name} is {getattr(c, name)}: it must be from {least} to {most}")
+    for name, choices in CHOICES.items():
+        if getattr(c, name) not in choices:
+            problems.append(f"{name} is {getattr(c, name)!r}; choose from {', '.join(choices)}")
     if problems:
         return problems
     if 0 < c.n_expert < c.n_expert_active:

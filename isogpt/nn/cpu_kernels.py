@@ -68,9 +68,8 @@ class CPUNormalize(torch.autograd.Function):
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, at least in float32: (..., N) -> (..., 1)."""
-    norm = torch.linalg.vector_norm(
-        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 

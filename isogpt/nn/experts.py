@@ -183,28 +183,26 @@ def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
 
 class BlockMatmul(torch.autograd.Function):
     """
-    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`: x (N, in), weight (E, out, in) ->
+    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`: x (N, in), weight w (E, out, in) ->
     (N, out). The zeros add at most half as much arithmetic.
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, place: Tensor, expert: Tensor, size: int
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, place, expert)
+    def forward(ctx: FunctionCtx, x: Tensor, w: Tensor, place: Tensor, expert: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(x, w, place, expert)
         ctx.size = size
-        y = torch.bmm(in_blocks(x, place, expert, size), weight[expert].mT)  # (blocks, size, out)
+        y = torch.bmm(in_blocks(x, place, expert, size), w[expert].mT)  # (blocks, size, out)
         return y.flatten(0, 1).index_select(0, place)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        x, weight, place, expert = ctx.saved_tensors
+        x, w, place, expert = ctx.saved_tensors
         grad = in_blocks(grad, place, expert, ctx.size)  # (blocks, size, out)
-        dx = torch.bmm(grad, weight[expert]).flatten(0, 1).index_select(0, place)
+        dx = torch.bmm(grad, w[expert]).flatten(0, 1).index_select(0, place)
         dw = torch.bmm(grad.mT, in_blocks(x, place, expert, ctx.size))  # (blocks, out, in)
-        is_expert = torch.arange(len(weight), device=x.device)[:, None] == expert  # (E, blocks)
+        is_expert = torch.arange(len(w), device=x.device)[:, None] == expert  # (E, blocks)
         # a matmul, since index_add adds in a random order on a GPU
-        dw = (is_expert.to(dw.dtype) @ dw.flatten(1)).view_as(weight)
+        dw = (is_expert.to(dw.dtype) @ dw.flatten(1)).view_as(w)
         return dx, dw, None, None, None
 
 

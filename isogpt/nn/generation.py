@@ -73,12 +73,8 @@ def problem_of_prepare(model: nn.Module, dtype: torch.dtype) -> str:
     """
     c, device, prepared = model.config, next(model.parameters()).device, copy.deepcopy(model)
     prepare(prepared, dtype)
-    problem = compare_logits(
-        lambda tokens: prepared(tokens)[0],
-        lambda tokens: model(tokens)[0],
-        random_sequences(c, min(8, c.block_size), device),
-        dtype,
-    )
+    tokens = random_sequences(c, min(8, c.block_size), device)
+    problem = compare_logits(lambda x: prepared(x)[0], lambda x: model(x)[0], tokens, dtype)
     note = "generating under autocast (slower), since with the weights of Linear layers packed"
     return problem and f"{note} {problem}"
 

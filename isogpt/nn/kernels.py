@@ -288,10 +288,9 @@ def summed_loss(
         # each
         rows *= 12 // compute_dtype(x).itemsize
     if not vocabulary and (x.size(0) <= rows or not has_gradients):
+        options = dict(reduction="sum", ignore_index=IGNORE)
         losses = [
-            F.cross_entropy(
-                soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE
-            )
+            F.cross_entropy(soft_cap(F.linear(xs, weight), cap).float(), ts, **options)
             for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)
         ]
         return torch.stack(losses).sum()

@@ -97,10 +97,8 @@ def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     for module_name, module in model.named_modules():
         used = getattr(module.seams, name) if hasattr(module, "seams") else known
         if used is not known:
-            names = known.__name__, getattr(used, "__name__", used)
-            raise LayoutError(
-                f"{way} divides {names[0]}, but {module_name} in model.py computes {names[1]}: set --{way}=1"
-            )
+            problem = f"{way} divides {known.__name__}, which {module_name} in model.py replaces"
+            raise LayoutError(f"{problem}: set --{way}=1")
 
 
 def replace_seams(model: nn.Module, **functions: Callable) -> None:

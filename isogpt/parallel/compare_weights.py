@@ -35,10 +35,8 @@ def check_equal_weights(model: nn.Module, mesh: Mesh, step: int, on_error: Calla
     wrong = defaultdict(set)  # {name: ranks}
     for (name, *_), of_ranks in by_rank.items():
         usual = mode(of_ranks.values())
-        for rank, checksum in of_ranks.items():
-            if checksum != usual:
-                wrong[name].add(rank)
-    texts = [f"{name} differs on {ranks_text(sorted(wrong[name]))}" for name in wrong]
+        wrong[name] |= {rank for rank, checksum in of_ranks.items() if checksum != usual}
+    texts = [f"{name} differs on {ranks_text(sorted(ranks))}" for name, ranks in wrong.items() if ranks]
     with exit_together(on_error):
         if texts:
             differences = shortened(texts, between="; ")

@@ -119,14 +119,12 @@ def compile_report() -> str:
         return ""
     breaks, skips = counters["graph_break"], counters["inductor"]["cudagraph_skips"]
     failed = frames["total"] - frames["ok"]
-    text = f"compile: {count_text(graphs, 'graph')}"
-    text += f", {count_text(sum(breaks.values()), 'graph break')}"
+    text = f"compile: {count_text(graphs, 'graph')}, {count_text(breaks.total(), 'graph break')}"
     if breaks:
         reasons = [" ".join(reason.split())[:100] for reason in breaks]
         text += f" ({'; '.join(reasons)})"
     if skips:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     if failed:
-        functions = count_text(failed, "function")
-        text += f", {functions} failed to compile: TORCH_LOGS=dynamo shows why"
+        text += f", {count_text(failed, 'function')} failed to compile: TORCH_LOGS=dynamo shows why"
     return text

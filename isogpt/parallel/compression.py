@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
 from isogpt.parallel.data_parallel import in_buckets, tied_over_ranks, views_of
@@ -25,7 +24,7 @@ from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 
-HALF_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+HALF_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 INT8_BLOCK = 256  # elements that share a scale
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
 # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
@@ -84,7 +83,7 @@ class Compression:
         self.errors = {p: torch.zeros_like(p, requires_grad=False) for p in params}
         sizes = (int(self.amount) or 1, POWERSGD_START, POWERSGD_GAIN)
         options = dict(use_error_feedback=False, orthogonalization_epsilon=1e-8)
-        self.powersgd = PowerSGDState(None, *sizes, **options)
+        self.powersgd = powerSGD_hook.PowerSGDState(None, *sizes, **options)
         # PowerSGD's low-rank factors by bucket, from which the next step starts. In a checkpoint, each rank's
         # have a name of their own: only torch knows their order in a bucket
         self.factors = {"p": self.powersgd.p_memory_dict, "q": self.powersgd.q_memory_dict}
@@ -105,7 +104,7 @@ class Compression:
             error = flat.clone()
             self.powersgd.process_group = group
             # wait, since gloo's threads would start the collectives of several buckets in any order
-            powerSGD_hook(self.powersgd, bucket).wait()
+            powerSGD_hook.powerSGD_hook(self.powersgd, bucket).wait()
             error -= flat
         elif self.kind == "topk":
             error = average_topk(flat, self.amount, group)
@@ -163,11 +162,10 @@ class Compression:
             key = "error_of_head" if p is tied and self.mesh.index("pp") > 0 else "error"
             part = local_part_of(error, splits_of(p))
             parts[names[p]] = {key: part.in_row(holders.index, holders.size)}
-        parts[self.name_of_factors] = {
-            f"{bucket}.{letter}": local_part_of(factor)
-            for letter, factors in self.factors.items()
-            for bucket, factor in factors.items()
-        }
+        saved = parts[self.name_of_factors] = {}
+        for letter, factors in self.factors.items():
+            for bucket, factor in factors.items():
+                saved[f"{bucket}.{letter}"] = local_part_of(factor)
         return parts
 
 

@@ -116,9 +116,8 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     in_ranks = [c for rank in range(mesh.cp) for c in mesh.chunks(rank)]
     order = torch.tensor(in_ranks).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk
-    chunks = []
-    for c in mesh.chunks(mesh.index("cp")):
-        chunks.append((c, last_rows_mask(size, (c + 1) * size, device)))
+    numbers = mesh.chunks(mesh.index("cp"))
+    chunks = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in numbers]
     ranks = ContextRanks(mesh.group("cp"), positions, order, chunks)
     replace_seams(
         model,

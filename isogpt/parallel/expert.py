@@ -51,6 +51,5 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     attach(model, ATTACHMENTS, mesh, "ep", ranks=None)
     replace_seams(model, experts=partial(exchange_tokens, mesh.group("ep")))
     # FloatSums.finish reduces the experts' gradients, over fewer ranks than DDP
-    model._ddp_params_and_buffers_to_ignore = [
-        name for name, _ in model.named_parameters() if ".experts." in name
-    ]
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    model._ddp_params_and_buffers_to_ignore = names

@@ -184,6 +184,9 @@ class FloatSums:
         return torch.stack(shares).sum(), 0.0
 
 
+Sums = FloatSums | ExactSums
+
+
 def make_sums(
     model: nn.Module,
     raw_model: nn.Module,
@@ -192,7 +195,7 @@ def make_sums(
     share: Share,
     scaler: torch.amp.GradScaler,
     compression: Compression | None = None,
-) -> FloatSums | ExactSums:
+) -> Sums:
     """
     The sums of a run's steps. `model` is wrapped with DistributedDataParallel if data_parallel.uses_ddp.
     """

@@ -100,8 +100,7 @@ class Conversions:
         self.chunk, self.compiled = GPU_CHUNK, {}
         if compiles:  # a kernel for the first length, and one for all others, since FSDP's units have many
             self.chunk = COMPILED_CHUNK
-            for function in (add_rounded, write_sums, squares_of):
-                self.compiled[function] = torch.compile(function)
+            self.compiled = {f: torch.compile(f) for f in (add_rounded, write_sums, squares_of)}
         elif device.type == "cpu":
             self.chunk = CHUNK * torch.get_num_threads()
 
@@ -158,13 +157,10 @@ class ExactSums:
         self.loss_divisor = float(plan.sequences * plan.model_args["block_size"])
         # limit of a micro-batch's integers; the number of micro-batches does not depend on the layout
         self.largest = LARGEST_SUM / (share.sequences // share.rows)
-        self.groups, self.units, size = [], [], 0
-        modules = getattr(self.model, "stages", [self.model])
-        if self.mesh.shards.size > 1:
-            for number, unit in enumerate(fsdp_units(self.model)):
-                self.units.append(IntegerReduceScatter(self, unit, number))
-            modules = []
-        for module in modules:
+        units = fsdp_units(self.model) if self.mesh.shards.size > 1 else []
+        self.units = [IntegerReduceScatter(self, unit, i) for i, unit in enumerate(units)]
+        self.groups, size = [], 0
+        for module in [] if units else getattr(self.model, "stages", [self.model]):
             trained = [p for p in module.parameters() if p.requires_grad]
             for params in in_buckets(trained, 4 * self.convert.chunk):
                 start, size = size, size + sum(p.numel() for p in params)
@@ -184,8 +180,7 @@ class ExactSums:
         self.factors = [UNIT * scale] * len(self.groups or self.units)
         for unit in self.units:
             unit.total = None
-        for p in self.model.parameters():
-            p.grad = None
+        self.model.zero_grad()
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
 

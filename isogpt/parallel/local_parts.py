@@ -74,10 +74,8 @@ class LocalPart:
 
     def new_stack(self, count: int) -> "LocalPart":
         """Memory for this part in all rows of a stack of `count`."""
-        pieces = []
-        for offsets, piece in self.pieces:
-            pieces.append(((0, *offsets), piece.new_empty(count, *piece.shape)))
-        return LocalPart(torch.Size((count, *self.shape)), tuple(pieces))
+        pieces = tuple(((0, *offsets), p.new_empty(count, *p.shape)) for offsets, p in self.pieces)
+        return LocalPart(torch.Size((count, *self.shape)), pieces)
 
     @torch.no_grad()
     def put_mean(self, stack: "LocalPart") -> None:
@@ -214,9 +212,8 @@ def like(p: nn.Parameter, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    whole = dict(shape=p.shape, stride=p.stride())
+    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, **whole)
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:

@@ -150,9 +150,7 @@ class Mesh:
                 gradients.FloatSums.micro_batch.
         """
         # fully_shard needs a mesh even for a single rank
-        needed = ["dp_shard"] if self.shards_parameters else []
-        if needed and offloads:
-            needed.append("dp_replicate")
+        needed = ["dp_shard"] * self.shards_parameters + ["dp_replicate"] * offloads
         sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or a in needed}
         if len(sizes) > 1 or self.shards_parameters:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

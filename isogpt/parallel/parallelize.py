@@ -110,24 +110,17 @@ def check_what_is_lost(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
+            where = f"{path}.{name} in model.py"
             values = value.values() if isinstance(value, dict) else value
             values = values if isinstance(value, dict | list | tuple) else [value]
             if any(torch.is_tensor(v) and v.is_meta for v in values):
-                raise LayoutError(
-                    f"{path}.{name} in model.py is a tensor that is neither a parameter nor a buffer: use "
-                    "register_buffer, and a line of INITIAL_VALUES for its values"
-                )
+                raise LayoutError(f"{where} is a tensor: use register_buffer and INITIAL_VALUES")
             if any(isinstance(v, nn.Module) and v not in modules for v in values):
-                raise LayoutError(
-                    f"{path}.{name} in model.py is a {type(value).__name__} of modules, which PyTorch does "
-                    "not see: use nn.ModuleList or nn.ModuleDict"
-                )
+                kind = type(value).__name__
+                raise LayoutError(f"{where} is a {kind} of modules: use nn.ModuleList or nn.ModuleDict")
         for name, p in module.named_parameters(recurse=False):
             if p._backward_hooks:
-                raise LayoutError(
-                    f"a hook of {path}.{name} in model.py is lost when the model is allocated: use a hook "
-                    "of a module, or change what forward computes"
-                )
+                raise LayoutError(f"a hook of {path}.{name} in model.py is lost: use a hook of the module")
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

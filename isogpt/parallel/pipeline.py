@@ -18,8 +18,7 @@ from torch.amp import GradScaler
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
 from isogpt.parallel.data_parallel import shared_parameter
-from isogpt.parallel.gradients import FloatSums
-from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.gradients import Sums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.shares import Share
@@ -104,11 +103,10 @@ class Stage(nn.Module):
         self.number, self.is_first, self.is_last = number, number == 0, number == n_stages - 1
         self.block_numbers = blocks
         self.blocks = nn.ModuleDict({str(i): model.transformer.h[i] for i in blocks})
-        self.edges, names = nn.ModuleDict(), edges_of(number, n_stages, model.config.tied)
+        names = edges_of(number, n_stages, model.config.tied)
+        modules = {**model.transformer, "lm_head": model.lm_head}
         # in the model's order, in which FSDP gathers the parameters on all ranks
-        for name, module in [*model.transformer.items(), ("lm_head", model.lm_head)]:
-            if name in names:
-                self.edges[name] = module
+        self.edges = nn.ModuleDict({name: modules[name] for name in modules if name in names})
         self.methods = [model]  # in a list: the model is not a part of the stage
 
     def forward(
@@ -187,11 +185,11 @@ class Pipeline(nn.Module):
         self.device, self.tp_parts = device, tp_parts
         self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
         self.group, self.stages = mesh.group("pp"), list(model.stages)
-        self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
+        self.has_last = self.stages[-1].is_last
         # the rank of the group that holds each stage
         self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
-    def prepare(self, share: Share, scaler: GradScaler, sums: FloatSums | ExactSums, timer: Timer) -> None:
+    def prepare(self, share: Share, scaler: GradScaler, sums: Sums, timer: Timer) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
 
@@ -201,12 +199,12 @@ class Pipeline(nn.Module):
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         plan = self.plan
         autocast = torch.autocast(self.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
-        stages, options = [], dict(group=self.group, timer=timer, autocast=autocast, sums=sums)
+        stages = []
         for stage in self.stages:
             arrives = self.sent_before(stage.block_numbers.start, share.rows)
             leaves = self.sent_before(stage.block_numbers.stop, share.rows)
             place = (stage.number, len(self.owners), self.device)
-            stages.append(TimedStage(stage, *place, arrives, leaves, **options))
+            stages.append(TimedStage(timer, autocast, sums, stage, *place, arrives, leaves))
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
@@ -214,12 +212,9 @@ class Pipeline(nn.Module):
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
         self.scaler, self.sums = scaler, sums
-        self.schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])(
-            stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0],
-            share.micro_steps,
-            loss_fn=scaled_loss,
-            scale_grads=False,
-        )
+        schedule = getattr(pipelining, SCHEDULES[plan.pp_schedule])
+        held = stages if stages_per_rank(plan.pp_schedule) > 1 else stages[0]
+        self.schedule = schedule(held, share.micro_steps, loss_fn=scaled_loss, scale_grads=False)
 
     def sent_before(self, block: int, rows: int) -> tuple[Tensor, ...]:
         """
@@ -250,7 +245,7 @@ class Pipeline(nn.Module):
         """
         x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses = []
-        inputs, target = [x] if self.has_first else [], y if self.has_last else None
+        inputs, target = [x] if self.stages[0].is_first else [], y if self.has_last else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))

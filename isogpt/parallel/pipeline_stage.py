@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from isogpt.parallel.gradients import FloatSums
-from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.gradients import Sums
 
 
 class TimedStage(PipelineStage):
@@ -19,15 +18,8 @@ class TimedStage(PipelineStage):
     micro-batch to the step's sums.
     """
 
-    def __init__(
-        self,
-        *stage: Any,
-        timer: Callable[[str], AbstractContextManager],
-        autocast: AbstractContextManager,
-        sums: FloatSums | ExactSums,
-        **options: Any,
-    ) -> None:
-        super().__init__(*stage, **options)
+    def __init__(self, timer: Callable, autocast: AbstractContextManager, sums: Sums, *stage: Any) -> None:
+        super().__init__(*stage, group=sums.mesh.group("pp"))
         self.timer, self.autocast, self.sums = timer, autocast, sums
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:

@@ -10,13 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 # FSDP's hooks mark gathers for the profiler, and a recomputed forward pass gathers at different times
-SAC_IGNORED_OPS.update(
-    (
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    )
-)
-aten = torch.ops.aten
+aten, profiler = torch.ops.aten, torch.ops.profiler
+SAC_IGNORED_OPS.add(profiler._record_function_enter_new.default)
+SAC_IGNORED_OPS.add(profiler._record_function_exit._RecordFunction)
 # 'selective' keeps the results of matmuls and attention, which are expensive to recompute
 SAVED = [
     aten.mm.default,

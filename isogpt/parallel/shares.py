@@ -1,6 +1,7 @@
 """How the sequences of a step are divided over the data-parallel ranks."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -12,6 +13,7 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 
 PADDING = -1  # the start of a padding row
+Speeds = tuple[float, ...]  # of the data ranks
 
 
 @dataclass
@@ -69,7 +71,7 @@ def share_of(
     data_size: int,
     batch_size: int,
     pp: int = 1,
-    speeds: tuple[float, ...] = (),
+    speeds: Speeds = (),
     islands: int = 1,
 ) -> Share:
     """
@@ -102,24 +104,20 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     return replace(share, rows_of=(batch_size,) * data_size)
 
 
-def uneven_share(
-    sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
-) -> Share:
+def uneven_share(sequences: int, data_rank: int, batch_size: int, speeds: Speeds, islands: int) -> Share:
     """
     `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
     """
     size = len(speeds) // islands
     by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
     counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
-    micro_steps, rows_of = 1, ()
-    for n, of_island in zip(counts, by_island, strict=True):
-        micro_steps = max(micro_steps, divide_rows(n, of_island, batch_size)[0])
-    for n, of_island in zip(counts, by_island, strict=True):
-        rows_of += divide_rows(n, of_island, batch_size, micro_steps)[1]
+    parts = list(zip(counts, by_island, strict=True))
+    micro_steps = max(divide_rows(*part, batch_size)[0] for part in parts)
+    rows_of = sum((divide_rows(*part, batch_size, micro_steps)[1] for part in parts), ())
     return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
-def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:
+def share_of_plan(plan: Plan, mesh: Mesh, speeds: Speeds = ()) -> Share:
     """A rank's share of a step of a plan. With exact, micro-batches stay whole, and speeds do not matter."""
     sizes = (plan.sequences, mesh.data_rank, mesh.data_size, plan.micro_batch, mesh.pp)
     return share_of_whole(*sizes) if plan.exact else share_of(*sizes, speeds, mesh.islands)
@@ -136,21 +134,19 @@ def multiple_up(n: int, factor: int) -> int:
 
 
 @lru_cache
-def divide_rows(
-    sequences: int, speeds: tuple[float, ...], batch_size: int, least: int = 1
-) -> tuple[int, tuple[int, ...]]:
+def divide_rows(sequences: int, speeds: Speeds, most: int, least: int = 1) -> tuple[int, tuple[int, ...]]:
     """
-    Return the fewest micro-steps for which no rank runs more than batch_size rows, but at least `least`, and
-    the rows of each rank, in proportion to the speeds, but at least 1. 48 sequences for speeds 2, 1 at
-    batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    Return the fewest micro-steps for which no rank runs more than `most` rows, but at least `least`, and the
+    rows of each rank, in proportion to the speeds, but at least 1. 48 sequences for speeds 2, 1 and at most
+    12 rows are 3 micro-steps of 11 and 5 rows.
     """
-    for micro_steps in count(max(least, quotient_up(sequences, batch_size * len(speeds)))):
+    for micro_steps in count(max(least, quotient_up(sequences, most * len(speeds)))):
         rows = rows_by_speed(quotient_up(sequences, micro_steps), speeds)
-        if max(rows) <= batch_size:
+        if max(rows) <= most:
             return micro_steps, tuple(rows)
 
 
-def rows_by_speed(total: int, speeds: tuple[float, ...]) -> list[int]:
+def rows_by_speed(total: int, speeds: Speeds) -> list[int]:
     """
     Divide the rows of a micro-step, of which each rank gets at least one. A micro-step takes as long as the
     largest rows / speed, so each further row goes to the rank that would then have the smallest.
@@ -183,14 +179,12 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     else:
         return ""
     steps = ranks * pp
-    return (
-        f"{observation}: a step reads {share.sequences} sequences on any number of processes. To use "
-        f"all, set --gradient_accumulation_steps={steps}: a step then reads {steps * batch_size} "
-        "sequences, which changes the curve"
-    )
+    advice = f"set --gradient_accumulation_steps={steps}"
+    effect = f"a step then reads {steps * batch_size} sequences, which changes the curve"
+    return f"{observation}: a step reads {share.sequences} sequences. To use all, {advice}: {effect}"
 
 
-def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
+def parse_shares(shares: str, data_size: int | None = None) -> Speeds:
     """
     Return the speeds in a list such as 2,1,1, one for each of data_size ranks (if known); () for equal and
     auto.
@@ -200,21 +194,17 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
     """
     if shares in ("equal", "auto"):
         return ()
-    try:
+    with suppress(ValueError):
         speeds = tuple(map(float, shares.split(",")))
-    except ValueError:
-        speeds = (math.nan,)
-    is_complete = data_size in (None, len(speeds))
-    if is_complete and all(0 < speed < math.inf for speed in speeds):
-        return speeds
+        if data_size in (None, len(speeds)) and all(0 < speed < math.inf for speed in speeds):
+            return speeds
     in_all = f", {data_size} in all" if data_size else ""
     example = spell_shares((2, *[1] * ((data_size or 3) - 1)))
-    raise ValueError(
-        f"shares is {shares!r}: it needs a positive number for each data-parallel rank{in_all}: set "
-        f"--shares={example} or the like, or --shares=equal"
-    )
+    advice = f"set --shares={example} or the like, or --shares=equal"
+    needed = f"a positive number for each data-parallel rank{in_all}"
+    raise ValueError(f"shares is {shares!r}: it needs {needed}: {advice}")
 
 
-def spell_shares(speeds: tuple[float, ...]) -> str:
+def spell_shares(speeds: Speeds) -> str:
     """Return speeds in the form in which they are typed."""
     return ",".join(f"{speed:g}" for speed in speeds)

@@ -170,8 +170,7 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
             be of any length.
     """
     c = model.config
-    place = mesh.group("tp"), mesh.index("tp"), mesh.tp
-    ranks = TensorRanks(*place, splits_sequence, c.vocab_size)
+    ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
     check_seam(model, "loss", summed_loss, "tp")
     table = ATTACHMENTS + (OF_EXPERTS if c.n_expert else OF_MLP)
     attach(model, table, mesh, "tp", ranks)
