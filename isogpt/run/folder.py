@@ -27,13 +27,5 @@ def open_folder(run: Run, ranks: Ranks, state: TrainState, logger: Any, clock: C
     folder = claim_folder(run.config, resumed, ranks, run.plan, run.mesh)
     logger.open_files(run.recorded, folder.owner, run.data)
     return Saver(
-        folder,
-        run.plan,
-        run.mesh,
-        run.recorded,
-        run.vocabulary,
-        logger,
-        step=state.step,
-        mirror=mirror,
-        timer=clock.part,
+        folder, run.plan, run.mesh, run.recorded, run.vocabulary, logger, state.step, mirror, clock.part
     )

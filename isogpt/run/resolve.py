@@ -92,17 +92,5 @@ def resolve_run(
     vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
     notes += not_continued + differences + limits.notes + schedule.notes(config)
     recorded = config | plan.layout_settings() | settings_of_model(plan.model_args, config)
-    return Run(
-        config,
-        data,
-        schedule,
-        start,
-        plan,
-        mesh,
-        stop,
-        vocabulary,
-        code,
-        without_secrets(recorded),
-        notes,
-        checked,
-    )
+    recorded = without_secrets(recorded)
+    return Run(config, data, schedule, start, plan, mesh, stop, vocabulary, code, recorded, notes, checked)
