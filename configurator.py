@@ -41,6 +41,9 @@ OTHER_NAMES = {
     "epochs": "max_tokens",
     "max_epochs": "max_tokens",
     "max_grad_norm": "grad_clip",
+    "on_nan": "skip_steps",
+    "on_spike": "skip_steps",
+    "resume_step": "init_from",
 }
 Settings, Values = dict[str, Setting], dict[str, Value]
 # modules that nanoGPT's scripts have imported when they run a config

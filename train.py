@@ -93,7 +93,7 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
 dry_run_ranks = ""  # one process reports what a step of 8 ranks takes and sends; 3/8: as rank 3 of these
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
-skip_steps = "none"  # leave out steps that are not finite, or spikes (6 sigma) too [none | nan | spikes]
+skip_steps = "none"  # left out: not finite, or spikes (6 sigma) too; none: NaN ends it [none | nan | spikes]
 check_layout = True  # before training, compare a step of a small model on all ranks with one process's
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
@@ -130,7 +130,7 @@ head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 tie
 n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
 n_expert_active = 2  # experts for each token [>= 1]
 # -- optimizer -----------------------------------------------------------------------------------------------
-max_tokens = ""  # tokens to train on, or epochs, such as 2epochs, in place of max_iters and lr_decay_iters
+max_tokens = ""  # tokens or epochs (3e9, 2epochs) in place of max_iters and lr_decay_iters (empty: these)
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
 cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
@@ -144,10 +144,10 @@ try:
     config = settings.check_training(configure(globals()))
     dry_run.start(config, __file__)  # with dry_run_ranks: runs this script as one of them, reports, and exits
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
-    # sets this process's device, meets the other ranks at a store, and numbers those of a machine one after
-    # the other; no process group yet
+    # sets this process's device, connects to the other ranks, and numbers those of a machine one after the
+    # other; there is no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
-    # prints and alerts; from here on, a rank that fails or does not respond is named
+    # opens the console and the alerts; from here on, a rank that fails or does not respond is named
     watch = watchdog.start_watch(config, ranks)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
@@ -204,7 +204,7 @@ clock = make_clock(run.config, ranks, plan, raw_model, state.step)
 saver = open_folder(run, ranks, state, watch.logger, clock)  # a new run moves an earlier one aside
 watch.reader, watch.clock, watch.saver = reader, clock, saver  # to explain failures
 report = run_report.open_report(run, ranks, state, reader, saver, clock, watch.logger)  # the first lines
-layers = statistics.LayerStatistics(
+layer_statistics = statistics.LayerStatistics(
     stats_interval, pipeline or raw_model, raw_model, reader, batch_size, autocast, watch.logger
 )
 evaluator = evaluation.Evaluator(
@@ -225,18 +225,18 @@ batches = reader.train(state.step, state.progress.position, state.progress.exclu
 batches = clock.laps("data", batches)  # times how long the rank waits for each of them
 # of each micro-batch in a step, the number of its first sequence
 first_sequences = [reader.share.first(micro_step) for micro_step in range(reader.share.micro_steps)]
-gc.disable()  # a GPU would wait for it; see gc.collect
+gc.disable()  # a GPU would wait for it; report.read and evaluations collect
 while not is_complete:
     step = state.step
     lr = run.schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
-    precision.seed_step(seed, step, ranks.rank)  # for dropout in a pipeline; else see seed_micro_batch
+    precision.seed_step(seed, step, ranks.rank)  # for dropout in a pipeline; without one, see below
 
     # between steps: evaluate, save and sample the state before the step; after the last step, the final state
     is_complete = eval_only or step > run.max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
-        gc.collect()  # also what has become garbage after a collection in report.read
+        gc.collect()  # also what report.read, which collects new objects only, has left
         if run.stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
@@ -257,7 +257,7 @@ while not is_complete:
     clock.start()
     gradients.start_step()  # zero_grad
     if pipeline:
-        loss_sum = pipeline.step([next(batches) for _ in first_sequences])  # 0 without the last stage
+        loss_sum = pipeline.step([next(batches) for _ in first_sequences])  # 0 on ranks without the last
         clock.lap("pipeline")
     else:
         loss_sum = 0.0
@@ -275,16 +275,18 @@ while not is_complete:
     gradients.finish()  # reduces what DDP and FSDP do not: with tp, ep, pp, exact and compression
     clock.lap("reduce")
     optim.unscale(optimizers, scaler)
-    square_share = gradients.norm_share()  # of the gradient's squared norm
-    # all-gathers loss, norm, times and requests to stop. The mean over ranks is the loss of the batch
+    square_share = gradients.norm_share()  # this rank's share of the gradient's squared norm
+    # the one small collective of a step: losses, whose mean over the ranks is that of the batch, shares of
+    # the norm, times, and requests to stop
     gathered = report.gather(gradients.mean_loss(loss_sum), square_share)
-    with layers.of_update(step):  # statistics, every stats_interval steps
+    with layer_statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, skip_steps == "spikes")
     numbers = report.read(gathered)  # synchronizes: waits for the GPU, unless clip_and_step has done so
     # -- after the step
 
-    if not policy.takes(numbers):  # all ranks decide the same; a float16 overflow counts as taken
+    # all ranks decide the same. If float16 overflows, the step counts, and its loss scale is halved
+    if not policy.takes(numbers):
         continue
     report.step(numbers, lr)  # if the step is logged: the console, metrics.jsonl, wandb, TensorBoard
     state.advance()  # averages the weights of islands, if that is due
@@ -297,7 +299,7 @@ status = report.end()  # the last checkpoint, if the run was stopped; the summar
 watch.leave()
 # a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, gradients, pipeline, batches
-del report, layers, evaluator, saver, sampler, watch, policy
+del report, layer_statistics, evaluator, saver, sampler, watch, policy
 process_group.leave_process_group()
 if status:
     raise SystemExit(status)

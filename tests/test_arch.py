@@ -438,7 +438,7 @@ MISTAKES = {
     "--n_kv_head=1": "n_kv_head is 1, but needs arch llama or nanochat: set --n_kv_head=0",
     "--head=untied": "head is 'untied', but needs arch llama or nanochat: set --head=auto",
     "--arch=llama --bias=True": "bias is True, but needs arch gpt2: set --bias=False",
-    "--lr_schedule=wsd": "lr_schedule is 'wsd', but needs cooldown_iters: set --lr_schedule=cosine",
+    "--lr_schedule=wsd": "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=",
     "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0.0, but needs to be above 0",
 }
 

@@ -140,7 +140,7 @@ def test_all_mistakes_are_reported_at_once(script, capsys):
     options = ["--eval_only=2", "--seed=1.5", "--learning_rate=nan", "--sed=1", "--max_iters=-5"]
     assert problems(capsys, script, "c.py", "d.py", "e.py", "f.py", "nowhere.py", *options) == [
         "c.py: seed = True: not a whole number",
-        "c.py: device = None: not text",
+        "c.py: device = None: not text in quotes",
         "c.py: eval_only = 2: not True or False",
         "c.py: max_iters = 'x': not a whole number",
         "d.py, line 3: ZeroDivisionError: division by zero",

@@ -38,7 +38,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         name = kinds[-1]
     kind, _, index = name.partition(":")
     if kind not in kinds or not (index or "0").isdigit():
-        advice = "set --device=cpu, auto, cuda, cuda:N or mps (one process)"
+        advice = "set --device=cpu, or choose from auto, cpu, cuda, cuda:N and mps (one process)"
         raise ValueError(f"device is {name!r}, which is not available here: {advice}")
     if kind != "cuda":
         return torch.device(kind)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 Value = int | float | bool | str
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 # user:password@, a token@, or ?query; abfs://container@account contains none of them

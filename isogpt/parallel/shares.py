@@ -181,7 +181,7 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
     steps = ranks * pp
     advice = f"set --gradient_accumulation_steps={steps}"
     effect = f"a step then reads {steps * batch_size} sequences, which changes the curve"
-    return f"{observation}: a step reads {share.sequences} sequences. To use all, {advice}: {effect}"
+    return f"{observation}: a step reads {share.sequences} sequences. To use all ranks, {advice}: {effect}"
 
 
 def parse_shares(shares: str, data_size: int | None = None) -> Speeds:

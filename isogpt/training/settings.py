@@ -35,7 +35,7 @@ FORMS = {
     ),
     "dry_run_ranks": (r"|(\d+/)?\d+", "ranks such as 8, and 3/8 for rank 3 of 8"),
     "max_tokens": (
-        r"|(?=[\d.]*[1-9])(\d+\.?\d*|\.\d+)(e\+?\d\d?)? ?(epochs)?",
+        r"|0|(?=[\d.]*[1-9])(\d+\.?\d*|\.\d+)(e\+?\d\d?)? ?(epochs)?",
         "tokens such as 3e9, and epochs such as 2epochs",
     ),
 }
@@ -118,7 +118,7 @@ def unmet(c: Settings | Plan, needs: list[tuple]) -> Iterator[str]:
 def conflicts_of_start(c: Settings) -> Iterator[str]:
     """The run's folder, the weights that a run starts from, and dry runs."""
     name = c.init_from.removeprefix("auto:")
-    is_word = re.fullmatch(r"scratch|auto|resume(:\d+)?", name) or name in GPT2
+    is_word = name in ("scratch", *GPT2) or re.fullmatch(r"auto|resume(:\d+)?", c.init_from)
     if not is_word and not is_url(name) and not os.path.exists(name):
         yield (
             f"init_from is {c.init_from!r}; choose from scratch, resume, resume:STEP, auto, "
@@ -161,11 +161,12 @@ def conflicts_of_training(c: Settings) -> Iterator[str]:
         ("bias", False, is_gpt2, "arch gpt2"),
         ("n_expert_active", 2, not is_one_expert, "to be 2 or more"),
         ("learning_rate", 6e-4, has_rate, "to be above 0 with muon"),
-        ("lr_schedule", "cosine", c.lr_schedule != "wsd" or c.cooldown_iters, "cooldown_iters"),
         ("local_steps", 1, c.islands != 1, "islands"),
         ("islands", 1, not evaluates_average, "an optimizer that evaluates what it trains"),
     ]
     yield from unmet(c, needs)
+    if c.lr_schedule == "wsd" and not c.cooldown_iters:
+        yield "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters="
     if not c.exact:
         return
     needs = {name: getattr(UNDIVIDED, name) for name in EXACT} | {"layout": "manual"}
@@ -225,7 +226,7 @@ def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
         text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         counts = multiples_around(plan.world_size, product)
         started = count_text(plan.world_size, "process", "processes")
-        yield f"{started} cannot be divided into {text}: start {counts} processes"
+        yield f"{started} cannot be divided into {text}: start {counts} processes, or lower a degree"
     else:
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     if plan.islands > plan.sequences > 0:
