@@ -95,6 +95,7 @@ CASES = {
         ["no step 5 to resume from in out: it contains 6, 3: set --init_from=resume:6 or the like"],
         BOTH,
     ),
+    "auto-step": Case(["--init_from=auto:resume:3"], ["init_from is 'auto:resume:3'; choose from scratch"]),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: (f / "a").touch()),
     # wandb cannot start: detected before the earlier run is moved aside
