@@ -95,8 +95,7 @@ def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     work replaces by one that computes the same on several ranks.
     """
     for module_name, module in model.named_modules():
-        used = getattr(module.seams, name) if hasattr(module, "seams") else known
-        if used is not known:
+        if hasattr(module, "seams") and getattr(module.seams, name) is not known:
             problem = f"{way} divides {known.__name__}, which {module_name} in model.py replaces"
             raise LayoutError(f"{problem}: set --{way}=1")
 

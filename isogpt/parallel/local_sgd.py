@@ -86,8 +86,7 @@ class Islands:
         """The outer momentum, and each island's current weights."""
         inner, parts = self.parts_of([p.detach() for p in self.params]), {}
         for name, momentum in self.parts_of(self.momentum).items():
-            own = inner[name].in_row(*self.place)
-            parts[name] = {"outer_momentum": momentum, "inner": own}
+            parts[name] = {"outer_momentum": momentum, "inner": inner[name].in_row(*self.place)}
         return parts
 
     def parts_of(self, tensors: list[Tensor]) -> dict[str, LocalPart]:
