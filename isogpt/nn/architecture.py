@@ -115,8 +115,8 @@ class GPTConfig:
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """Heights of the query, key and value projections that are stacked in `c_attn`."""
-        head_size = self.n_embd // self.n_head
-        return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
+        kv_rows = self.n_kv_head * (self.n_embd // self.n_head)
+        return self.n_embd, kv_rows, kv_rows
 
 
 def problems_of_shape(values: dict) -> list[str]:
