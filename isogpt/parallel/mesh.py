@@ -127,13 +127,9 @@ class Mesh:
         """
         return index, 2 * self.cp - 1 - index
 
-    def positions(self, length: int) -> Tensor | None:
-        """
-        The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all.
-        """
-        if self.cp == 1:
-            return None
-        chunks = torch.arange(length).chunk(2 * self.cp)
+    def positions(self, length: int) -> Tensor:
+        """The positions of a sequence of `length` tokens that this rank holds, (length / cp,)."""
+        chunks = torch.arange(length).tensor_split(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
 
     def connect(self, device_type: str, offloads: bool = False) -> None:
