@@ -205,7 +205,7 @@ def make_sums(
 
 def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
     """Add the gradient of the tied weight at the other end of a pipeline (the first and the last rank)."""
-    end = mesh.pp - 1 if mesh.index("pp") == 0 else 0
+    end = mesh.pp - 1 - mesh.index("pp")
     other, theirs = dict(group=mesh.group("pp"), group_peer=end), torch.empty_like(grad)
     sent = dist.P2POp(dist.isend, grad.clone(), **other)
     received = dist.P2POp(dist.irecv, theirs, **other)

@@ -267,7 +267,7 @@ class Pipeline(nn.Module):
         same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
         x, me = idx, self.mesh.index("pp")
-        positions = self.model.next_positions(idx.size(1), caches, idx.device)
+        positions = self.model.next_positions(idx, caches)
         for stage in self.stages:
             before, after = (self.owners.get(stage.number + i, me) for i in (-1, 1))
             if before != me:
