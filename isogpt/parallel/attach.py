@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class Attachment:
     output: Callable | None = None
 
 
-def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str, ranks: Any) -> None:
+def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str, ranks: object) -> None:
     """
     Apply a table to a model on the meta device, in place.
 
