@@ -278,9 +278,9 @@ class GPT(nn.Module):
     def fill_buffers(self, device: torch.device) -> None:
         """Allocate the buffers of a model from the meta device, with their initial values."""
         for name, buffer in list(self.named_buffers()):
-            module = self.get_submodule(name.rpartition(".")[0])
+            path, _, last = name.rpartition(".")
             values = self.initial_weight(name, buffer.shape, seed=0)
-            setattr(module, name.rpartition(".")[2], values.to(device, buffer.dtype))
+            setattr(self.get_submodule(path), last, values.to(device, buffer.dtype))
 
     def initial_std(self, name: str) -> float:
         """
@@ -338,18 +338,18 @@ class GPT(nn.Module):
             ValueError: the sequence, including what the caches hold, is longer than block_size.
         """
         if positions is None:
-            positions = self.next_positions(idx.size(1), caches, idx.device)
+            positions = self.next_positions(idx, caches)
         x = self.embed(idx, positions)
         x, routing = self.run_blocks(enumerate(self.transformer.h), x, positions, caches)
         return self.predict(x, routing, targets, target_count)
 
-    def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
-        """Positions (T,) of T tokens that follow the caches, see `forward`."""
+    def next_positions(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
+        """Positions (T,) of token ids (B, T) that follow the caches, see `forward`."""
         start = caches[0].length if caches else 0
-        end, longest = start + T, self.config.block_size
-        if end > longest and not (self.arch.rotation and caches and T == 1):
+        end, longest = start + idx.size(1), self.config.block_size
+        if end > longest and not (self.arch.rotation and caches and idx.size(1) == 1):
             raise ValueError(f"a sequence of {end} tokens is longer than block_size {longest}")
-        return self.seams.positions(start, end, device=device)
+        return self.seams.positions(start, end, device=idx.device)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """The input of the first block: (B, T) -> (B, T, C)."""

@@ -58,7 +58,7 @@ from isogpt.launch.launchers import Launch
 from isogpt.monitor import log
 from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.parallel import parallelize
-from isogpt.parallel.data_parallel import in_buckets, shard
+from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import UNDIVIDED
@@ -320,9 +320,7 @@ def part_of_model(model_args, layout, rank):
         mesh, cpu = connect_mesh(rank, plan, timeout_s=60.0), torch.device("cpu")
         with torch.device("meta"):
             model = GPT(GPTConfig(**model_args))
-        splits = parallelize.split_model(model, mesh, plan.pp_schedule, cpu)
-        if plan.zero >= 2:
-            shard(model, mesh, cpu, plan)
+        splits = parallelize.divide_model(model, plan, mesh, cpu)
         parallelize.materialize(model, cpu, splits)
     finally:
         dist.destroy_process_group()

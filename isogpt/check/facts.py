@@ -180,8 +180,7 @@ class Trial:
         if self.pads:
             x[-1, -1], y[-1, -1] = 0, IGNORE
         positions = mesh.positions(self.length)
-        if positions is not None:
-            x, y = x[..., positions], y[..., positions]
+        x, y = x[..., positions], y[..., positions]
         return list(zip(x.to(self.device), y.to(self.device), strict=True))
 
     def new_model(self) -> nn.Module:

@@ -179,8 +179,7 @@ class Reader:
                     own = share.pick(starts, micro_step)
                     try:
                         x, y = read_rows(tokens, own, self.block_size, vocab_size)
-                        if positions is not None:
-                            x, y = x[:, positions], y[:, positions]
+                        x, y = x[:, positions], y[:, positions]
                         if is_pinned:  # copies to a GPU from other memory block the CPU
                             x, y = x.pin_memory(), y.pin_memory()
                     except DataError as e:

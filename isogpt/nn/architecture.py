@@ -52,8 +52,7 @@ LIMITS |= {"n_head": (1, 2**25), "n_kv_head": (0, 2**25), "n_embd": (1, 2**25), 
 LIMITS |= {"block_size": (1, 2**31), "vocab_size": (1, 2**31)}
 # the fields that a run may set anew for weights that exist; the others describe the weights
 OF_THE_RUN = ("block_size", "dropout", "residual_dtype")
-RESIDUAL_DTYPES = ("float32", "bfloat16")
-CHOICES = {"arch": ARCHS, "residual_dtype": RESIDUAL_DTYPES}
+CHOICES = {"arch": ARCHS, "residual_dtype": ("float32", "bfloat16")}
 
 
 @dataclass
@@ -77,7 +76,7 @@ class GPTConfig:
         n_expert: MLPs in each block, n_expert_active of which each token uses, see experts.py. 0: one MLP for
             all tokens.
         balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
-        residual_dtype: one of RESIDUAL_DTYPES, in which autocast in bfloat16 leaves what passes from block to
+        residual_dtype: float32 or bfloat16, in which autocast in bfloat16 leaves what passes from block to
             block. Without such autocast, it has no effect.
     """
 
@@ -115,8 +114,8 @@ class GPTConfig:
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """Heights of the query, key and value projections that are stacked in `c_attn`."""
-        head_size = self.n_embd // self.n_head
-        return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
+        kv_rows = self.n_kv_head * (self.n_embd // self.n_head)
+        return self.n_embd, kv_rows, kv_rows
 
 
 def problems_of_shape(values: dict) -> list[str]:

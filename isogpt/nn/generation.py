@@ -121,7 +121,7 @@ def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_
         '', or why `generate` must not use a cache, as a note for the user.
     """
     c = model.config
-    prompt = idx[:1, max(0, idx.size(1) - c.block_size) :]
+    prompt = idx[:1, -c.block_size :]
     # in a prefix of one token, no layer can read an earlier position
     length = min(c.block_size, max(4, prompt.size(1) + max_new_tokens), CHECKED_TOKENS)
     first = max(1, length - 2)  # position of the first step
@@ -181,10 +181,10 @@ def generate(
     first_sample: int,
 ) -> Tensor:
     """See GPT.generate. With `use_cache`, `problem_of_cache` must have found none."""
-    (B, T), block_size, device = idx.shape, model.config.block_size, idx.device
+    B, block_size, device = len(idx), model.config.block_size, idx.device
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     numbers = uniform_numbers(seed, range(first_sample, first_sample + B), max_new_tokens).to(device)
-    used = idx[:, max(0, T - block_size) :]
+    used = idx[:, -block_size:]
     T = used.size(1)
     end = T + max_new_tokens
     n_caches = model.config.n_layer if use_cache and max_new_tokens > 1 else 0

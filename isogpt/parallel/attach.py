@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +50,7 @@ class Attachment:
     output: Callable | None = None
 
 
-def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str, ranks: Any) -> None:
+def attach(model: nn.Module, table: Sequence[Attachment], mesh: Mesh, axis: str, ranks: object) -> None:
     """
     Apply a table to a model on the meta device, in place.
 
@@ -95,8 +94,7 @@ def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
     work replaces by one that computes the same on several ranks.
     """
     for module_name, module in model.named_modules():
-        used = getattr(module.seams, name) if hasattr(module, "seams") else known
-        if used is not known:
+        if hasattr(module, "seams") and getattr(module.seams, name) is not known:
             problem = f"{way} divides {known.__name__}, which {module_name} in model.py replaces"
             raise LayoutError(f"{problem}: set --{way}=1")
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
@@ -90,7 +89,7 @@ class Compression:
         self.name_of_factors = f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     @torch.no_grad()
-    def average(self, bucket: Bucket, group: ProcessGroup) -> None:
+    def average(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
         """
         Replace a bucket of gradients by what was sent of its mean over the group (all ranks of the group).
         """
@@ -112,7 +111,7 @@ class Compression:
             error = average_int8(flat, group)
         torch._foreach_copy_(errors, views_of(error, errors))
 
-    def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
+    def average_all(self, params: list[nn.Parameter], group: dist.ProcessGroup, name: str) -> None:
         """
         `average` for gradients that are not in buckets of DistributedDataParallel; `name` is a unique prefix.
         """
@@ -185,7 +184,7 @@ def keeps_errors(grad_compression: str) -> bool:
     return grad_compression not in ("none", *HALF_HOOKS)
 
 
-def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> Future[Tensor]:
+def average_bucket(state: tuple[Compression, dist.ProcessGroup], bucket: dist.GradBucket) -> Future[Tensor]:
     """DistributedDataParallel's communication hook."""
     compression, group = state
     if compression.kind in HALF_HOOKS:  # called here, since DDP does not accept bf16 with gloo as its hook
@@ -196,7 +195,7 @@ def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBuc
     return done
 
 
-def average_flat(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> None:
+def average_flat(flat: Tensor, kind: str, group: dist.ProcessGroup, generator: torch.Generator) -> None:
     """
     Replace a tensor (N,) by its mean over a group (all its ranks), sent unchanged (none), in fp16, bf16 or
     int8.
@@ -210,7 +209,7 @@ def average_flat(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.
         flat.div_(group.size())
 
 
-def average_int8(flat: Tensor, group: ProcessGroup, generator: torch.Generator | None = None) -> Tensor:
+def average_int8(flat: Tensor, group: dist.ProcessGroup, generator: torch.Generator | None = None) -> Tensor:
     """
     Replace a tensor (N,) by its mean over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
     Each rank receives one share of every rank's tensor, averages these, and sends the mean to all ranks.
@@ -265,7 +264,7 @@ def decode(codes: Tensor) -> Tensor:
     return values.view(rows, blocks, INT8_BLOCK).mul_(scales).view(rows, -1)
 
 
-def average_topk(flat: Tensor, fraction: float, group: ProcessGroup) -> Tensor:
+def average_topk(flat: Tensor, fraction: float, group: dist.ProcessGroup) -> Tensor:
     """
     Replace a tensor (N,) by the mean over a group of the largest elements of each rank's tensor. Elements
     that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021). Returns the compression error

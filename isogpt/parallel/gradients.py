@@ -52,8 +52,7 @@ class FloatSums:
         self.params = list(self.raw_model.parameters())
         self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
         is_auto = plan.grad_sync == "auto"
-        shards_on_gpu = plan.zero >= 2 and not plan.cpu_offload
-        self.reduces_always = plan.grad_sync == "every" or (is_auto and shards_on_gpu)
+        self.reduces_always = plan.grad_sync == "every" or (is_auto and plan.zero >= 2)
         self.adds_shards = is_auto and plan.cpu_offload
 
     def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
@@ -102,13 +101,13 @@ class FloatSums:
         The context of a micro-batch's forward and backward pass. Gradients are reduced over the ranks in the
         last micro-batch or, with FSDP, in each, as grad_sync says.
         """
-        if self.reduces_always:
-            return nullcontext()
         reduces = is_last and self.plan.grad_sync != "never"
         if self.adds_shards:
             # on the GPU, and only the last micro-batch copies them: adding on the CPU would wait for the GPU
             # at each gradient
             self.model.set_requires_all_reduce(reduces)
+        elif self.reduces_always:
+            return nullcontext()
         elif self.plan.zero >= 2:
             self.model.set_requires_gradient_sync(reduces)
         elif self.uses_ddp and not reduces:
@@ -206,7 +205,7 @@ def make_sums(
 
 def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
     """Add the gradient of the tied weight at the other end of a pipeline (the first and the last rank)."""
-    end = mesh.pp - 1 if mesh.index("pp") == 0 else 0
+    end = mesh.pp - 1 - mesh.index("pp")
     other, theirs = dict(group=mesh.group("pp"), group_peer=end), torch.empty_like(grad)
     sent = dist.P2POp(dist.isend, grad.clone(), **other)
     received = dist.P2POp(dist.irecv, theirs, **other)

@@ -61,8 +61,7 @@ class Islands:
         The mean over the islands of each parameter's change since the last outer step, as grad_compression
         sends it (all ranks).
         """
-        pairs = zip(self.weights, self.params, strict=True)
-        changes = [local(weight) - local(p) for weight, p in pairs]
+        changes = [local(w) - local(p) for w, p in zip(self.weights, self.params, strict=True)]
         generator = torch.Generator(changes[0].device)
         generator.manual_seed(step * dist.get_world_size() + self.mesh.rank)
         group = self.mesh.group("islands")
@@ -86,8 +85,7 @@ class Islands:
         """The outer momentum, and each island's current weights."""
         inner, parts = self.parts_of([p.detach() for p in self.params]), {}
         for name, momentum in self.parts_of(self.momentum).items():
-            own = inner[name].in_row(*self.place)
-            parts[name] = {"outer_momentum": momentum, "inner": own}
+            parts[name] = {"outer_momentum": momentum, "inner": inner[name].in_row(*self.place)}
         return parts
 
     def parts_of(self, tensors: list[Tensor]) -> dict[str, LocalPart]:

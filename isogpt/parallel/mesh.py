@@ -52,10 +52,6 @@ class Role:
         """Those that do not differ along these axes."""
         return Role(self.mesh, tuple(axis for axis in self.axes if axis not in axes))
 
-    def of(self, p: Tensor) -> "Role":
-        """Those that hold the same part of a parameter that expert or tensor parallelism may divide."""
-        return self.without(*(split.axis for split in splits_of(p)))
-
 
 @dataclass
 class Mesh:
@@ -92,13 +88,11 @@ class Mesh:
         self.same_tokens = Role(self, ("pp", "tp"))
         # ranks over which an island's loss is summed, and over which gradients are averaged
         self.loss = Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
+        divided = ("dp_shard", "ep", "cp") if self.shards_parameters else ()
         # those of `loss` that hold the same parameters (except experts), or the same shards of them
-        self.replicas = self.loss
+        self.replicas = self.loss.without(*divided)
         # those of `loss` that hold different shards of the parameters
-        self.shards = Role(self, ())
-        if self.shards_parameters:
-            self.replicas = Role(self, ("dp_replicate",))
-            self.shards = Role(self, ("dp_shard", "ep", "cp"))
+        self.shards = Role(self, divided)
         # ranks that together hold each whole matrix of a pipeline's stage
         self.matrix_parts = Role(self, (*self.shards.axes, "tp"))
         # ranks that know the same whole matrices once those of `matrix_parts` have gathered them
@@ -122,7 +116,8 @@ class Mesh:
 
     def holders(self, p: Tensor) -> Role:
         """Ranks that hold the same part of a parameter, with different values on different islands."""
-        return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)
+        ranks = Role(self, ("islands", *self.replicas.axes, "tp"))
+        return ranks.without(*(split.axis for split in splits_of(p)))
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
@@ -132,13 +127,9 @@ class Mesh:
         """
         return index, 2 * self.cp - 1 - index
 
-    def positions(self, length: int) -> Tensor | None:
-        """
-        The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all.
-        """
-        if self.cp == 1:
-            return None
-        chunks = torch.arange(length).chunk(2 * self.cp)
+    def positions(self, length: int) -> Tensor:
+        """The positions of a sequence of `length` tokens that this rank holds, (length / cp,)."""
+        chunks = torch.arange(length).tensor_split(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
 
     def connect(self, device_type: str, offloads: bool = False) -> None:
@@ -202,10 +193,9 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     shard them, and ep divides experts.
     """
     sizes = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
-    replicate, shard = plan.world_size // prod(sizes.values()), 1
-    if plan.zero >= 2:
-        replicate, shard = plan.dp_replicate, replicate // plan.dp_replicate
-    sizes |= {"dp_replicate": replicate, "dp_shard": shard}
+    ranks = plan.world_size // prod(sizes.values())
+    replicate = plan.dp_replicate if plan.zero >= 2 else ranks
+    sizes |= {"dp_replicate": replicate, "dp_shard": ranks // replicate}
     return Mesh(rank, **sizes, timeout_s=timeout_s, shards_parameters=plan.zero >= 2)
 
 

@@ -20,18 +20,20 @@ from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.recompute import recompute
 
 
-def split_model(
-    model: nn.Module, mesh: Mesh, pp_schedule: str, device: torch.device, splits_sequence: bool = True
+def divide_model(
+    model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, splits_sequence: bool = True
 ) -> dict[str, Splits]:
     """
-    Keep only what this rank computes of a model on the meta device: its layers with pp, its experts with ep,
-    its part of each matrix with tp, and of each sequence with cp. Degrees of 1 change nothing.
+    Divide a model on the meta device over the ranks, as the plan says (all ranks). This rank keeps only what
+    it computes: its layers with pp, its experts with ep, its part of each matrix with tp, and of each
+    sequence with cp. Then come activation checkpointing, torch.compile, which takes place at the first call,
+    and FSDP2's fully_shard on each block with zero 2 and 3.
 
     Returns:
         How each parameter was split, for `materialize`, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
-        split_layers(model, mesh, pp_schedule)
+        split_layers(model, mesh, plan.pp_schedule)
     if mesh.ep > 1:
         from isogpt.parallel.expert import parallelize_experts
 
@@ -44,18 +46,7 @@ def split_model(
         from isogpt.parallel.context import parallelize_context
 
         parallelize_context(model, mesh, device)
-    return {name: splits_of(p) for name, p in model.named_parameters()}
-
-
-def divide_model(
-    model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, splits_sequence: bool = True
-) -> dict[str, Splits]:
-    """
-    Divide a model on the meta device over the ranks, as the plan says (all ranks): pp, ep, tp and cp, then
-    activation checkpointing, torch.compile, which takes place at the first call, and FSDP2's fully_shard on
-    each block with zero 2 and 3. Returns how parameters were split, for `materialize`.
-    """
-    splits = split_model(model, mesh, plan.pp_schedule, device, splits_sequence)
+    splits = {name: splits_of(p) for name, p in model.named_parameters()}
     recompute(model, plan.activation_checkpointing)
     compile_model(model, device, plan, mesh)
     if plan.zero >= 2:
@@ -66,7 +57,7 @@ def divide_model(
 def make_pipeline(
     model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan, splits_sequence: bool = True
 ) -> Pipeline | None:
-    """Make the pipeline that calls a model from `split_model` whose layers are divided; None if pp is 1."""
+    """Make the pipeline that calls a model from `divide_model` whose layers are divided; None if pp is 1."""
     if mesh.pp == 1:
         return None
     return Pipeline(model, mesh, plan, device, tp_parts=mesh.tp if splits_sequence else 1)
@@ -78,7 +69,7 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
     undefined, those of buffers are the model's. Modules that shared a parameter still share it.
 
     Args:
-        splits: what `split_model` returned.
+        splits: what `divide_model` returned.
     """
     check_what_is_lost(model)
     places = defaultdict(list)  # of each parameter, which modules can share

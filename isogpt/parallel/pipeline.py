@@ -6,14 +6,12 @@ micro-batches pass through the stages. The schedules are those of torch.distribu
 import logging
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
@@ -23,7 +21,6 @@ from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.shares import Share
 
-Timer = Callable[[str], AbstractContextManager]  # such as Clock.part: times a block of code under a name
 # the last stage returns a view, see Stage.forward: nothing changes the view in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and
@@ -183,14 +180,17 @@ class Pipeline(nn.Module):
         super().__init__()
         self.model, self.mesh, self.plan = model, mesh, plan
         self.device, self.tp_parts = device, tp_parts
-        self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
+        self.config, self.arch, self.seams = model.config, model.arch, model.seams  # also for generate
         self.group, self.stages = mesh.group("pp"), list(model.stages)
         self.has_last = self.stages[-1].is_last
         # the rank of the group that holds each stage
         self.owners = {s: r for r in range(mesh.pp) for s in stages_of(r, mesh.pp, plan.pp_schedule)}
 
-    def prepare(self, share: Share, scaler: GradScaler, sums: Sums, timer: Timer) -> None:
-        """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
+    def prepare(self, share: Share, scaler: torch.amp.GradScaler, sums: Sums, timer: Callable) -> None:
+        """
+        Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives. A
+        `timer`, such as Clock.part, times a block of code under a name.
+        """
         from torch.distributed import pipelining
 
         from isogpt.parallel.pipeline_stage import TimedStage
@@ -233,7 +233,7 @@ class Pipeline(nn.Module):
 
     def shape(self, idx: Tensor) -> tuple[int, int, int]:
         """The shape of what stages send to each other for these token ids."""
-        return idx.size(0), idx.size(1) // self.tp_parts, self.model.config.n_embd
+        return idx.size(0), idx.size(1) // self.tp_parts, self.config.n_embd
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """
@@ -267,7 +267,7 @@ class Pipeline(nn.Module):
         same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
         x, me = idx, self.mesh.index("pp")
-        positions = self.model.next_positions(idx.size(1), caches, idx.device)
+        positions = self.model.next_positions(idx, caches)
         for stage in self.stages:
             before, after = (self.owners.get(stage.number + i, me) for i in (-1, 1))
             if before != me:
@@ -284,7 +284,7 @@ class Pipeline(nn.Module):
             if self.has_last:
                 _, loss = self.model.predict(x, None, targets, target_count)
             return None, loss.float() * self.mesh.pp
-        logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
+        logits = torch.empty(idx.size(0), 1, self.config.vocab_size, device=idx.device)
         if self.has_last:
             logits.copy_(self.model.predict(x, None, None, None)[0])
         dist.broadcast(logits, group=self.group, group_src=self.owners[max(self.owners)])

@@ -3,7 +3,6 @@ The plan of a run: a record in which nothing is left open. speed/planner.py make
 """
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
 import torch
 
@@ -131,7 +130,7 @@ def normalized(config: dict) -> dict:
     return config | {"zero": 3, "fsdp": False}
 
 
-def plan_of(config: dict, islands: int, **decided: Any) -> Plan:
+def plan_of(config: dict, islands: int, **decided: object) -> Plan:
     """
     Return the plan for train.py's settings.
 

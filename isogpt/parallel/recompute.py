@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 # FSDP's hooks mark gathers for the profiler, and a recomputed forward pass gathers at different times

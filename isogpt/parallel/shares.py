@@ -85,13 +85,20 @@ def share_of(
     speeds. So neither batch_size nor the number of ranks in an island changes what the island learns.
     """
     if len(set(speeds)) > 1:
-        return uneven_share(sequences, data_rank, batch_size, speeds, islands)
-    bounds = [i * sequences // islands for i in range(islands + 1)]
-    counts = tuple(end - start for start, end in pairwise(bounds))
-    most = quotient_up(sequences, data_size)
-    micro_steps = multiple_up(quotient_up(most, batch_size), pp)
-    rows = quotient_up(most, micro_steps)
-    return Share(sequences, data_rank, micro_steps, (rows,) * data_size, counts)
+        size = len(speeds) // islands
+        by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
+        counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
+        parts = list(zip(counts, by_island, strict=True))
+        # all islands run as many micro-steps as the island that needs most
+        micro_steps = max(divide_rows(*part, batch_size)[0] for part in parts)
+        rows_of = sum((divide_rows(*part, batch_size, micro_steps)[1] for part in parts), ())
+    else:
+        bounds = [i * sequences // islands for i in range(islands + 1)]
+        counts = tuple(end - start for start, end in pairwise(bounds))
+        most = quotient_up(sequences, data_size)
+        micro_steps = multiple_up(quotient_up(most, batch_size), pp)
+        rows_of = (quotient_up(most, micro_steps),) * data_size
+    return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
 def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
@@ -102,19 +109,6 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     """
     share = share_of(sequences, data_rank, data_size, batch_size, pp)
     return replace(share, rows_of=(batch_size,) * data_size)
-
-
-def uneven_share(sequences: int, data_rank: int, batch_size: int, speeds: Speeds, islands: int) -> Share:
-    """
-    `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
-    """
-    size = len(speeds) // islands
-    by_island = [speeds[i : i + size] for i in range(0, len(speeds), size)]
-    counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)[1]
-    parts = list(zip(counts, by_island, strict=True))
-    micro_steps = max(divide_rows(*part, batch_size)[0] for part in parts)
-    rows_of = sum((divide_rows(*part, batch_size, micro_steps)[1] for part in parts), ())
-    return Share(sequences, data_rank, micro_steps, rows_of, counts)
 
 
 def share_of_plan(plan: Plan, mesh: Mesh, speeds: Speeds = ()) -> Share:
