@@ -239,7 +239,7 @@ WRONG = {
     "ada": "optimizer is 'ada'; choose from adamw, muon, FILE.py:CLASS and muon.FILE.py:CLASS",
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
     "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
-    "mine.py:torch": "the subclasses of torch.optim.Optimizer in mine.py are: Adafactor, Free, LBFGS, Lion",
+    "mine.py:torch": "the optimizers in mine.py are: Adafactor, Free, LBFGS, Lion",
     "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
     "mine.py:LBFGS": "optimizer LBFGS.* fails: TypeError: .*missing 1 required .*'closure'",
     "mine.py:Adafactor": "Adafactor is not element-wise: it keeps row_var, which is neither",

@@ -131,7 +131,7 @@ MISTAKES = [
     (1, dict(cuda_graphs=True), dict(n_expert=4), "needs a model without experts: set --cuda_graphs=False"),
     (6, dict(ep=4), dict(n_expert=12), f"6 {DIVIDED} ep 4: start 4 or 8 processes"),
     (4, dict(ep=4), dict(n_expert=6), "ep is 4: it must divide n_expert, 6: set --ep=2"),
-    (3, dict(ep=3), {}, "ep is 3, but the model contains no experts: set --ep=1"),
+    (3, dict(ep=3), {}, "ep is 3, but needs a model with experts: set --ep=1"),
 ]
 
 

@@ -206,8 +206,7 @@ class Trial:
         shape = tuple(x.shape[1:])
         if shape != (self.length, self.plan.model_args["n_embd"]):
             raise LayoutError(
-                "pp sends (tokens, n_embd) of each sequence from block to block, but a block of model.py "
-                f"returns {shape} for {self.length} tokens: set --pp=1"
+                f"pp sends (tokens, n_embd) between blocks, but one returns {shape}: set --pp=1"
             )
 
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:

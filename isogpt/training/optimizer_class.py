@@ -44,9 +44,7 @@ def load_class(place: str) -> Class:
     classes = {key: cls for key, cls in members if Optimizer in cls.__mro__[1:]}
     if name not in classes:
         choices = ", ".join(classes) or "none"
-        raise ValueError(
-            f"optimizer is {place!r}, but the subclasses of torch.optim.Optimizer in {file} are: {choices}"
-        )
+        raise ValueError(f"optimizer is {place!r}, but the optimizers in {file} are: {choices}")
     return classes[name]
 
 
@@ -92,10 +90,7 @@ def kept_by(cls: Class) -> Kept:
         call = f"{cls.__name__}(groups, lr=..., betas=...) or its step()"
         raise ValueError(f"optimizer {call} fails: {type(e).__name__}: {reason_of(e)}") from e
     if others := [key for key, shape in shapes.items() if shape != p.shape and shape.numel() != 1]:
-        raise ValueError(
-            f"optimizer {cls.__name__} is not element-wise: it keeps {others[0]}, which is neither a number "
-            "nor of a parameter's shape"
-        )
+        raise ValueError(f"optimizer {cls.__name__} is not element-wise: {others[0]} has another shape")
     numbers = [key for key, value in group.items() if isinstance(value, int | float)]
     changed = [key for key in numbers if group[key] != before.get(key)]
     return Kept(shapes, [*shapes.values()].count(p.shape), changed)

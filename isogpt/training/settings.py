@@ -151,18 +151,16 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
 def conflicts_of_training(c: Settings) -> Iterator[str]:
     """The model, the optimizer, the schedule, islands and exact. Raises ValueError about an optimizer."""
     classes = optim.classes_of_users(c.optimizer)
-    evaluates_average = any(map(has_modes, classes))
     is_gpt2, others = c.arch == "gpt2", "arch llama or nanochat"
-    is_one_expert = c.n_expert > 1 and c.n_expert_active == 1
     has_rate = c.learning_rate > 0 or not optim.uses_muon(c.optimizer)
     needs = [
         ("n_kv_head", 0, not is_gpt2 or c.n_kv_head >= c.n_head, others),
         ("head", "auto", not is_gpt2 or c.head == "tied", others),
         ("bias", False, is_gpt2, "arch gpt2"),
-        ("n_expert_active", 2, not is_one_expert, "to be 2 or more"),
+        ("n_expert_active", 2, c.n_expert < 2 or c.n_expert_active > 1, "to be 2 or more"),
         ("learning_rate", 6e-4, has_rate, "to be above 0 with muon"),
         ("local_steps", 1, c.islands != 1, "islands"),
-        ("islands", 1, not evaluates_average, "an optimizer that evaluates what it trains"),
+        ("islands", 1, not any(map(has_modes, classes)), "an optimizer that evaluates what it trains"),
     ]
     yield from unmet(c, needs)
     if c.lr_schedule == "wsd" and not c.cooldown_iters:
@@ -208,6 +206,7 @@ def conflicts_of_layout(plan: Plan) -> Iterator[str]:
         ("cuda_graphs", False, not is_sharded, "zero 0 or 1"),
         ("cuda_graphs", False, plan.world_size == 1, "a single process"),
         ("cuda_graphs", False, not plan.model_args.get("n_expert"), "a model without experts"),
+        ("ep", 1, not plan.model_args or plan.model_args.get("n_expert"), "a model with experts"),
         ("cpu_offload", False, is_sharded, "zero 2 or 3"),
         ("dp_replicate", 1, is_sharded, "zero 2 or 3"),
         ("grad_sync", "last", not is_twice, "gradients that are not compressed"),
@@ -230,24 +229,19 @@ def conflicts_with_ranks(plan: Plan) -> Iterator[str]:
     else:
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     if plan.islands > plan.sequences > 0:
-        steps = ceil(plan.islands / plan.batch_size)
-        yield (
-            f"islands is {plan.islands}, but a step reads {count_text(plan.sequences, 'sequence')}: set "
-            f"--gradient_accumulation_steps={steps}"
-        )
+        n = ceil(plan.islands / plan.batch_size)
+        yield f"islands is above a step's {plan.sequences} sequences: set --gradient_accumulation_steps={n}"
 
 
 def conflicts_with_sizes(plan: Plan) -> Iterator[str]:
     """Whether tp divides heads and ep experts, and each rank of tp gets a part of each matrix."""
-    args, tp, ep = plan.model_args, plan.tp, plan.ep
+    args, tp = plan.model_args, plan.tp
     heads = "n_kv_head" if 0 < args["n_kv_head"] < args["n_head"] else "n_head"
     for name, divided in (("tp", heads), ("ep", "n_expert")):
         degree, size = getattr(plan, name), args.get(divided, 0)
         if size % degree:
             least = gcd(size, degree)
             yield f"{name} is {degree}: it must divide {divided}, {size}: set --{name}={least}"
-    if ep > 1 and not args.get("n_expert"):
-        yield f"ep is {ep}, but the model contains no experts: set --ep=1"
     for name in ("vocab_size", "n_hidden"):
         size = args.get(name)
         if size and (tp - 1) * ceil(size / tp) >= size:
