@@ -205,9 +205,7 @@ class Trial:
         x = output[0] if isinstance(output, tuple) else output
         shape = tuple(x.shape[1:])
         if shape != (self.length, self.plan.model_args["n_embd"]):
-            raise LayoutError(
-                f"pp sends (tokens, n_embd) between blocks, but one returns {shape}: set --pp=1"
-            )
+            raise LayoutError(f"pp sends (T, n_embd) between blocks, but one returns {shape}: set --pp=1")
 
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
@@ -258,10 +256,7 @@ class Trial:
         needs_gradients = uses_ddp(self.plan, self.mesh) or self.plan.exact
         for name, p in model.named_parameters():
             if needs_gradients and p.requires_grad and p.grad is None:
-                raise LayoutError(
-                    f"{name} gets no gradient, but DDP and exact need one: use it in each forward pass, or "
-                    "freeze it with requires_grad_(False)"
-                )
+                raise LayoutError(f"{name} gets no gradient, but DDP and exact need one: use or freeze it")
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 

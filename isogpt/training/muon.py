@@ -13,10 +13,8 @@ from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.local_parts import LocalPart, like, local, local_part_of, splits_of, whole_tensors
 from isogpt.training.optimizer_class import params_of
 
-Stack = tuple[torch.Size, torch.Size, tuple[int, ...]]
 
-
-def stack_of(name: str, p: nn.Parameter, model: nn.Module) -> Stack:
+def stack_of(name: str, p: nn.Parameter, model: nn.Module) -> tuple:
     """
     Describe the weight of a linear layer of a block: those with equal descriptions are updated together. q, k
     and v are stacked, and so are experts; the weight of any other layer is one matrix.

@@ -19,7 +19,6 @@ from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.compilation import is_compiled
 from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.tensor import RowParallelLinear
 from isogpt.training.muon import Muon, stack_of
 from isogpt.training.optimizer_class import (
     Class,
@@ -38,7 +37,7 @@ BLOCK_MATRIX = "matrices of blocks"  # of a linear layer, or of all experts of a
 TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
 OTHER_MATRIX = "other matrices"  # the head, a token embedding tied to the head, position embeddings, routers
 VECTOR = "vectors"  # biases, weights of norms
-LINEAR = (nn.Linear, ExpertLinear, RowParallelLinear)
+LINEAR = (nn.Linear, ExpertLinear)
 DIVIDED = ((), ("ep",))  # axes that have divided most parameters already, and experts
 IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 

@@ -87,8 +87,7 @@ def kept_by(cls: Class) -> Kept:
         kept = {key: value for key, value in optimizer.state[p].items() if value is not None}
         shapes = {key: torch.as_tensor(value).shape for key, value in kept.items()}
     except Exception as e:  # whatever a user's class raises
-        call = f"{cls.__name__}(groups, lr=..., betas=...) or its step()"
-        raise ValueError(f"optimizer {call} fails: {type(e).__name__}: {reason_of(e)}") from e
+        raise ValueError(f"optimizer {cls.__name__} fails: {type(e).__name__}: {reason_of(e)}") from e
     if others := [key for key, shape in shapes.items() if shape != p.shape and shape.numel() != 1]:
         raise ValueError(f"optimizer {cls.__name__} is not element-wise: {others[0]} has another shape")
     numbers = [key for key, value in group.items() if isinstance(value, int | float)]

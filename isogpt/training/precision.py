@@ -203,8 +203,7 @@ def differences_of_devices(kinds: list[str]) -> list[str]:
     """A sentence about the first rank of which `kind_of_device` is not rank 0's; none if all are alike."""
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
-            difference = f"rank 0 computes on {kinds[0]}, rank {rank} on {kind}"
-            return [f"exact: {difference}: other layouts may give other bits"]
+            return [f"exact: rank 0 computes on {kinds[0]}, rank {rank} on {kind}: bits may differ"]
     return []
 
 

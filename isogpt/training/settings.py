@@ -25,7 +25,6 @@ from isogpt.parallel.shares import parse_shares
 from isogpt.training import optim
 from isogpt.training.optimizer_class import has_modes
 
-Settings = SimpleNamespace  # all settings of train.py
 # {setting: a regular expression of its values, and how they are described}
 FORMS = {
     "activation_checkpointing": (r"none|full|selective|every:0*[1-9]\d*", "none, full, selective, every:K"),
@@ -51,7 +50,7 @@ def check_training(config: dict) -> dict:
         ValueError: one line for each conflict.
     """
     config = normalized(config)
-    c = Settings(**config)
+    c = SimpleNamespace(**config)
     report([*conflicts_of_values(c), *problems_of_shape(model_fields(config))])
     layout = plan_of(config, c.islands)  # the number of processes and the model are not known yet
     report([*conflicts_of_start(c), *conflicts_of_training(c), *conflicts_of_layout(layout)])
@@ -94,7 +93,7 @@ def without_secrets(config: dict) -> dict:
 # conflicts between the settings of a run
 
 
-def conflicts_of_values(c: Settings) -> Iterator[str]:
+def conflicts_of_values(c: SimpleNamespace) -> Iterator[str]:
     """Values that are neither a number nor one of a few words."""
     for name, (form, described) in FORMS.items():
         value = getattr(c, name)
@@ -102,7 +101,7 @@ def conflicts_of_values(c: Settings) -> Iterator[str]:
             yield f"{name} is {value!r}; choose from {described}"
 
 
-def unmet(c: Settings | Plan, needs: list[tuple]) -> Iterator[str]:
+def unmet(c: SimpleNamespace | Plan, needs: list[tuple]) -> Iterator[str]:
     """
     A sentence for each need that is not met.
 
@@ -115,7 +114,7 @@ def unmet(c: Settings | Plan, needs: list[tuple]) -> Iterator[str]:
             yield f"{name} is {value!r}, but needs {need}: set --{name}={fallback}"
 
 
-def conflicts_of_start(c: Settings) -> Iterator[str]:
+def conflicts_of_start(c: SimpleNamespace) -> Iterator[str]:
     """The run's folder, the weights that a run starts from, and dry runs."""
     name = c.init_from.removeprefix("auto:")
     is_word = name in ("scratch", *GPT2) or re.fullmatch(r"auto|resume(:\d+)?", c.init_from)
@@ -148,7 +147,7 @@ def conflicts_of_start(c: Settings) -> Iterator[str]:
     yield from unmet(c, needs)
 
 
-def conflicts_of_training(c: Settings) -> Iterator[str]:
+def conflicts_of_training(c: SimpleNamespace) -> Iterator[str]:
     """The model, the optimizer, the schedule, islands and exact. Raises ValueError about an optimizer."""
     classes = optim.classes_of_users(c.optimizer)
     is_gpt2, others = c.arch == "gpt2", "arch llama or nanochat"
@@ -317,15 +316,11 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
         ValueError: the model's context is shorter than block_size, the data set contains token ids beyond the
             model's, or the number of experts differs.
     """
-    length, vocab_size = model_args["block_size"], model_args["vocab_size"]
-    size = config["block_size"]
+    length, ids, size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if size > length:
-        limit = f"--block_size={length} or less"
-        raise ValueError(f"block_size is {size}, but the checkpoint's is {length}: set {limit}")
-    if data.highest >= vocab_size:
-        raise ValueError(
-            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocab_size is {vocab_size}"
-        )
+        raise ValueError(f"block_size is {size}, but the checkpoint's is {length}: set --block_size={length}")
+    if data.highest >= ids:
+        raise ValueError(f"{data.folder} contains token id {data.highest}, but the model knows {ids} ids")
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args | {name: config[name] for name in OF_THE_RUN}
     experts = fitted["n_expert"]
     if config["n_expert"] in (0, experts):
