@@ -34,10 +34,12 @@ def test_the_steps_of_a_budget(max_tokens, others, note):
 
 
 def test_without_a_budget_the_settings_stay_as_they_are():
-    assert limits_of(DEFAULTS | {"max_iters": 7.5}, 1_000_000) == (7.5, DEFAULTS["lr_decay_iters"], [])
+    for none in ("", "0"):
+        settings = check_training(DEFAULTS | {"max_iters": 7.5, "max_tokens": none})
+        assert limits_of(settings, 1_000_000) == (7.5, DEFAULTS["lr_decay_iters"], [])
 
 
-@pytest.mark.parametrize("max_tokens", ["0", "-1e9", "2 days", "1.2.3", "epochs"])
+@pytest.mark.parametrize("max_tokens", ["-1e9", "2 days", "1.2.3", "epochs"])
 def test_what_is_no_budget_is_refused(max_tokens):
     message = f"max_tokens is {max_tokens!r}; choose from tokens such as 3e9, and epochs such as"
     with pytest.raises(ValueError, match=re.escape(message)):

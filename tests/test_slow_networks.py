@@ -171,7 +171,7 @@ MISTAKES = {
     "--grad_compression=int8 --dtype=float16": "dtype float32 or bfloat16: set --grad_compression=fp16",
     "--islands=2 --grad_compression=topk:0.1": "but needs islands 1: set --grad_compression=int8",
     "--local_steps=4": "local_steps is 4, but needs islands: set --local_steps=1",
-    "--islands=9": "a step reads 8 sequences: set --gradient_accumulation_steps=3",
+    "--islands=9": "islands is above a step's 8 sequences: set --gradient_accumulation_steps=3",
 }
 
 
