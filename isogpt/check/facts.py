@@ -123,14 +123,13 @@ def small_plan(plan: Plan) -> Plan:
         "dropout": 0.0,
     }
     data_size = plan.world_size // (plan.pp * plan.cp * plan.tp)
-    micro_steps = multiple_up(2, plan.pp)
     return replace(
         plan,
         dtype="float32",
         model_args=args | small,
         batch_size=ROWS,
         micro_batch=ROWS,
-        gradient_accumulation_steps=data_size * micro_steps,
+        gradient_accumulation_steps=data_size * multiple_up(2, plan.pp),
         shares="equal",
         grad_sync="auto" if plan.grad_sync == "never" else plan.grad_sync,
         grad_compression="none",

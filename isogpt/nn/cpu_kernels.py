@@ -146,7 +146,7 @@ class CPUHalfAttention(torch.autograd.Function):
                 p = p * kept[-1]
             outs.append(torch.bmm(p, v[:, :j]))
         ctx.save_for_backward(q, k, v, *kept)
-        y = torch.cat(outs, 1)  # (B * H, T, D)
+        y = outs[0] if len(outs) == 1 else torch.cat(outs, 1)  # (B * H, T, D)
         return y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
 
     @staticmethod
@@ -154,7 +154,8 @@ class CPUHalfAttention(torch.autograd.Function):
         B, T, H, D = ctx.shape
         q, k, v, *kept = ctx.saved_tensors
         grad = grad.view(B, T, H, D).transpose(1, 2).reshape(B * H, T, D)
-        dq, dk, dv = grad.new_zeros(3, B * H, T, D)  # those of keys and values add up over the chunks
+        beta = 0 if len(ctx.chunks) == 1 else 1  # gradients of keys and values add up over several chunks
+        dq, dk, dv = (grad.new_zeros if beta else grad.new_empty)(3, B * H, T, D)
         for i, j in ctx.chunks:
             p = kept.pop(0) if ctx.keeps_probs else attention_probs(q, k, i, j)
             g = grad[:, i:j]
@@ -164,8 +165,8 @@ class CPUHalfAttention(torch.autograd.Function):
                 dp, dropped = dp.mul_(factors), p * factors
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)  # (B * H, j - i, j)
             dq[:, i:j].baddbmm_(ds, k[:, :j], beta=0, alpha=D**-0.5)
-            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], alpha=D**-0.5)
-            dv[:, :j].baddbmm_(dropped.transpose(1, 2), g)
+            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], beta=beta, alpha=D**-0.5)
+            dv[:, :j].baddbmm_(dropped.transpose(1, 2), g, beta=beta)
         dq, dk, dv = (t.view(B, H, T, D).transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, None
 
