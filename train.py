@@ -192,6 +192,7 @@ run.start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
 if data_parallel.uses_ddp(plan, mesh):
+    # bucket_cap_mb is torch's default, but without it, the first bucket has 1 MiB, and the sums other bits
     model = torch.nn.parallel.DistributedDataParallel(
         raw_model, process_group=mesh.replicas.group, bucket_cap_mb=25, gradient_as_bucket_view=True
     )
