@@ -1,5 +1,9 @@
-"""The commands of README.md and docs/ run, shrunk: a tiny model, two steps, no network and few processes."""
+"""
+The commands of README.md and docs/ run, shrunk: a tiny model, two steps, no network and few processes. One
+launch runs all commands of a script that need the same number of ranks (see in_turn.py).
+"""
 
+import json
 import math
 import re
 import shutil
@@ -7,7 +11,7 @@ import sys
 
 import pytest
 from documented import arguments, commands, files
-from runs import REPO, column, script, tiny_data
+from runs import REPO, column, free_port, script, tiny_data
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
@@ -75,96 +79,121 @@ def prepared(zygote, tmp_path_factory):
     return work
 
 
-@pytest.fixture
-def folder(prepared, tmp_path):
-    """A copy of the prepared folder."""
-    shutil.copytree(prepared, tmp_path / "work")
-    return tmp_path / "work"
+def run_in_turn(zygote, folder, name, jobs, ranks=1):
+    """Run a script with each (folder, arguments) in one launch; returns what each of them printed."""
+    lines = [{"folder": str(work), "args": args, "port": free_port()} for work, args in jobs]
+    (folder / "jobs").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = zygote.start([name, folder / "jobs"], folder, ranks, script="tests/in_turn.py").wait(600)
+    _, *printed = re.split(r"^next job\n", (folder / run.outs[0]).read_text(), flags=re.M)
+    assert len(printed) == len(jobs)
+    return printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", commands_of("train.py"))
-def test_a_command_of_the_docs_trains(zygote, folder, command):
-    args = [re.sub(r"(gpt2-?\w*|path/to/model)$", "my-folder", arg) for arg in arguments(command, "train.py")]
+def copies(prepared, folder, count):
+    """So many copies of the prepared folder."""
+    return [shutil.copytree(prepared, folder / str(number)) for number in range(count)]
+
+
+def shrunk(args):
+    """The arguments of train.py and the step at which they end."""
+    args = [re.sub(r"(gpt2-?\w*|path/to/model)$", "my-folder", arg) for arg in args]
     args = ["--islands=2" if arg == "--islands=0" else arg for arg in args]  # not one on each machine
-    resumes = "--init_from=resume" in args or "--init_from=auto" in args
-    short = without(SHORT, *OF_A_CHECKPOINT) if "--init_from=" in command else SHORT
-    if "--residual_dtype=" in command:  # which float32 does not have
+    short = without(SHORT, *OF_A_CHECKPOINT) if any("--init_from=" in arg for arg in args) else SHORT
+    if any("--residual_dtype=" in arg for arg in args):  # which float32 does not have
         short = [*without(short, "--dtype="), "--dtype=bfloat16"]
-    of_the_config = "out-stdlib-char" if "stdlib_char.py" in command else "out"
-    out = next((arg.partition("=")[2] for arg in args if arg.startswith("--out_dir=")), of_the_config)
-    if resumes and not (folder / out).exists():
-        shutil.copytree(folder / "out-stdlib-char", folder / out)
-    args = [*without(args, *REPLACED), *short, f"--out_dir={out}"]
-    last = 4 if resumes else 2
-    args += [f"--max_iters={last}", f"--lr_decay_iters={last}"]
+    last = 4 if {"--init_from=resume", "--init_from=auto"} & {*args} else 2
+    args = [*without(args, *REPLACED), *short, f"--max_iters={last}", f"--lr_decay_iters={last}"]
     tokens = (last + 1) * 512  # a step reads 512
     args = [re.sub(r"(--max_tokens=).*", rf"\g<1>{tokens}", arg) for arg in args]
-    if "eval_gpt2" in command:
+    if "config/eval_gpt2.py" in args:
         args = [*without(args, *OF_A_CHECKPOINT), "--init_from=my-folder"]
-    if "--dry_run_ranks=" in command:  # as many heads as --tp=8 divides
+    if any("--dry_run_ranks=" in arg for arg in args):  # as many heads as --tp=8 divides
         args += ["--vocab_size=72", "--n_head=8", "--n_embd=64", "--n_hidden=64"]
-    run = zygote.start(args, folder, processes_of(command)).wait()
-    if "--dry_run_ranks=" in command:
-        assert "collectives of a step" in run.text()
-    elif "eval_gpt2" not in command:
-        assert f"iter {last}:" in run.text()
-        assert all(math.isfinite(loss) for loss in column(folder / out, "loss").values())
+    return args, last
+
+
+def out_dir_of(args, default):
+    return next((arg.partition("=")[2] for arg in args if arg.startswith("--out_dir=")), default)
+
+
+def launches_of(name):
+    """(ranks, commands) of a launch each; a dry run has its own, since it ends with a process group."""
+    launches = {}
+    for command in commands_of(name):
+        dry_run = command if "--dry_run_ranks=" in command else ""
+        launches.setdefault((processes_of(command), dry_run), []).append(command)
+    return [(ranks, commands) for (ranks, _), commands in sorted(launches.items())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_of("sample.py"))
-def test_a_command_of_the_docs_samples(zygote, folder, command):
-    args = [re.sub(r"(--init_from=)gpt2.*", r"\1my-folder", arg) for arg in arguments(command, "sample.py")]
-    args = [re.sub(r"--start=.*", "--start=A", arg) for arg in args]  # a text of the tiny data set
-    if not any(arg.startswith(("--init_from=", "--out_dir=")) for arg in args):
-        args += ["--out_dir=out"]
-    out = next((arg.partition("=")[2] for arg in args if arg.startswith("--out_dir=")), "out")
-    if not (folder / out).exists():
-        shutil.copytree(folder / "out", folder / out)
-    args += ["--max_new_tokens=5", "--device=cpu"]
-    run = zygote.start(args, folder, processes_of(command), script="sample.py").wait()
-    assert "A" in run.samples()
+@pytest.mark.parametrize("ranks, chosen", launches_of("train.py"))
+def test_the_commands_of_the_docs_train(zygote, prepared, tmp_path, ranks, chosen):
+    jobs, expected = [], []
+    for command, work in zip(chosen, copies(prepared, tmp_path, len(chosen)), strict=True):
+        typed = arguments(command, "train.py")
+        out = out_dir_of(typed, "out-stdlib-char" if "stdlib_char.py" in command else "out")
+        args, last = shrunk(typed)
+        if last == 4 and not (work / out).exists():
+            shutil.copytree(work / "out-stdlib-char", work / out)
+        jobs.append((work, [*args, f"--out_dir={out}"]))
+        expected.append((work / out, last))
+    printed = run_in_turn(zygote, tmp_path, "train.py", jobs, ranks)
+    for command, text, (out, last) in zip(chosen, printed, expected, strict=True):
+        if "--dry_run_ranks=" in command:
+            assert "collectives of a step" in text, command
+        elif "eval_gpt2" not in command:
+            assert f"iter {last}:" in text, command
+            assert all(math.isfinite(loss) for loss in column(out, "loss").values()), command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_of("export.py"))
-def test_a_command_of_the_docs_exports(zygote, folder, command):
-    args = [arg.replace("OUT_DIR", "out") for arg in arguments(command, "export.py")]
-    assert zygote.start(args, folder, script="export.py").wait().text()
+@pytest.mark.parametrize("ranks, chosen", launches_of("sample.py"))
+def test_the_commands_of_the_docs_sample(zygote, prepared, tmp_path, ranks, chosen):
+    jobs = []
+    for command, work in zip(chosen, copies(prepared, tmp_path, len(chosen)), strict=True):
+        args = [
+            re.sub(r"(--init_from=)gpt2.*", r"\1my-folder", arg) for arg in arguments(command, "sample.py")
+        ]
+        args = [re.sub(r"--start=.*", "--start=A", arg) for arg in args]  # a text of the tiny data set
+        if not any(arg.startswith(("--init_from=", "--out_dir=")) for arg in args):
+            args += ["--out_dir=out"]
+        out = work / out_dir_of(args, "out")
+        if not out.exists():
+            shutil.copytree(work / "out", out)
+        jobs.append((work, [*args, "--max_new_tokens=5", "--device=cpu"]))
+    for command, text in zip(chosen, run_in_turn(zygote, tmp_path, "sample.py", jobs, ranks), strict=True):
+        assert "A" in text and "tokens/s" in text, command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_of("compare.py"))
-def test_a_command_of_the_docs_compares(at, prepared, capsys, command):
-    args = arguments(command, "compare.py")
-    for name in without(args, "--"):
-        shutil.copytree(prepared / "out", at.path / name.replace("*", "a"))
-    script(at, "compare.py", args)
-    assert re.search("val.loss", capsys.readouterr().out) and (at.path / "compare.png").exists()
+def test_the_commands_of_the_docs_export(zygote, prepared, tmp_path):
+    chosen = [arguments(command, "export.py") for command in commands_of("export.py")]
+    args = [[arg.replace("OUT_DIR", "out") for arg in words] for words in chosen]
+    jobs = [*zip(copies(prepared, tmp_path, len(args)), args, strict=True)]
+    assert all(run_in_turn(zygote, tmp_path, "export.py", jobs))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_of("sweep.py"))
-def test_a_command_of_the_docs_sweeps(zygote, folder, command):
-    config, *args = arguments(command, "sweep.py")
-    args = [arg for arg in args if "," in arg or not arg.startswith(OURS)]  # lists are kept
-    run = zygote.start([config, *SHORT, *args], folder, script="tests/forked_sweep.py").wait()
-    assert re.search(r"runs left: 0, |in parallel: 1, time left: n/a", run.text())
-
-
-PLANS = [command for command in commands_of("bench.py") if re.search("--hardware|--estimate", command)]
+def test_the_commands_of_the_docs_compare(at, prepared, capsys):
+    for command in commands_of("compare.py"):
+        args = arguments(command, "compare.py")
+        for name in without(args, "--"):
+            shutil.copytree(prepared / "out", at.path / name.replace("*", "a"), dirs_exist_ok=True)
+        (at.path / "compare.png").unlink(missing_ok=True)
+        script(at, "compare.py", args)
+        assert re.search("val.loss", capsys.readouterr().out), command
+        assert (at.path / "compare.png").exists(), command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", PLANS)
-def test_a_command_of_the_docs_plans(at, capsys, command):
-    assert re.search("--plan|--estimate_world_size", command), (
-        "this command would measure a step of its model"
-    )
+def test_the_commands_of_the_docs_plan(at, capsys):
+    """The other commands of bench.py would measure a step of their model; test_project.py parses them."""
     tiny_data(at.path)
-    try:
-        script(at, "bench.py", [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"])
-    except SystemExit as end:
-        assert not end.code  # after an estimate, nothing is left to do
-    assert re.search(r"GB|ms/step", capsys.readouterr().out)
+    for command in commands_of("bench.py"):
+        if re.search("--plan|--estimate_world_size", command):
+            args = [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"]
+            try:
+                script(at, "bench.py", args)
+            except SystemExit as end:
+                assert not end.code, command  # after an estimate, nothing is left to do
+            assert re.search(r"GB|ms/step", capsys.readouterr().out), command

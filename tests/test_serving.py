@@ -25,9 +25,7 @@ MISSING = [
 ]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install -r requirements-serve.txt"
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: see docs/serving.md"),
 ]
 CHARACTERS = {chr(c): c - 32 for c in range(32, 127)} | {"\n": 95}
 BLOCK_SIZE, TOKENS = 256, 40
