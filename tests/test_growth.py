@@ -1,6 +1,6 @@
 """
-What grows with ranks, bytes, parameters and steps: the requests, bytes and items that docs/scaling.md names.
-Ranks are threads here.
+What grows with ranks, bytes, parameters and steps: requests, bytes and items, see docs/scaling.md. Ranks are
+threads here.
 """
 
 import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in train.py)
