@@ -298,7 +298,7 @@ def test_a_rank_that_hangs_or_dies_is_named_by_all_others(faulty, work, fault, n
     if fault == "stuck":
         cause = "rank 1 is at step 5, forward"
         assert re.search("error: rank 1 at step 5, forward: no progress for 10 s; rank [023] is", run.text())
-        assert ", in faulty_predict\n" in run.text(), "its traceback"
+        assert ", in wait_for_go\n" in run.text(), "its traceback"
     for rank in others:
         assert re.search(rf"error: rank {rank} at step 5, .*; {cause}", run.text()), run.text()[-2000:]
     assert events(work / "out", "failed")
