@@ -115,8 +115,8 @@ def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_
 # ------------------------------------------------------------------------------------------------------------
 # the disk
 
-# train.py that notes what is synced and which folders are renamed. Before a checkpoint counts, a bit of its
-# largest file changes on the disk. With REFUSES, folders cannot be synced, as on CIFS
+# train.py that notes what is synced and which folders are renamed, on a disk that changes what is on it. With
+# REFUSES, folders cannot be synced, as on CIFS
 NOTED = """
 import errno, json, stat
 fsync, rename = os.fsync, os.rename
@@ -129,14 +129,11 @@ def noted_fsync(descriptor):
     if REFUSES and stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "Invalid argument")
     fsync(descriptor)
+    if status.st_size > 10**5:
+        os.pwrite(descriptor, b"what nobody has written", status.st_size // 2)
 def noted_rename(old, new):
     if os.path.isdir(old):
         note("rename", os.path.basename(new), *(file.inode() for file in os.scandir(old)))
-        path = max(os.scandir(old), key=lambda file: file.stat().st_size, default=None)
-        if "/step_" in str(new):
-            content = bytearray(open(path, "rb").read())
-            content[len(content) // 2] ^= 1
-            open(path, "wb").write(content)
     rename(old, new)
 os.fsync, os.rename = noted_fsync, noted_rename
 """
@@ -148,13 +145,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     Each file is synced before the rename, and the run's folder after it: else a power failure could leave
     neither checkpoint. The checksums are those of what was written, not of what can be read afterwards.
     """
-    refuses = bool(flags)
-    changes = NOTED.replace("REFUSES", str(refuses))
+    changes = NOTED.replace("REFUSES", str(bool(flags)))
     start_changed(zygote, changes, [*SHORT, "--keep_last=1", *flags], work).wait()
     events = [json.loads(line) for line in (work / "events").read_text().splitlines()]
-    first, second = (
-        number for number, event in enumerate(events) if event[1] in ("step_00000003", "step_00000006")
-    )
+    first, second = (number for number, event in enumerate(events) if str(event[1]).startswith("step_"))
     written = {inode for kind, inode, *_ in events[first:second] if kind == "fsync"}
     _, _, *files = events[second]
     assert len(files) > 1 and {*files} <= written
@@ -162,9 +156,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts_and_before_an_older_one_is
     assert folder == (work / "out").stat().st_ino and deleted == "unfinished_step_00000003"
     _, row = export.list_checkpoints(str(work / "out")).splitlines()
     assert " 6 " in row and "damaged: the checksum" in row
-    newest = work / "out/step_00000006"
-    flip_a_bit(max(newest.iterdir(), key=lambda path: path.stat().st_size))  # back
-    assert find_checkpoint(str(work / "out"))[0].step == 6
 
 
 # a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import column, same, start_changed, tensors_in
+from runs import assert_same_curve, column, same, start_changed, tensors_in
 from test_layouts import args_of
 from torch.distributed.checkpoint import format_utils
 
@@ -22,24 +22,15 @@ def sharded(trained):
     return trained(ZERO3, 2)
 
 
-def test_no_rank_saves_more_than_its_part(sharded):
-    """The shards of two ranks hold half of the weights and moments each."""
-    sizes = [p.stat().st_size for p in (sharded / "step_00000010").glob("*.distcp")]
-    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
-
-
 @pytest.mark.slow
 def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, sharded, session_work, tmp_path):
     """Step 0 and a new optimizer, on any layout; the folder of the other run does not change."""
     before = {path: path.stat().st_mtime_ns for path in sharded.rglob("*")}
-    curves = []
-    for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
-        out = tmp_path / f"{nproc}-{zero}"
-        args = [f"--zero={zero}", f"--init_from={sharded}", f"--out_dir={out}"]
+    for nproc, zero in ((1, 0), (2, 3)):
+        args = [f"--zero={zero}", f"--init_from={sharded}", f"--out_dir={tmp_path / str(nproc)}"]
         run = zygote.train([*ONE, "--max_iters=4", "--block_size=16", *args], session_work, nproc)
         assert f"from {sharded}/step_00000010, step 10" in run.text()
-        curves.append(column(out, "loss"))
-        same(curves[0], curves[-1], absolute=1e-5)
+    assert_same_curve(tmp_path / "2", tmp_path / "1")
     assert {path: path.stat().st_mtime_ns for path in sharded.rglob("*")} == before
 
 
