@@ -354,14 +354,16 @@ def test_ranks_hash_write_and_describe_their_parts(zygote, work):
     args += ["--dp_replicate=2", "--out_dir=many"]
     many = start_changed(zygote, COUNTED, args, work, 4).wait()
     for first, last, others in (sent(few), sent(many)):
-        assert last < 0.6 * first and others < 3000
+        assert last < 0.6 * first and others < 1000
     assert sent(many)[1] < 2.2 * sent(few)[1]
     assert not sum(counts_of(many, "hashed"), [])
-    shards = [path.stat().st_size for path in (work / "many/step_00000003").glob("*.distcp")]
+    step = work / "many/step_00000003"
+    sizes = {path.name: path.stat().st_size for path in step.iterdir() if path.name != "manifest.json"}
+    shards = [size for name, size in sizes.items() if name.endswith(".distcp")]
     assert len(shards) == 4 and max(shards) < 1.2 * min(shards)
     resumed = start_changed(zygote, COUNTED, [*args, "--init_from=resume", "--max_iters=3"], work, 4).wait()
     hashed = [*map(sum, counts_of(resumed, "hashed"))]
-    assert 0.2 * sum(hashed) < min(hashed) and max(hashed) < 0.3 * sum(hashed) and sum(hashed) >= sum(shards)
+    assert max(hashed) < 1.5 * min(hashed) and sum(hashed) == sum(sizes.values())
 
 
 def peak_of(work):
