@@ -219,8 +219,7 @@ def test_weights_from_a_url(start, url, run, capsys):
     seal(Path("mirror/step_00000008"), best_step=4)
     assert start(init_from=url, mirror="").checkpoint.stored.step == 4
     flip(Path("mirror/step_00000004/ckpt.pt"))
-    problem = "step_00000004 is damaged: the checksum of ckpt.pt does not match"
-    assert problem in failed(capsys, start, init_from=f"{url}/step_00000004", mirror="")
+    assert "step_00000004 is damaged" in failed(capsys, start, init_from=f"{url}/step_00000004", mirror="")
     assert start(init_from=url, mirror="").checkpoint.stored.step == 8
     problem = f"{url}s contains no such checkpoint: set the URL of a mirror"
     assert problem in failed(capsys, start, init_from=f"{url}s", mirror="")
@@ -287,7 +286,7 @@ def test_a_server_of_s3(zygote, shared_work, run, s3, at, start):  # noqa: F811
     assert files.find(path) == [f"{path}/mirror_owner", *whole]
     refused = zygote.train([*flags, "--out_dir=other"], shared_work, ok=False, env=environment())
     assert refused.codes == [1] and not (shared_work / "other").exists()
-    assert f"{url}: it contains checkpoints of an earlier run: set --mirror= to" in refused.text()
+    assert f"error: mirror {url}: it contains" in refused.text()
     assert start(init_from=f"{url}/step_00000012", mirror="").checkpoint.stored.step == 12
     lacking = open_mirror(train_defaults(mirror="s3://no-such-bucket/run", out_dir=str(out)), None)
     assert "fails at step 0: The specified bucket does not exist" in lacking.outcomes[0][1]
