@@ -295,13 +295,13 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
 def test_a_launch_is_known_by_its_requeued_job(zygote, place):
     """Not by a command that is typed twice in a job, nor in a different one."""
 
-    def earlier_runs(**env):
+    def earlier_runs(job, restarts):
+        env = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": restarts}
         zygote.start([*TINY, *SHORT, "--max_iters=1"], place, env=env).wait()
         return len(list((place / "out").glob("previous_*")))
 
-    again = {"SLURM_RESTART_COUNT": "1"}
-    assert earlier_runs(SLURM_JOB_ID="7") == 1 and earlier_runs(SLURM_JOB_ID="7") == 2
-    assert earlier_runs(SLURM_JOB_ID="7", **again) == 2 and earlier_runs(SLURM_JOB_ID="8", **again) == 3
+    assert earlier_runs("7", "0") == 1 and earlier_runs("7", "0") == 2
+    assert earlier_runs("7", "1") == 2 and earlier_runs("8", "2") == 3
 
 
 # ------------------------------------------------------------------------------------------------------------
