@@ -172,14 +172,14 @@ def test_a_log_that_is_no_file_ends_no_run(zygote, copy_of):
 # links under the names of the next checkpoints, after the run has cleaned its folder up; its owner is known
 PLANTED = """
 import uuid
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 uuid.uuid4 = lambda: uuid.UUID(int=0)
 def plant(*args):
-    first_step.remove()
+    first_pass.remove()
     os.symlink(os.path.abspath("victim/folder"), "out/unfinished_00000000_step_00000006")
     os.mkdir("out/unfinished_00000000_step_00000008")
     os.symlink(os.path.abspath("victim/file"), "out/unfinished_00000000_step_00000008/ckpt.pt")
-first_step = register_optimizer_step_pre_hook(plant)
+first_pass = register_module_forward_pre_hook(plant)
 """
 
 
