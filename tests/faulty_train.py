@@ -1,7 +1,8 @@
 """
 train.py with injected faults: the one harness of all tests, see runs.start_faulty.
 
-The variable FAULTS contains a JSON object {fault: [step, rank], or a list of these}:
+It trains a model of a class of its own, and looks at train.py's variables. The variable FAULTS contains a
+JSON object {fault: [step, rank], or a list of these}:
     NAN            the loss is NaN; HIGH: 9 is added to it
     NAN_INPUT      the embeddings are NaN
     NAN_BACKWARD   all gradients of the rank are NaN, before they are reduced
@@ -21,73 +22,79 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HOME))
 
-import model
-from isogpt.data import reader
-from isogpt.parallel import gradients, local_parts
-from isogpt.training import precision
+from isogpt.parallel.local_parts import local
+from model import GPT
 
 FAULTS = json.loads(os.environ["FAULTS"])
-now = [-1, -1]  # the step and the rank
-seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
-finish, check_ids = gradients.FloatSums.finish, reader.check_ids
+# lines of train.py, and what is there instead
+EDITS = {
+    "\nfrom model import GPT, GPTConfig\n": "\nfrom model import GPTConfig\n",
+    "\n    gradients.finish()": "\n    gradients.finish(), after_backward()",
+}
 
 
-def is_due(fault):
-    """Whether this rank has this fault in this step."""
+def is_due(fault, ahead=0):
+    """Whether this rank has this fault in this step of the loop, or in one so many steps ahead."""
     places = FAULTS.get(fault, [])
+    now = [train["step"] + ahead, train["ranks"].rank] if "step" in train else None
     return now in places or now == places
 
 
-def noted_step(seed, step, rank):
-    now[:] = step, rank
-    seed_step(seed, step, rank)
-
-
-def faulty_predict(self, *args):
-    logits, loss = predict(self, *args)
-    if not self.training:
+class FaultyGPT(GPT):
+    def predict(self, *args):
+        logits, loss = super().predict(*args)
+        if not self.training:
+            return logits, loss
+        if is_due("NAN"):
+            loss = loss * float("nan")
+        if is_due("HIGH"):
+            loss = loss + 9
+        if is_due("NAN_BACKWARD"):
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        if is_due("CRASH"):
+            raise RuntimeError("a bug")
+        if is_due("WAIT"):
+            wait_for_go()
         return logits, loss
-    if is_due("NAN"):
-        loss = loss * float("nan")
-    if is_due("HIGH"):
-        loss = loss + 9
-    if is_due("NAN_BACKWARD"):
-        loss.register_hook(lambda gradient: gradient * float("nan"))
-    if is_due("CRASH"):
-        raise RuntimeError("a bug")
-    if is_due("WAIT"):
-        print("held by the test", flush=True)
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-    return logits, loss
+
+    def embed(self, *args):
+        x = super().embed(*args)
+        return x * float("nan") if self.training and is_due("NAN_INPUT") else x
 
 
-def faulty_embed(self, *args):
-    x = embed(self, *args)
-    return x * float("nan") if self.training and is_due("NAN_INPUT") else x
+def wait_for_go():
+    print("held by the test", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
 
 
-def faulty_gradients(sums):
-    finish(sums)
-    p = next(sums.raw_model.parameters())
+def after_backward():
+    """What happens to this rank's gradients, to its weights and to the files that it reads in later steps."""
+    p = next(train["raw_model"].parameters())
     for fault, value in (("NAN_GRADIENT", "nan"), ("OVERFLOW", "inf"), ("LARGE", 9)):
         if is_due(fault):
-            local_parts.local(p.grad)[0] = float(value)
+            local(p.grad)[0] = float(value)
     if is_due("DIFFER"):
-        local_parts.local(p.data)[0] += 1e-3
+        local(p.data)[0] += 1e-3
+    for split in ("train", "val"):
+        if is_due(split, ahead=1):
+            truncate(f"data/tiny/{split}.bin")
 
 
-def faulty_ids(windows, vocab_size, tokens, starts):
-    if is_due(tokens.path.stem):
-        raise reader.DataError(f"{tokens.path} has been truncated since the start of the run")
-    return check_ids(windows, vocab_size, tokens, starts)
+def truncate(path):
+    """Only for this process, which has opened the file: other ranks read the same one."""
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        try:
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.dup2(os.open(os.devnull, os.O_RDONLY), descriptor)
+        except OSError:  # the descriptor of the folder that was listed
+            pass
 
 
-precision.seed_step = noted_step
-model.GPT.predict = faulty_predict
-model.GPT.embed = faulty_embed
-gradients.FloatSums.finish = faulty_gradients
-reader.check_ids = faulty_ids
 sys.argv[0] = str(HOME / "train.py")
 source = Path(sys.argv[0]).read_text()
-exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+for line, edited in EDITS.items():
+    assert source.count(line) == 1, f"train.py has changed: {line}"
+    source = source.replace(line, edited)
+train = {"__name__": "__main__", "__file__": sys.argv[0], "GPT": FaultyGPT, "after_backward": after_backward}
+exec(compile(source, sys.argv[0], "exec"), train)

@@ -3,14 +3,15 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from isogpt.checkpoint import huggingface
-from isogpt.data import tokenizer
+import export
+from isogpt.checkpoint.search import find_checkpoint
 from isogpt.data.vocabulary import of_characters
 from model import GPT, GPTConfig
 
@@ -30,14 +31,14 @@ READ_BY_LLAMA_CPP = {
 }
 
 
-def export(folder, vocab_size=6, characters="abcdef", **shape):
-    """Export a model of characters with random weights that are not small; returns the model."""
+def export_model(out_dir, vocab_size=6, characters="abcdef", **shape):
+    """Write OUT_DIR/hf: a model of characters with random weights that are not small; returns the model."""
     config = GPTConfig(block_size=32, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16, **shape)
     model = GPT(config, seed=1).eval()
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     vocabulary = of_characters({c: i for i, c in enumerate(characters)})
-    huggingface.save(folder, model, tokenizer.save_tokenizer(folder, vocabulary, vocab_size, 32))
+    export.write_hf(str(out_dir), model, vocabulary, "the model card")
     return model
 
 
@@ -46,9 +47,9 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     """Each row gets the logits and the text that it gets alone, and no id that sample.py does not sample."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-    model = export(tmp_path, vocab_size, **ARCHITECTURES[name])
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    tokens = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    model = export_model(tmp_path, vocab_size, **ARCHITECTURES[name])
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "hf", padding_side="left")
     batch = tokens(["ab", "fedcba"], padding=True, return_tensors="pt")
     texts = hf.generate(**batch, max_new_tokens=16, do_sample=False)
     for row, prompt in zip(texts, ("ab", "fedcba"), strict=True):
@@ -68,13 +69,44 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     hf(**batch).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in hf.parameters())
 
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "hf/config.json").read_text())
     assert all(isinstance(config[key], int | float) for key in READ_BY_LLAMA_CPP.get(name, ())), config
 
     # what was added for other tools is not imported
-    back = GPT.from_pretrained(str(tmp_path)).state_dict()
+    back = GPT.from_pretrained(str(tmp_path / "hf")).state_dict()
     assert back.keys() == model.state_dict().keys()
     assert all(torch.equal(back[name], w) for name, w in model.state_dict().items())
+
+
+def test_an_export_keeps_what_a_user_has_put_into_the_folder(tmp_path, capsys):
+    """For example the .gguf file that llama.cpp's converter writes next to the model."""
+    for kept in ("", "hf_1", "hf_2"):
+        export_model(tmp_path)
+        assert {"README.md", "config.json"} < {path.name for path in (tmp_path / "hf").iterdir()}
+        assert not (tmp_path / "hf/model.gguf").exists()
+        said = capsys.readouterr().err
+        assert (f"is now {tmp_path / kept}\n" in said) == bool(kept)
+        (tmp_path / "hf/model.gguf").touch()
+    assert (tmp_path / "hf_1/model.gguf").exists() and (tmp_path / "hf_2/model.gguf").exists()
+
+
+def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(trained, tmp_path):
+    """
+    Through a link, nanoGPT's train.py would overwrite the checkpoint. Without step folders it is read, and
+    not exported again.
+    """
+    out = shutil.copytree(trained(["--max_iters=1"]), tmp_path / "out", symlinks=True)
+    path, newest = export.convert(str(out), "ckpt.pt"), out / "step_00000002/ckpt.pt"
+    assert path == out / "ckpt.pt" and not path.is_symlink()
+    a, b = torch.load(path), torch.load(newest)
+    assert a.keys() == b.keys() and a["iter_num"] == 2 and a["config"] == b["config"]
+    assert find_checkpoint(out)[0].path == newest
+    (tmp_path / "bare").mkdir()
+    bare = path.rename(tmp_path / "bare/ckpt.pt")
+    written = bare.stat().st_mtime_ns
+    for out_dir in (bare.parent, bare):
+        assert export.convert(str(out_dir), "ckpt.pt") == bare and bare.stat().st_mtime_ns == written
+        assert find_checkpoint(out_dir)[0].path == bare
 
 
 TASK = """
@@ -94,7 +126,7 @@ metric_list: [{metric: acc}]
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="no lm_eval: pip install lm_eval")
 def test_lm_eval(tmp_path):
     """The documented command, with rows of several lengths in a batch, and a character that nobody knows."""
-    export(tmp_path / "hf")
+    export_model(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TASK)
     rows = [
         {"q": "abc", "choices": ["d", "fedcab"], "gold": 0},

@@ -7,24 +7,17 @@ import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in
 
 import ctypes
 import gc
-import hashlib
 import json
 import mmap
 import os
-import pickle
 import random
-import re
 import resource
-import statistics
 import sys
 import threading
 import tracemalloc
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,37 +25,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, train_defaults, wait_for
-from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from runs import wait_for
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import export
-from isogpt.checkpoint import huggingface, manifest, search, sharded_files
-from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
-from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.folder import enter_folder, look_for_start
-from isogpt.checkpoint.manifest import make_manifest
-from isogpt.checkpoint.search import find_checkpoint
-from isogpt.checkpoint.source import flat
-from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
-from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import opened
 from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
-from isogpt.launch.launchers import Launch
 from isogpt.monitor import log
 from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets
-from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
+from isogpt.parallel.local_parts import local_parts_by_name
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import UNDIVIDED
-from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
 
 
@@ -72,77 +51,10 @@ def on_each_rank(work, size):
         return [*pool.map(work, range(size))]
 
 
-class PlannerOfRank(sharded_files.SavePlanner):
-    """DCP's planner keeps a process's last plan, but here all ranks are threads of one process."""
-
-    def __init__(self, *args, **settings):
-        super().__init__(*args, **settings)
-        self._cached_plans_key = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-
-
-def on_ranks(count, work):
-    """What `work(rank)` returns on so many ranks, which have collectives."""
-    isolate, store = torch._C._distributed_c10d._set_thread_isolation_mode, dist.HashStore()
-
-    def run(rank):
-        dist.init_process_group("threaded", rank=rank, world_size=count, store=store)
-        try:
-            return work(rank)
-        except BaseException as e:
-            threaded.ProcessLocalGroup.exception_handle(e)  # ends the collectives of the others
-            raise
-        finally:
-            with suppress(AttributeError):  # torch 2.11's world of threads is not complete
-                dist.destroy_process_group()
-
-    isolate(True)
-    threaded._install_threaded_pg()
-    try:
-        with patch.object(sharded_files, "SavePlanner", PlannerOfRank):
-            return on_each_rank(run, count)
-    finally:
-        threaded._uninstall_threaded_pg()
-        threaded.ProcessLocalGroup.reset()
-        isolate(False)
-
-
-def manifest_of(step, entries):
-    """The manifest of a run's checkpoint with these files."""
-    run = {"iter_num": step, "best_val_loss": 9.0, "model_args": {"block_size": 8}, "config": {}}
-    run["isogpt"] = {}
-    return make_manifest(run, 1, 0, None) | {"run": run, "files": entries}
-
-
-# -- newer_checkpoints
-
-
 def bytes_read(reader):
     """How many bytes `self` or `thread-self` has read so far, from the disk or the page cache (Linux)."""
     text = Path("/proc", reader, "io").read_text()
     return int(text.split()[text.split().index("rchar:") + 1])
-
-
-def start_beside_newer(out, size):
-    """Bytes that a start from step 1 reads beside five newer checkpoints, in sparse files of `size` bytes."""
-    for step in range(1, 7):
-        (out / "unfinished").mkdir(parents=True)
-        file = out / "unfinished/ckpt.pt"
-        file.write_bytes(bytes(1000))
-        entry = {"bytes": 1000, "sha256": hashlib.sha256(bytes(1000)).hexdigest()}  # of the first step
-        if step > 1:
-            os.truncate(file, size)
-            entry["bytes"] = size
-        commit_checkpoint(file.parent, manifest_of(step, {"ckpt.pt": entry}), keep_last=0)
-    before = bytes_read("self")
-    stored, *_ = look_for_start("resume:1", str(out), Launch())
-    enter_folder(str(out), stored, Launch())
-    assert len([*out.glob("abandoned_*")]) == 5
-    return bytes_read("self") - before
-
-
-def test_newer_checkpoints_are_not_read(tmp_path):
-    """A start from an older step renames them. Threads of earlier tests may read meanwhile, hence twice."""
-    assert min(start_beside_newer(tmp_path / name, 2 * 10**7) for name in "ab") < 10**6
 
 
 # -- open_files, gloo
@@ -256,57 +168,6 @@ def test_windows_read_their_own_pages(tmp_path, n_tokens):
     plan = replace(UNDIVIDED, micro_batch=64, shares="equal", model_args=shape)
     [*Reader(data, "random", 1, plan, Mesh(), torch.device("cpu")).evaluation("train", windows)]
     assert cached_bytes(data.train.path) - before < windows * 3 * 4096
-
-
-# -- hashing
-
-
-@pytest.mark.parametrize("ranks, size", [(4, 10**7), pytest.param(4, 10**9, marks=pytest.mark.slow)])
-def test_each_rank_hashes_its_part(tmp_path, ranks, size):
-    """
-    Of a checkpoint of `size` bytes in shards, at a save and at a resume. Each rank sees the folder by a
-    different name.
-    """
-    (tmp_path / "run").mkdir()
-    links, hashed = [tmp_path / f"of_rank_{rank}" for rank in range(ranks)], Counter()
-    for link in links:
-        link.symlink_to("run")
-    read, numbers = manifest.sha256_of, size // 4 // ranks
-
-    def rank_of(path):
-        return int(str(path).split("of_rank_")[1].split("/")[0])
-
-    def sha256_of(path):
-        hashed[rank_of(path)] += path.stat().st_size
-        return read(path)
-
-    class Counted(HashedFile):
-        def write(self, data):
-            hashed[rank_of(self.name)] += memoryview(data).nbytes
-            return super().write(data)
-
-    def save(rank):
-        unfinished = links[rank] / "unfinished"
-        pieces = (((rank * numbers,), torch.zeros(numbers)),)
-        part = {"weight": LocalPart(torch.Size([numbers * ranks]), pieces)}
-        written = sharded_files.write(unfinished, part, dist.group.WORLD)
-        if rank == 0:
-            commit_checkpoint(unfinished, manifest_of(1, written), keep_last=0)
-
-    def resume(rank):
-        stored, reports = find_checkpoint(str(links[rank]))
-        assert stored and not reports
-
-    for work in (save, resume):
-        with (
-            patch.object(manifest, "sha256_of", sha256_of),
-            patch.object(sharded_files, "HashedFile", Counted),
-            patch.object(search, "do_together", lambda work, *args, **_: work(*args)),
-        ):
-            on_ranks(ranks, work)
-        for rank in range(ranks):  # rank 0 also the small files that describe the checkpoint
-            assert size / ranks <= hashed[rank] < size / ranks + 10**5
-        hashed.clear()
 
 
 # -- initial_weights
@@ -494,67 +355,6 @@ def test_errors_of_many_ranks_are_a_few_lines(capsys):
     assert lines[0] == "error: rank 1: no 1" and lines[8:] == ["error: and 1,015 more from other ranks"]
 
 
-# -- sharded_metadata
-
-
-def rows_of(index, count, tensors, value=None):
-    """The parts of a rank that holds one of `count` rows of each tensor, and a number."""
-    names = [f"optim.transformer.h.{i // 21}.mlp.c_proj.weight.{i % 21}" for i in range(tensors)]
-    row = torch.full((1, 1), float(index) if value is None else value)
-    parts = {name: LocalPart(torch.Size((count, 1)), (((index, 0), row.clone()),)) for name in names}
-    return parts | {"optim.step": LocalPart(torch.Size(()), (((), torch.tensor(7.0)),))}
-
-
-def shards_of(out, ranks, tensors, replicas=1):
-    """
-    Save twice and resume, with tensors whose rows are divided; returns the bytes of the plan that rank 0
-    gathers at the first and at the second save, that others receive, and that a rank reads.
-    """
-    gathered, received = [], []
-
-    def noting(name, sizes):
-        send = getattr(_DistWrapper, name)
-
-        def noted(wrapper, value):
-            sizes.append(len(pickle.dumps(value)))
-            return send(wrapper, value)
-
-        return patch.object(_DistWrapper, name, noted)
-
-    def parts(rank, **value):
-        return rows_of(rank // replicas, ranks // replicas, tensors, **value)
-
-    def resume(rank):
-        target = parts(rank, value=0.0)
-        sharded_files.read(out / "1", target)
-        for name, part in parts(rank).items():
-            (_, a), (_, b) = *part.pieces, *target[name].pieces
-            assert a.equal(b)
-
-    sums = []
-    with patch("os.fsync"), noting("gather_object", gathered), noting("broadcast_object", received):
-        for number in ("0", "1"):
-            gathered.clear(), received.clear()
-            on_ranks(ranks, lambda rank: sharded_files.write(out / number, parts(rank), dist.group.WORLD))
-            sums.append(sum(gathered))
-    on_ranks(ranks, resume)
-    return *sums, sum(received), (out / "1/.metadata").stat().st_size
-
-
-def test_the_plan_of_a_save_is_gathered_once(tmp_path):
-    """Later, rank 0 gathers where the pieces are, and other ranks receive nothing about them."""
-    few, many = (shards_of(tmp_path / str(ranks), ranks, tensors=30) for ranks in (4, 8))
-    for first, later, others, read in (few, many):
-        assert later < 0.6 * first and others < 1000 and read < first
-    assert many[1] < 2.2 * few[1]
-
-
-def test_copies_are_written_once_by_all_of_their_holders(tmp_path):
-    shards_of(tmp_path, ranks=8, tensors=32, replicas=4)
-    sizes = [path.stat().st_size for path in (tmp_path / "1").glob("*.distcp")]
-    assert len(sizes) == 8 and max(sizes) < 1.2 * min(sizes)
-
-
 # -- buckets
 
 
@@ -577,77 +377,3 @@ def test_buckets_are_linear_and_the_same():
     buckets = [[len(t) for t in bucket] for bucket in in_buckets(tensors, 8)]
     assert buckets == [*([3, 0, 4], [5], [9], [8, 0], [1, 7], [20], [0, 6, 2], [2, 2])]
     assert [*in_buckets([])] == []
-
-
-# -- memory_of_saves
-
-
-def peak_of(work):
-    """By how many bytes work() raises the process's memory, without pages of files, at most."""
-
-    def memory():
-        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    def watch():
-        while not is_done.wait(0.001):
-            highest.append(memory())
-
-    gc.collect()
-    before = memory()
-    highest, is_done = [before], threading.Event()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    work()
-    is_done.set()
-    thread.join()
-    return max(highest) - before
-
-
-def bytes_of_conversions(folder, n_embd):
-    """Bytes per parameter that a save and conversions allocate beyond the state of a run of GPT-2."""
-    model = GPT(GPTConfig(n_layer=4, n_head=8, n_embd=n_embd, block_size=64, vocab_size=1024))
-    count, config = sum(p.numel() for p in model.parameters()), train_defaults()
-    optimizers = optim.make_optimizers(model, config)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    for optimizer in optimizers:
-        optimizer.step()
-    run = {"model_args": model.describe(), "iter_num": 5, "best_val_loss": 3.0}
-    run |= {"config": config, "isogpt": {}}
-    file = folder / "unfinished/ckpt.pt"
-    save = peak_of(lambda: write_file(file, nanogpt_state(run, model, optimizers, copy=True)))
-    file.unlink()
-    moments = optimizer_state.state_by_name(model, optimizers)
-    parts = flat(local_parts_by_name(model), parts_of_state(model, moments, (0, 1)))
-    written = sharded_files.write(file.parent, parts, None)
-    whole = make_manifest(run, 1, 3, None) | {"run": run, "files": written}
-    commit_checkpoint(file.parent, whole, keep_last=0)
-    to_file = peak_of(partial(export.convert, str(folder), "ckpt.pt"))
-    to_hf = peak_of(partial(huggingface.save, folder / "hf", model, {}))
-    return [peak / count for peak in (save, to_file, to_hf)]
-
-
-@pytest.mark.slow  # imports transformers
-def test_what_saves_and_conversions_allocate(tmp_path, monkeypatch):
-    """A save: a copy of weights and moments. A conversion: at most the state itself, once."""
-    monkeypatch.setattr(huggingface, "FILE_SIZE", "8MB")
-    bytes_of_conversions(tmp_path / "first", 8)  # imports what is imported when it is first used
-    save, to_file, to_hf = bytes_of_conversions(tmp_path / "second", 384)
-    assert save < 13
-    assert to_file < 13, "24 in the commit before"
-    assert to_hf < 1.5, "a file's weights"
-
-
-# -- loop_memory
-
-
-@pytest.mark.slow
-def test_a_run_that_evaluates_and_saves_takes_no_more_memory_with_each_step(zygote, work):
-    """The peak of a run can rise by a megabyte or two when its threads happen to need memory together."""
-    args = ["--compile=False", "--max_iters=1500", "--eval_interval=20", "--out_dir=out"]
-    zygote.train(args, work, env={"OMP_NUM_THREADS": "1"})
-    memory = {step: gb * 1e9 for step, gb in column(work / "out", "memory_gb").items()}
-    # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
-    rises = [memory[step + 100] - memory[step] for step in range(1000, 1500, 100)]
-    assert 10 * statistics.median(rises) < 1e6, "3.5 MB in 1,000 steps in the code of e430e46"
-    assert sum(rises) < 5e6

@@ -3,35 +3,35 @@ Folders that somebody else has written: nothing in them runs, leads to a file ou
 or ends a script with a traceback.
 """
 
-import errno
+import hashlib
 import io
+import json
 import os
 import pickle
 import re
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from runs import start_changed, train_defaults
 
 import export
-from isogpt.checkpoint import manifest
-from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed, step_folders
-from isogpt.checkpoint.owner import was_entered_by
-from isogpt.checkpoint.source import check_weights, open_checkpoint
+from isogpt.checkpoint.manifest import step_folders
+from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.common import console
+from isogpt.common.files import read_records
 from isogpt.common.patience import within
 from isogpt.data.dataset import open_dataset
 from isogpt.launch.launchers import Launch
-from isogpt.monitor.sink_files import MetricsFile
+from isogpt.launch.process_group import Ranks
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
+ALONE = Ranks(0, 1, torch.device("cpu"), "gloo", launch=Launch(("agent",)))
+SHAPE = ["--n_layer=1", "--n_embd=8"]
 LIMIT_S = 20  # for what takes a fraction of a second
 
 
@@ -39,7 +39,7 @@ LIMIT_S = 20  # for what takes a fraction of a second
 def runs(zygote, shared_work):
     """Two runs with two checkpoints each: files in nanoGPT's form, and shards."""
     for out, flags in (("whole", []), ("shards", ["--zero=3"])):
-        args = ["--n_layer=1", "--n_embd=8", "--save_interval=2", "--max_iters=3", "--keep_last=0"]
+        args = [*SHAPE, "--save_interval=2", "--max_iters=3", "--keep_last=0"]
         zygote.train([*args, *flags, f"--out_dir={out}"], shared_work)
     return shared_work
 
@@ -56,36 +56,52 @@ def copy_of(runs, tmp_path, at):
     return make
 
 
-def seal(folder, manifest):
+def seal(folder, **changes):
     """Give a step folder a manifest with valid checksums, as whoever changes a file can."""
-    (folder / "manifest.json").unlink(missing_ok=True)
-    files = {path.name: entry_of(path) for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(sealed({**manifest, "files": files}))
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["manifest_sha256"]
+    for file in folder.iterdir():
+        if file != path:
+            content = file.read_bytes()
+            entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            manifest["files"][file.name] = entry
+    manifest |= changes
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    path.write_text(json.dumps({**manifest, "manifest_sha256": digest}, indent=1))
+
+
+def start(init_from, out):
+    """What train.py starts from."""
+    return find_start(train_defaults(init_from=init_from, out_dir=str(out)), ALONE, GPT.from_pretrained)
 
 
 def use(out):
     """What train.py, sample.py and export.py do with a folder whose newest checkpoint is step 4."""
     export.list_checkpoints(str(out))
-    assert not was_entered_by(out, Launch(("agent",)))
-    stored, *_ = look_for_start("resume", str(out), Launch())
-    source = open_checkpoint(stored)
+    found = start("resume", out)
     with torch.device("meta"):
-        model = GPT(GPTConfig(**source.run["model_args"]))
-    check_weights(source, model)
+        model = GPT(GPTConfig(**found.checkpoint.run["model_args"]))
+    found.check(model)
     materialize(model, torch.device("cpu"))
-    restore_checkpoint(source, model, optim.make_optimizers(model, train_defaults()))
-    MetricsFile(str(out)).write({"iter": stored.step}, "")
-    assert stored.step <= 4
+    restore_checkpoint(found.checkpoint, model, optim.make_optimizers(model, train_defaults()))
+    assert [*read_records(out / "metrics.jsonl")] and found.checkpoint.stored.step <= 4
 
 
-def check_law(what, work, *arguments):
+@pytest.fixture
+def check_law(capsys):
     """The folder is used, an older checkpoint is taken, or there is a message that shows nothing else."""
-    try:
-        within(LIMIT_S, work, *arguments)
-    except TimeoutError:  # an OSError, too
-        raise
-    except (ValueError, OSError, SystemExit) as e:  # the message of SystemExit is printed
-        assert len(str(e)) < 3000 and str(e).isprintable(), (what, e)
+
+    def check(what, work, *arguments):
+        try:
+            within(LIMIT_S, work, *arguments)
+        except TimeoutError:  # an OSError, too
+            raise
+        except (ValueError, OSError, SystemExit) as e:
+            message = f"{e}{capsys.readouterr().err}".replace("\n", "")
+            assert len(message) < 3000 and message.isprintable(), (what, message)
+
+    return check
 
 
 class Evil:
@@ -96,19 +112,20 @@ class Evil:
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
-def test_no_code_of_a_file_runs(copy_of, at, kind):
+def test_no_code_of_a_file_runs(copy_of, check_law, capsys, kind):
     """In no file of a checkpoint, wherever it stands in it; nor in a ckpt.pt alone."""
     out = copy_of(kind)
     newest = step_folders(out)[0]
     for path in [path for path in newest.iterdir() if path.name != "manifest.json"]:
-        content, manifest = path.read_bytes(), read_manifest(newest)
+        content = path.read_bytes()
         for evil in (pickle.dumps(Evil()), saved({"model": Evil()}), saved({"model": {}, "config": Evil()})):
             path.write_bytes(evil)
-            seal(newest, manifest)
+            seal(newest)
             check_law(path.name, use, out)
             (out / "alone.pt").write_bytes(evil)
-            with pytest.raises(ValueError, match="alone.pt is not a checkpoint"):
-                look_for_start(str(out / "alone.pt"), str(out), Launch())
+            with pytest.raises(SystemExit):
+                start(str(out / "alone.pt"), out)
+            assert "alone.pt is not a checkpoint" in capsys.readouterr().err
         path.write_bytes(content)
     assert not [*Path().rglob("PWNED"), *out.rglob("PWNED")]
 
@@ -131,7 +148,7 @@ FILES += ["tiny/meta.json", "tiny/train.bin"]
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_file(copy_of, kind):
+def test_what_is_no_file(copy_of, check_law, kind):
     """Reading a FIFO waits for its writer, and /dev/zero has no end."""
     for name in FILES:
         out = copy_of("whole")
@@ -143,18 +160,26 @@ def test_what_is_no_file(copy_of, kind):
         shutil.rmtree(out)
 
 
-# a link under the name of the next checkpoint, after the run has cleaned its folder up; its owner is known
+def test_a_log_that_is_no_file_ends_no_run(zygote, copy_of):
+    out = copy_of("whole")
+    for name in ("owner", "metrics.jsonl"):
+        (out / name).unlink()
+        os.mkfifo(out / name)
+    zygote.train([*SHAPE, f"--out_dir={out}", "--init_from=resume", "--max_iters=4"], out.parent)
+    assert step_folders(out)[0].name == "step_00000005"
+
+
+# links under the names of the next checkpoints, after the run has cleaned its folder up; its owner is known
 PLANTED = """
 import uuid
-from isogpt.monitor.run_report import RunReport
+from torch.nn.modules.module import register_module_forward_pre_hook
 uuid.uuid4 = lambda: uuid.UUID(int=0)
-end_of_start = RunReport.__post_init__
-def plant(self):
-    end_of_start(self)
+def plant(*args):
+    first_pass.remove()
     os.symlink(os.path.abspath("victim/folder"), "out/unfinished_00000000_step_00000006")
     os.mkdir("out/unfinished_00000000_step_00000008")
     os.symlink(os.path.abspath("victim/file"), "out/unfinished_00000000_step_00000008/ckpt.pt")
-RunReport.__post_init__ = plant
+first_pass = register_module_forward_pre_hook(plant)
 """
 
 
@@ -173,7 +198,7 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
     shutil.rmtree(out / "step_00000004")
     for name in ("step_00000004", "unfinished_step_00000002", "previous_1", "step_00000006"):
         (out / name).symlink_to(victim / "folder")
-    args = ["--n_layer=1", "--n_embd=8", "--out_dir=out", "--save_interval=2", "--keep_last=1", "--profile=1"]
+    args = [*SHAPE, "--out_dir=out", "--save_interval=2", "--keep_last=1", "--profile=1"]
     resume = [*args, "--init_from=resume", "--max_iters=12"]
     assert "a checkpoint failed" not in start_changed(zygote, PLANTED, resume, tmp_path).wait().text()
     zygote.train([*args, "--max_iters=100000", "--time_limit_s=1"], tmp_path)  # PREEMPTED, previous_
@@ -182,35 +207,38 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
     assert len(files) == 4 and all(path.read_text() == "precious" for path in files)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_damaged(copy_of, at, capsys):
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(copy_of, capsys):
     """The disk may be away, or the files may belong to a different user: a resume must not give up steps."""
     out = copy_of("whole")
-    newest = step_folders(out)[0]
-    at.set(manifest, "sha256_of", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    file = step_folders(out)[0] / "ckpt.pt"
+    file.unlink()
+    file.mkdir()
     with pytest.raises(SystemExit):
-        look_for_start("auto", str(out), Launch())
-    assert re.match(f"error: {newest}/ckpt.pt cannot be read .*may be intact: ", capsys.readouterr().err)
-    _, *lines = export.list_checkpoints(str(out)).splitlines()
-    assert lines and all("ckpt.pt cannot be read (Permission denied)" in line for line in lines)
+        start("auto", out)
+    assert re.match(f"error: {file} cannot be read .*may be intact: ", capsys.readouterr().err)
+    _, newest, older = export.list_checkpoints(str(out)).splitlines()
+    assert "ckpt.pt cannot be read" in newest and "valid" in older
 
 
-def test_sizes_that_no_file_has(copy_of):
+def test_sizes_that_no_file_has(copy_of, capsys):
     """They would take all memory before anything is compared."""
     out = copy_of("whole")
     newest = step_folders(out)[0]
     state = torch.load(newest / "ckpt.pt")
     for name in ("n_embd", "n_head", "vocab_size", "block_size"):
         torch.save(state | {"model_args": state["model_args"] | {name: 2**40}}, newest / "ckpt.pt")
-        seal(newest, read_manifest(newest))
-        with pytest.raises(ValueError, match="does not fit the model|not a checkpoint"):
+        seal(newest)
+        with pytest.raises(SystemExit):
             within(LIMIT_S, use, out)
+        assert re.search("does not fit the model|not a checkpoint", capsys.readouterr().err)
 
 
-def test_names_are_printed_visibly(at):
+def test_names_are_printed_visibly(at, capsys):
     """A folder's name may contain escape codes and lines that look like ours."""
     name = "x\x1b[2J\nerror: nothing"
     (at.path / name).mkdir()
     (at.path / name / "ckpt.pt").touch()
-    with pytest.raises(ValueError, match=r"^no checkpoint to resume from [ -~]*$"):
-        look_for_start("resume", "out", Launch())
+    with pytest.raises(SystemExit):
+        start("resume", "out")
+    assert re.fullmatch(r"error: no checkpoint to resume from [ -~]*\n", capsys.readouterr().err)
     assert console.visible("a\tb\n\x9b\u202e", but="\n") == "a\\tb\n\\x9b\\u202e"

@@ -6,18 +6,20 @@ import shutil
 import signal
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from runs import TINY, accepted, records, start_changed, wait_for
+from runs import TINY, accepted, records, start_changed, train_defaults, wait_for
 
-from isogpt.checkpoint import mirror
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import damage, entry_of, read_manifest, step_folders, steps_in
-from isogpt.checkpoint.mirror import Mirror
+from isogpt.checkpoint.mirror import open_mirror
+from isogpt.checkpoint.search import StoredCheckpoint
+from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.launch.signals import Stop
 
 FILES = ("ckpt.pt", "more.distcp")
@@ -67,9 +69,35 @@ def commit(out, step, best=0, keep_last=2, held=()):
     return commit_checkpoint(unfinished, manifest, keep_last, held=held)
 
 
-def copies(path, step=None, url="faulty://", keep_last=2):
-    """A mirror of path/out at path/there."""
-    return Mirror(f"{url}{path}/there", path / "out", keep_last, step)
+def copies(path, step=None, out="out", keep_last=2, url="faulty://"):
+    """The mirror at path/there of a run in path/out, which resumes from a step or is new."""
+    settings = dict(mirror=f"{url}{path}/there", out_dir=str(path / out), keep_last=keep_last)
+    stored = StoredCheckpoint(path / out, step, {})
+    resumed = OpenCheckpoint(stored, {"model_args": {}}, {}) if step else None
+    return open_mirror(train_defaults(**settings), resumed)
+
+
+class Gate:
+    """Is closed until the test opens it. Whoever waits here is not impatient."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def wait(self, *args, **kw):
+        assert self.lock.acquire(timeout=60)
+        self.lock.release()
+
+    def open(self):
+        self.lock.release()
+
+
+@contextmanager
+def impatient():
+    """In the block, whoever waits for an event, such as an answer, waits a thousandth of the time."""
+    wait = threading.Event.wait
+    with patch.object(threading.Event, "wait", lambda event, s=None: wait(event, s and s / 1000)):
+        yield
 
 
 def outcomes(mirror):
@@ -101,7 +129,7 @@ def whole_steps(folder):
 
 
 def test_object_stores_get_files_under_their_names(tmp_path, at):
-    copied = Mirror("memory://a/run", tmp_path / "out", keep_last=1)
+    copied = copies(tmp_path, keep_last=1, url="memory:/")
     fs, root = fsspec.url_to_fs(copied.url)
     for step in (1, 2, 3):
         copied.request(commit(tmp_path / "out", step, best=1, keep_last=1))
@@ -153,13 +181,14 @@ def test_steps_to_which_the_run_did_not_go_on_do_not_count(tmp_path, at):
 
 def test_only_the_latest_of_two_launches_copies_to_a_folder(tmp_path, at):
     """Also if it begins while the other one copies, which then does not abandon newer steps."""
-    first, second = copies(tmp_path), Mirror(f"faulty://{tmp_path}/there", tmp_path / "2", 2, start=1)
+    first = copies(tmp_path)
     first.request(commit(tmp_path / "out", 1))
     outcomes(first)
 
     def overtake(operation, path):
         if operation == "put more" and "step_00000002" in path:
             at.set(Faulty, "before", print)
+            second = copies(tmp_path, step=1, out="2")
             second.request(commit(tmp_path / "2", 5))
             outcomes(second)
 
@@ -171,13 +200,17 @@ def test_only_the_latest_of_two_launches_copies_to_a_folder(tmp_path, at):
     assert whole_steps(tmp_path / "there") == [5, 2, 1]
 
 
-def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at):
+def test_a_new_run_does_not_write_among_earlier_checkpoints(tmp_path, at, capsys):
     first = copies(tmp_path)
     first.request(commit(tmp_path / "out", 7))
     outcomes(first)
-    with pytest.raises(ValueError, match="there: it contains checkpoints of an earlier run: set --mirror="):
-        copies(tmp_path).begin()
-    late = copies(tmp_path)  # the server did not answer at the start
+    with pytest.raises(SystemExit):
+        copies(tmp_path)
+    assert "there: it contains checkpoints of an earlier run: set --mirror=" in capsys.readouterr().err
+    with at.context() as without_answer:
+        without_answer.setattr(Faulty, "ls", Mock(side_effect=ConnectionResetError("reset")))
+        late = copies(tmp_path)
+        assert "fails at step 0: reset" in warning(late)
     late.request(commit(tmp_path / "out", 8))
     assert "fails at step 8: it contains" in warning(late) and whole_steps(tmp_path / "there") == [7]
 
@@ -210,7 +243,7 @@ def check_and_heal(path, at):
     steps = whole_steps(path / "there") if (path / "there").exists() else []
     at.set(Faulty, "before", print)
     newest = steps_in(path / "out")[0]
-    copied = copies(path, newest, keep_last=1)
+    copied = copies(path, step=newest, keep_last=1)
     copied.request(step_folders(path / "out")[0])
     assert set(events(copied)) <= {"mirror"}
     assert whole_steps(path / "there") == sorted({newest, 1}, reverse=True)
@@ -234,17 +267,16 @@ def test_a_kill_at_any_operation_leaves_whole_checkpoints(tmp_path, at):
 
 
 def test_the_end_waits_with_a_limit(tmp_path, at):
-    copied = copies(tmp_path)
+    copied, gate = copies(tmp_path), Gate()
     copied.finish(0.0)
-    go = threading.Event()
-    at.set(Faulty, "before", lambda operation, path: go.wait(60))
+    at.set(Faulty, "before", gate.wait)
     copied.request(commit(tmp_path / "out", 1))
     wait_for(copied.held)
-    for patience_s, seconds_left in ((0.1, 1000.0), (60.0, 0.1), (60.0, -3.0)):
-        at.set(mirror, "PATIENCE_S", patience_s)
-        copied.finish(seconds_left)
-        assert "it takes longer than 0:00, and the run ends" in copied.outcomes.popleft()[1]
-    go.set()
+    with impatient():
+        for seconds_left, waited in ((1000.0, "1:00"), (0.1, "0:00"), (-3.0, "0:00")):
+            copied.finish(seconds_left)
+            assert f"it takes longer than {waited}, and the run ends" in copied.outcomes.popleft()[1]
+    gate.open()
     copied.finish(60.0)
     assert events(copied) == ["mirror"]
     assert Stop().seconds_left() == float("inf") and Stop(time_limit_s=1e9).seconds_left() < 1e9
@@ -260,8 +292,9 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
         "s4://key:secret@b": "s4://b: Protocol not known",
         "lacking://b": "failed for",
     }.items():
-        with pytest.raises(ValueError, match=f"^mirror .*{problem}"):
-            Mirror(url, tmp_path, 1).begin()
+        with pytest.raises(SystemExit):
+            open_mirror(train_defaults(mirror=url), None)
+        assert re.match(f"error: mirror .*{problem}", capsys.readouterr().err)
     for arguments, advice in {
         "--mirror=/mnt/disk": "mirror is '/mnt/disk', but needs a URL such as s3://bucket/run: set",
         "--mirror=s3://bucket/run --save_checkpoint=False": "needs save_checkpoint: set --mirror=",
@@ -275,12 +308,12 @@ def test_what_is_no_mirror_is_refused(tmp_path, at, capsys):
 
 
 def test_a_server_that_does_not_answer_is_only_reported(tmp_path, at):
-    go, copied = threading.Event(), copies(tmp_path)
-    at.set(mirror, "ANSWER_S", 0.05)
-    at.set(Faulty, "ls", lambda *args, **kw: go.wait(60) and [])
-    copied.begin()
-    assert "fails at step 0: no answer within 0.05 s" in warning(copied)
-    go.set()
+    gate = Gate()
+    at.set(Faulty, "ls", gate.wait)
+    with impatient():
+        copied = copies(tmp_path)
+    assert "fails at step 0: no answer within" in warning(copied)
+    gate.open()
 
 
 # ------------------------------------------------------------------------------------------------------------

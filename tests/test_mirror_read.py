@@ -1,11 +1,11 @@
 """Reading a mirror: a resume on a machine whose disk is empty, and --init_from=URL."""
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,12 +16,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from runs import column, script, start_changed, tensors_in, train_defaults
 from s3_server import environment, s3  # noqa: F401  (a fixture)
-from test_faults import flip_a_bit as flip
+from test_checkpoints import flip_a_bit as flip
+from test_hostile import seal
+from test_mirror import Gate, impatient
 
-from isogpt.checkpoint import download, manifest, remote
-from isogpt.checkpoint.folder import clean_up, enter_folder
-from isogpt.checkpoint.manifest import damage, read_manifest, sealed, sha256_of, steps_in
-from isogpt.checkpoint.mirror import Mirror
+from isogpt.checkpoint.folder import enter_folder
+from isogpt.checkpoint.manifest import damage, read_manifest, steps_in
+from isogpt.checkpoint.mirror import open_mirror
 from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
@@ -90,14 +91,9 @@ def test_a_resume_on_a_new_machine_has_the_bits_of_the_undisturbed_run(zygote, s
 
 
 def test_the_best_checkpoint_is_downloaded_too(start, run, at):
-    best_is_4(run)
+    seal(Path("mirror/step_00000008"), best_step=4)
     assert start().resumed.stored.step == 8
     assert steps_in("new") == [8, 4] and not damage(Path("new/step_00000004"))
-
-
-def best_is_4(run):
-    manifest = read_manifest(run / "step_00000008") | {"best_step": 4}
-    Path("mirror/step_00000008/manifest.json").write_text(sealed(manifest))
 
 
 DAMAGE = {
@@ -126,11 +122,11 @@ def test_a_damaged_newest_step_is_reported_and_the_one_before_is_used(start, cap
 
 def test_the_newer_of_folder_and_mirror_continues(start, run, at, capsys):
     shutil.copytree(run / "step_00000012", "new/step_00000012")
-    read = Mock(side_effect=sha256_of)
-    at.set(manifest, "sha256_of", read)
+    read, digest = [], hashlib.file_digest
+    at.set(hashlib, "file_digest", lambda file, name: read.append(str(file.name)) or digest(file, name))
     assert start().resumed.stored.step == 12 and steps_in("new") == [12]
     assert "downloading" not in capsys.readouterr().err
-    read.assert_called_once_with(Path("new/step_00000012/ckpt.pt"))
+    assert read == ["new/step_00000012/ckpt.pt"]
     flip(Path("new/step_00000012/ckpt.pt"))
     assert start().resumed.stored.step == 8
     os.rename("new/step_00000012", "old")
@@ -141,12 +137,12 @@ def test_the_newer_of_folder_and_mirror_continues(start, run, at, capsys):
 
 
 def test_a_mirror_that_cannot_be_read(start, url, run, at, capsys):
-    at.set(download, "ANSWER_S", 0.05)
-    go = threading.Event()
-    at.set(LocalFileSystem, "ls", lambda *_, **__: go.wait(60))
-    assert "cannot be read (no answer within 0.05 s)" in failed(capsys, start)
-    assert "cannot be read (no answer" in failed(capsys, start, init_from=url, mirror="")
-    go.set()
+    gate = Gate()
+    at.set(LocalFileSystem, "ls", gate.wait)
+    with impatient():
+        assert "cannot be read (no answer within 60 s)" in failed(capsys, start)
+        assert "cannot be read (no answer" in failed(capsys, start, init_from=url, mirror="")
+    gate.open()
     at.set(LocalFileSystem, "ls", Mock(side_effect=ConnectionResetError(104, "Connection reset by peer")))
     problem = f"{url} cannot be read ([Errno 104] Connection reset by peer)"
     for init_from in ("resume", "auto", "auto:gpt2"):
@@ -182,7 +178,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, url, phase):
+def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, phase):
     out = Path("new")
     if not (child := os.fork()):
 
@@ -191,24 +187,26 @@ def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, url, phase)
 
         try:
             exec(PHASES[phase], {"LocalFileSystem": LocalFileSystem, "os": os, "die": die})
-            download.fetch(url, 8, out, is_mine=True)
+            start()
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert steps_in(out) == ([8] if phase == "after the rename" else [])
-    assert start().resumed.stored.step == 8 and not damage(out / "step_00000008")
-    clean_up(out)
-    assert [p.name for p in out.iterdir()] == ["step_00000008"]
+    stored = start().resumed.stored
+    assert stored.step == 8 and not damage(out / "step_00000008")
+    enter_folder("new", stored, Launch())
+    assert steps_in(out) == [8] and not list(out.glob("unfinished_*"))
 
 
-def test_a_manifest_does_not_lead_out_of_its_folder(start, url):
-    path = Path("mirror/step_00000008/manifest.json")
-    manifest = read_manifest(path.parent)
+def test_a_manifest_does_not_lead_out_of_its_folder(start):
+    newest = Path("mirror/step_00000008")
+    files = read_manifest(newest)["files"]
     for name in ("../evil", "..", "", "/etc/evil", "a/b", "a\nb"):
-        files = manifest["files"] | {name: {"sha256": "", "bytes": 4}}
-        path.write_text(sealed(manifest | {"files": files}))
-        assert remote.Remote(url).manifest(8) == {}
-    assert start().resumed.stored.step == 4
+        seal(newest, files=files | {name: {"sha256": "", "bytes": 4}})
+        assert start().resumed.stored.step == 4
+        shutil.rmtree("new")
+    seal(newest, files=files)
+    assert start().resumed.stored.step == 8
 
 
 def test_weights_from_a_url(start, url, run, capsys):
@@ -217,13 +215,11 @@ def test_weights_from_a_url(start, url, run, capsys):
         assert not found.is_resume and found.checkpoint.stored.step == step
         assert found.description == f"{init_from.removeprefix('auto:')}, step {step}"
         assert found.checkpoint.shapes and len(list(Path("new").iterdir())) == 1
-        download.discard_weights(found.checkpoint.stored)
-        assert not Path("new").exists()
-    best_is_4(run)
+        shutil.rmtree("new")
+    seal(Path("mirror/step_00000008"), best_step=4)
     assert start(init_from=url, mirror="").checkpoint.stored.step == 4
     flip(Path("mirror/step_00000004/ckpt.pt"))
-    problem = "step_00000004 is damaged: the checksum of ckpt.pt does not match"
-    assert problem in failed(capsys, start, init_from=f"{url}/step_00000004", mirror="")
+    assert "step_00000004 is damaged" in failed(capsys, start, init_from=f"{url}/step_00000004", mirror="")
     assert start(init_from=url, mirror="").checkpoint.stored.step == 8
     problem = f"{url}s contains no such checkpoint: set the URL of a mirror"
     assert problem in failed(capsys, start, init_from=f"{url}s", mirror="")
@@ -279,8 +275,7 @@ def test_a_server_of_s3(zygote, shared_work, run, s3, at, start):  # noqa: F811
     url, out = f"{s3}/a run", at.path / "new"
     files, path = fsspec.url_to_fs(url)
     files.put(str(at.path / "mirror"), path, recursive=True)
-    there = remote.Remote(url)
-    assert there.steps() == [8, 4] and remote.Remote("s3://missing/run").steps() == []
+    assert not start(mirror="s3://missing/run", init_from="auto").checkpoint
     flags = [*RUN, "--keep_last=1", f"--mirror={url}"]
     resume = [*flags, f"--out_dir={out}", "--init_from=resume"]
     text = zygote.train(resume, shared_work, env=environment()).text()
@@ -291,8 +286,7 @@ def test_a_server_of_s3(zygote, shared_work, run, s3, at, start):  # noqa: F811
     assert files.find(path) == [f"{path}/mirror_owner", *whole]
     refused = zygote.train([*flags, "--out_dir=other"], shared_work, ok=False, env=environment())
     assert refused.codes == [1] and not (shared_work / "other").exists()
-    assert f"{url}: it contains checkpoints of an earlier run: set --mirror= to" in refused.text()
+    assert f"error: mirror {url}: it contains" in refused.text()
     assert start(init_from=f"{url}/step_00000012", mirror="").checkpoint.stored.step == 12
-    lacking = Mirror("s3://no-such-bucket/run", out, keep_last=1)
-    lacking.begin()
+    lacking = open_mirror(train_defaults(mirror="s3://no-such-bucket/run", out_dir=str(out)), None)
     assert "fails at step 0: The specified bucket does not exist" in lacking.outcomes[0][1]

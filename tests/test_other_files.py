@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPO, script_that_fails, tiny_data
+from runs import REPO, script_that_fails, tiny_data, train_defaults
 
-from isogpt.checkpoint.folder import look_for_start
-from isogpt.checkpoint.source import check_weights, open_checkpoint
+from isogpt.checkpoint.source import check_weights
+from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.launch.launchers import Launch
+from isogpt.launch.process_group import Ranks
 from model import GPT, GPTConfig
 
+ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 ARGS = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
 
 
@@ -39,13 +40,17 @@ def write(path, content):
         torch.save(content, path)
 
 
-def start(init_from, out_dir="none"):
-    """What train.py starts from, or the message."""
-    try:
-        stored, *_ = look_for_start(init_from, out_dir, Launch())
-        return open_checkpoint(stored) if stored else GPT.from_pretrained(init_from)
-    except ValueError as e:
-        return str(e)
+def start(init_from, out_dir="none", from_pretrained=GPT.from_pretrained):
+    """What train.py starts from."""
+    return find_start(train_defaults(init_from=init_from, out_dir=out_dir), ALONE, from_pretrained)
+
+
+def refusal(capsys, init_from, out_dir="none"):
+    """The one line with which a start ends."""
+    with pytest.raises(SystemExit):
+        start(init_from, out_dir)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -56,7 +61,7 @@ def test_a_folder_with_the_name_of_a_start(at):
     """`--init_from=scratch`, the default, does not read a folder `scratch`."""
     for name in ("scratch", "auto", "gpt2"):
         write(Path(name, "ckpt.pt"), of_nanogpt())
-        assert look_for_start(name, "out", Launch())[:2] == (None, False)
+        assert start(name, "out", str).checkpoint is None
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
@@ -68,7 +73,7 @@ def test_names_of_compiled_and_distributed_models(at, prefix):
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[1].backward()
     optimizer.step()
     write(Path("ckpt.pt"), of_nanogpt(model=named, optimizer=optimizer.state_dict()))
-    checkpoint, again = start("ckpt.pt"), GPT(GPTConfig(**ARGS), seed=2)
+    checkpoint, again = start("ckpt.pt").checkpoint, GPT(GPTConfig(**ARGS), seed=2)
     check_weights(checkpoint, again)
     optimizers = [again.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
     restore_checkpoint(checkpoint, again, optimizers)
@@ -81,7 +86,7 @@ def test_what_nanogpts_earlier_checkpoints_lack(at):
     state = of_nanogpt(model=weights(bias=True), model_args={k: n for k, n in ARGS.items() if k != "bias"})
     del state["iter_num"], state["best_val_loss"], state["config"]
     write(Path("out/ckpt.pt"), state)
-    checkpoint = start("resume", "out")
+    checkpoint = start("resume", "out").checkpoint
     assert checkpoint.run["model_args"]["bias"] is True and checkpoint.run["iter_num"] == 0
     assert checkpoint.run["best_val_loss"] == math.inf
     model = GPT(GPTConfig(**checkpoint.run["model_args"]), seed=2)
@@ -104,16 +109,16 @@ def test_a_file_that_the_run_did_not_write_is_kept(zygote, at):
     assert kept == [before["ckpt.pt"], before["ckpt_best.pt"]]
 
 
-def test_weights_without_a_shape(at):
+def test_weights_without_a_shape(at, capsys):
     """The block in the documentation makes a checkpoint of minGPT's weights."""
     text = (REPO / "docs/migrating.md").read_text()
     block = text.partition("### Weights without a shape")[2].split("```")[1]
     shape = {"n_layer": 6, "n_head": 6, "n_embd": 192, "block_size": 128, "vocab_size": 65}
     model = GPT(GPTConfig(**shape, bias=True, gelu="tanh", tied=False), seed=1)
     write(Path("model.pt"), model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128)})
-    assert "(model_args lacks or also contains block_size, " in start("model.pt")
+    assert "block_size" in refusal(capsys, "model.pt")
     exec(block.removeprefix("python"), {})
-    checkpoint = start("ckpt.pt")
+    checkpoint = start("ckpt.pt").checkpoint
     loaded = GPT(GPTConfig(**checkpoint.run["model_args"]), seed=2)
     restore_checkpoint(checkpoint, loaded)
     tokens = torch.arange(60)[None]
@@ -144,12 +149,12 @@ REFUSED = {  # files: why
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_file_that_is_not_read_is_refused_in_one_line(at, kind):
+def test_a_file_that_is_not_read_is_refused_in_one_line(at, capsys, kind):
     content, reason = REFUSED[kind]
     write(Path("out/ckpt.pt"), content)
-    for text in (start("out/ckpt.pt"), start("resume", "out")):
+    for text in (refusal(capsys, "out/ckpt.pt"), refusal(capsys, "resume", "out")):
         assert re.search(r"out/ckpt.pt is not a checkpoint that isoGPT reads \(.+\): see docs/", text), text
-        assert reason in text and "\n" not in text
+        assert reason in text
 
 
 def test_weights_that_do_not_fit(at):
@@ -157,19 +162,19 @@ def test_weights_that_do_not_fit(at):
     for model in (OTHER, weights(n_layer=2), weights() | {"lm_head.weight": torch.ones(65, 8)}):
         write(Path("ckpt.pt"), of_nanogpt(model=model))
         with pytest.raises(ValueError, match="does not fit the model: it (lacks|also contains) "):
-            check_weights(start("ckpt.pt"), GPT(GPTConfig(**ARGS)))
+            check_weights(start("ckpt.pt").checkpoint, GPT(GPTConfig(**ARGS)))
 
 
 def test_what_to_type_for_a_folder_or_a_file(at, capsys):
     write(Path("out/ckpt.pt"), weights())
     for argument, message in {
-        "--out_dir=out": "no checkpoint in out: out/ckpt.pt is not a checkpoint that isoGPT reads",
+        "--out_dir=out": "no checkpoint in out: out/ckpt.pt is not a checkpoint",
         "--init_from=out/ckpt.pt": "out/ckpt.pt is a file: set --out_dir=out for a run",
     }.items():
         assert message in script_that_fails(at, capsys, "sample.py", ["--device=cpu", argument]).err
 
 
-def test_folders_of_transformers_that_are_no_whole_models(at):
+def test_folders_of_transformers_that_are_no_whole_models(at, capsys):
     for number, (name, content, message) in enumerate(
         (
             ("adapter_config", {}, "an adapter .LoRA.: type: python -c .*save_pretrained.'hf0-me"),
@@ -179,6 +184,6 @@ def test_folders_of_transformers_that_are_no_whole_models(at):
     ):
         write(Path(f"hf{number}/{name}.json"), content)
         write(Path(f"hf{number}/model.safetensors"), SAFETENSORS)
-        text = start(f"hf{number}")
-        assert re.search(f"^cannot load 'hf.' with transformers: .*{message}", text)
+        text = refusal(capsys, f"hf{number}")
+        assert re.search(f"^error: cannot load 'hf.' with transformers: .*{message}", text)
         assert "pip install" not in text

@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed and resumed ends bit for bit as an uninterrupted run does."""
 
+import os
 import random
 import re
 import shutil
@@ -17,7 +18,7 @@ def final(path):
     return torch.load(path / "ckpt.pt" if path.is_dir() else path, weights_only=True)
 
 
-@pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)
@@ -75,13 +76,17 @@ def steps_saved(out):
 
 def test_resume_from_a_chosen_step(zygote, work):
     """
-    Later checkpoints are renamed, and the curve from there on is the same, bit for bit.
+    Later checkpoints are renamed and not read, since there may be terabytes. The curve from there on is the
+    same, bit for bit.
     """
     args = ["--dropout=0.1", "--save_interval=2", "--keep_last=0"]
     zygote.train([*args, "--out_dir=straight", "--max_iters=7"], work)
     out = work / "out"
     shutil.copytree(work / "straight", out, symlinks=True)
     for number, last in enumerate((4, 7)):
+        for newer in [folder for folder in out.glob("step_*") if folder.name > "step_00000002"]:
+            (newer / "ckpt.pt").unlink()
+            os.mkfifo(newer / "ckpt.pt")  # cannot be read
         chosen = ["--init_from=resume:2", f"--max_iters={last}"]
         run = zygote.train([*args, "--out_dir=out", *chosen], work)
         assert "step_00000002/ckpt.pt, step 2" in run.text() and "iter 2: loss" in run.text()
@@ -103,27 +108,26 @@ def fresh_run(out, folder):
     torch.save({**state, "iter_num": 0}, folder / "ckpt.pt")
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_new_run_from_the_weights_of_a_different_run(zygote, work, nproc):
+def test_a_new_run_from_the_weights_of_a_different_run(zygote, work):
     """Step 0, a new optimizer, a new log."""
     zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)
     fresh_run(work / "source", work / "reference")
     args = ["--max_iters=6", "--block_size=16", "--dropout=0.1", "--seed=7"]
-    zygote.train([*args, "--init_from=resume", "--out_dir=reference"], work, nproc)
-    run = zygote.train([*args, "--init_from=source", "--out_dir=new"], work, nproc)
+    zygote.train([*args, "--init_from=resume", "--out_dir=reference"], work, 2)
+    run = zygote.train([*args, "--init_from=source", "--out_dir=new"], work, 2)
     assert "from source/step_00000010/ckpt.pt, step 10" in run.text()
     assert_same_run(work / "new", work / "reference")
     assert {v["step"].item() for v in final(work / "new")["optimizer"]["state"].values()} == {7}
     # a file: a copy of the ckpt.pt alone
     shutil.copyfile(work / "source/ckpt.pt", work / "weights.pt")
-    run = zygote.train([*args, "--init_from=weights.pt", "--out_dir=of_file", "--max_iters=1"], work, nproc)
+    run = zygote.train([*args, "--init_from=weights.pt", "--out_dir=of_file", "--max_iters=1"], work, 2)
     assert "from weights.pt, step 10" in run.text()
     assert column(work / "of_file", "loss")[0] == column(work / "reference", "loss")[0]
     # the weights are used once
-    run = zygote.train([*args, "--init_from=auto:source", "--out_dir=new", "--max_iters=8"], work, nproc)
+    run = zygote.train([*args, "--init_from=auto:source", "--out_dir=new", "--max_iters=8"], work, 2)
     assert "from new/step_00000007/ckpt.pt, step 7" in run.text()
     # in the folder of the other run itself, that run is moved aside
-    zygote.train([*args, "--init_from=source", "--out_dir=source"], work, nproc)
+    zygote.train([*args, "--init_from=source", "--out_dir=source"], work, 2)
     assert column(work / "source", "loss") == column(work / "reference", "loss")
     assert (work / "source/previous_1/step_00000010/ckpt.pt").exists()
 

@@ -1,19 +1,15 @@
 """Shards: what they hold, their damage, conversions, and runs that start from them."""
 
-import os
-import pickle
 import random
 import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import column, same, start_changed, tensors_in
+from runs import assert_same_curve, column, same, start_changed, tensors_in
 from test_layouts import args_of
 from torch.distributed.checkpoint import format_utils
 
-from isogpt.checkpoint import sharded_files
-from isogpt.checkpoint.manifest import entry_of, read_manifest, sealed
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 
@@ -26,24 +22,15 @@ def sharded(trained):
     return trained(ZERO3, 2)
 
 
-def test_no_rank_saves_more_than_its_part(sharded):
-    """The shards of two ranks hold half of the weights and moments each."""
-    sizes = [p.stat().st_size for p in (sharded / "step_00000010").glob("*.distcp")]
-    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
-
-
 @pytest.mark.slow
 def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, sharded, session_work, tmp_path):
     """Step 0 and a new optimizer, on any layout; the folder of the other run does not change."""
     before = {path: path.stat().st_mtime_ns for path in sharded.rglob("*")}
-    curves = []
-    for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
-        out = tmp_path / f"{nproc}-{zero}"
-        args = [f"--zero={zero}", f"--init_from={sharded}", f"--out_dir={out}"]
+    for nproc, zero in ((1, 0), (2, 3)):
+        args = [f"--zero={zero}", f"--init_from={sharded}", f"--out_dir={tmp_path / str(nproc)}"]
         run = zygote.train([*ONE, "--max_iters=4", "--block_size=16", *args], session_work, nproc)
         assert f"from {sharded}/step_00000010, step 10" in run.text()
-        curves.append(column(out, "loss"))
-        same(curves[0], curves[-1], absolute=1e-5)
+    assert_same_curve(tmp_path / "2", tmp_path / "1")
     assert {path: path.stat().st_mtime_ns for path in sharded.rglob("*")} == before
 
 
@@ -64,18 +51,6 @@ def test_damage_to_any_file_is_noticed(trained, sharded, tmp_path, form):
             assert found.step == 5 and len(reports) == 1 and "step_00000010" in reports[0], path
         path.write_bytes(good)
     assert find_checkpoint(str(out))[0].step == 10
-
-
-def test_a_damaged_shard_is_reported_and_an_older_one_used(zygote, sharded, session_work, tmp_path):
-    out, file = tmp_path / "out", tmp_path / "out/step_00000010/__1_0.distcp"
-    shutil.copytree(sharded, out, symlinks=True)
-    content = bytearray(file.read_bytes())  # which rank 1 verifies
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    run = zygote.train([*ZERO3, "--init_from=resume", "--max_iters=10", f"--out_dir={out}"], session_work, 2)
-    said = f"warning: {file.parent} is damaged: the checksum of __1_0.distcp does not match\n"
-    assert run.text().count(said) == 1 and set(column(out, "loss")) == set(range(11))
-    assert find_checkpoint(str(out))[0].step == 11
 
 
 @pytest.mark.parametrize("way", ["zero3", "tp2", "pp2"])
@@ -101,32 +76,11 @@ def test_torchs_own_tools_read_our_shards(zygote, trained, tmp_path, way):
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_metadata_that_would_run_code_does_not(trained, sharded, tmp_path):
-    """Even if its checksums match, as a forger would make them."""
-
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'ran'}",)
-
-    for target, run in ((".metadata", sharded), ("ckpt.pt", trained(ONE))):
-        out = tmp_path / target.strip(".") / "step_00000010"
-        shutil.copytree(run / out.name, out)
-        (out / target).write_bytes(pickle.dumps(Evil()))
-        manifest = read_manifest(out)
-        manifest["files"] = {name: entry_of(out / name) for name in manifest["files"]}
-        (out / "manifest.json").write_text(sealed(manifest))
-        found, reports = find_checkpoint(str(out.parent))
-        assert found and not reports
-        with pytest.raises(ValueError, match="run|load"):
-            open_checkpoint(found)
-        assert not (tmp_path / "ran").exists()
-
-
 def test_the_index_of_an_earlier_version_is_not_read(sharded, tmp_path):
-    step = shutil.copytree(sharded / "step_00000010", tmp_path / "step_00000010")
-    (step / ".metadata").rename(step / "tensors.json")
-    with pytest.raises(ValueError, match="an earlier version wrote it: convert"):
-        sharded_files.shapes(step)
+    shutil.copytree(sharded / "step_00000010", tmp_path / "step_00000010")
+    (tmp_path / "step_00000010/tensors.json").touch()
+    with pytest.raises(ValueError, match="an earlier version wrote it"):
+        open_checkpoint(find_checkpoint(str(tmp_path))[0])
 
 
 def test_smaller_block_size_on_a_sharded_resume(zygote, sharded, session_work, tmp_path):
@@ -141,11 +95,11 @@ def test_smaller_block_size_on_a_sharded_resume(zygote, sharded, session_work, t
     same(a, b, absolute=1e-5)
 
 
+# train.py that says how long its groups wait
 GROUPS = """
 import torch
-from isogpt.launch import process_group
-from isogpt.parallel import mesh
-init, leave, meshes = mesh.init_device_mesh, process_group.leave_process_group, []
+import torch.distributed as dist
+init, leave, meshes = dist.init_device_mesh, dist.destroy_process_group, []
 def keep(*args, **kwargs):
     meshes.append(init(*args, **kwargs))
     return meshes[-1]
@@ -154,7 +108,7 @@ def tell():
         options = meshes[0].get_group(name)._get_backend(torch.device("cpu")).options
         print(f"{name}: {options._timeout.total_seconds():g} s")
     leave()
-mesh.init_device_mesh, process_group.leave_process_group = keep, tell
+dist.init_device_mesh, dist.destroy_process_group = keep, tell
 """
 
 

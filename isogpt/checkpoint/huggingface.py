@@ -234,7 +234,7 @@ def their_weights(kind: str, config: GPTConfig, weights: dict[str, Tensor]) -> d
     return theirs
 
 
-def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
+def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_SIZE) -> None:
     """
     Write config.json, generation_config.json and model.safetensors.
 
@@ -242,6 +242,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
         model: a GPT with float32 weights on the CPU, which is in evaluation mode afterwards.
         token_ids: see tokenizer.save_tokenizer; of these, suppress_tokens may be missing. If one of them is
             beyond the model's, the exported model gets more ids.
+        file_size: of the largest file of weights, such as 5GB.
 
     Raises:
         ValueError: transformers contains no class for this model, or its class computes other logits.
@@ -257,7 +258,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict) -> None:
         raise ValueError(
             f"{name} of transformers does not compute what model.py does: {problem}: {OTHER_FORMS}"
         )
-    hf.save_pretrained(folder, max_shard_size=FILE_SIZE)
+    hf.save_pretrained(folder, max_shard_size=file_size)
 
 
 def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
