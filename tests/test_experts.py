@@ -6,7 +6,9 @@ import pytest
 import torch
 from runs import column, default_plan, same, train_defaults
 from test_layouts import ONE, WAYS, args_of, compare_routing
+from test_model import roughen
 
+from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
@@ -36,19 +38,23 @@ def lopsided(shared_work):
     return folder, model
 
 
-def routing_of_the_first_step(model, dataset):
-    """What is in the record of the routers, from a model's numbers."""
-    plan = default_plan(batch_size=5, gradient_accumulation_steps=5, model_args=model.describe())
+def first_step(model, dataset, batch_size, micro_steps):
+    """The micro-batches that a run reads in its first step on one process."""
+    sizes = dict(batch_size=batch_size, gradient_accumulation_steps=micro_steps)
+    plan = default_plan(model_args=model.describe(), **sizes)
     reader = Reader(open_dataset(str(dataset), LENGTH), "random", 1337, plan, Mesh(), torch.device("cpu"))
-    for x, y in islice(reader.train(0, 0), reader.share.micro_steps):
+    return islice(reader.train(0, 0), reader.share.micro_steps)
+
+
+def routing_of(model, batches):
+    """What is in the record of the routers, from a model's numbers."""
+    for x, y in batches:
         model.train()(x, y)
     loss, entropy, *counts = model.routing.T  # of each layer
     n_tokens, counts = 25 * LENGTH, torch.stack(counts)
     record = {f"expert_tokens_{name}": getattr(counts, name)().item() for name in ("min", "mean", "max")}
-    return record | {
-        "router_entropy": entropy.mean().item() / n_tokens,
-        "auxiliary_loss": loss.sum().item() / n_tokens,
-    }
+    entropy, loss = entropy.mean().item() / n_tokens, loss.sum().item() / n_tokens
+    return record | {"router_entropy": entropy, "auxiliary_loss": loss}
 
 
 @pytest.mark.parametrize("way", ["ep2", pytest.param("ep2-fsdp", marks=pytest.mark.slow)])
@@ -66,7 +72,7 @@ def test_padding_rows_do_not_count_and_dead_experts_are_named(trained, session_w
         assert len(steps) == 3
         assert all(line.endswith(", dead experts (layer.expert): 1.3, 2.2, 2.3") for line in steps), steps
         outs.append(out)
-    expected = routing_of_the_first_step(model, session_work / "data/tiny")
+    expected = routing_of(model, first_step(model, session_work / "data/tiny", 5, 5))
     assert {key: column(outs[0], key)[0] for key in expected} == pytest.approx(expected, rel=1e-4)
     same(*(column(out, "loss") for out in outs), absolute=2e-5)
     compare_routing(*outs)
@@ -103,6 +109,16 @@ def test_a_dense_model_is_upcycled(trained, model, source, way):
         assert column(other, key)[0] == pytest.approx(column(dense, key)[0], abs=1e-5)
     same(column(one, "loss"), column(other, "loss"), absolute=2e-5)
     same(column(one, "grad_norm"), column(other, "grad_norm"), relative=1e-4)
+
+
+@pytest.mark.slow
+def test_experts_from_a_dense_model_of_transformers(zygote, work):
+    """Each expert is a copy of the MLP: the first loss is the dense model's."""
+    model = roughen(GPT(GPTConfig(LENGTH, 65, 2, 4, 32, arch="llama", n_kv_head=1)), std=0.1)
+    huggingface.save(work / "dense", model, {})
+    zygote.train(["--init_from=dense", "--max_iters=0", "--n_expert=4", "--ep=2", "--zero=3"], work, 2)
+    losses = [model(x, y, 8.0 * LENGTH)[1].item() for x, y in first_step(model, work / "data/tiny", 4, 2)]
+    assert column(work / "out", "loss")[0] == pytest.approx(sum(losses), abs=1e-5)
 
 
 def test_the_number_of_active_experts_is_the_checkpoints(trained):
