@@ -9,7 +9,6 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -70,25 +69,6 @@ def make_folder(zygote, shape, out):
     return texts
 
 
-@dataclass
-class Server:
-    """A running server."""
-
-    url: str
-    model: str
-
-    def client(self):
-        import openai
-
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def complete(self, prompt):
-        """The text after a prompt."""
-        create = self.client().completions.create
-        answer = create(model=self.model, prompt=prompt, max_tokens=TOKENS, temperature=0)
-        return answer.choices[0].text
-
-
 def answers(url):
     try:
         return urllib.request.urlopen(f"{url}/health", timeout=1).status == 200
@@ -122,18 +102,26 @@ def serving(folder, options, log):
 @pytest.mark.parametrize("name", SERVERS)
 def test_clients_get_the_text_of_sample_py(zygote, tmp_path, name):
     """One after the other, at once, and as a chat, which continues the text of its messages."""
+    import openai
+
     shape, options = SERVERS[name]
     texts = make_folder(zygote, shape, tmp_path / "out")
     assert len(set(texts)) == len(PROMPTS)
     folder = tmp_path / "out" / "hf"
+    likeliest = dict(model=str(folder), max_tokens=TOKENS, temperature=0)
     with serving(folder, options, tmp_path / "log.txt") as url:
-        server = Server(url, str(folder))
-        assert [server.complete(prompt) for prompt in PROMPTS] == texts
+
+        def client():
+            return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def complete(prompt):
+            return client().completions.create(prompt=prompt, **likeliest).choices[0].text
+
+        assert [complete(prompt) for prompt in PROMPTS] == texts
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
-            assert list(clients.map(server.complete, PROMPTS)) == texts
+            assert list(clients.map(complete, PROMPTS)) == texts
         for prompt, text in zip(PROMPTS, texts, strict=True):
             messages = [{"role": "system", "content": prompt[:2]}, {"role": "user", "content": prompt[2:]}]
-            create = server.client().chat.completions.create
-            answer = create(model=server.model, messages=messages, max_tokens=TOKENS, temperature=0)
+            answer = client().chat.completions.create(messages=messages, **likeliest)
             assert answer.choices[0].message.content == text
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), TOKENS)
