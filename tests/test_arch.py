@@ -407,41 +407,6 @@ def test_a_model_that_is_not_supported(tmp_path):
             GPT.from_pretrained(str(tmp_path))
 
 
-def test_weights_that_do_not_belong_to_the_config(tmp_path):
-    gpt = moved("llama")
-    huggingface.save(tmp_path, gpt, NO_IDS)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
-    with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):
-        GPT.from_pretrained(str(tmp_path))
-
-
-@pytest.mark.parametrize(("head", "embedding_lr"), [("untied", 0.3), ("tied", 0.3)])
-def test_the_optimizer_rate_and_weight_decay_of_each_parameter(head, embedding_lr):
-    shape = dict(block_size=8, vocab_size=16, n_layer=2, n_head=2, n_embd=8, n_expert=2)
-    gpt = GPT(GPTConfig(**shape, arch="llama", tied=head == "tied"))
-    settings = train_defaults(
-        optimizer="muon", learning_rate=1e-2, weight_decay=0.1, muon_lr=0.04, embedding_lr=embedding_lr
-    )
-    name_of, found = {p: name for name, p in gpt.named_parameters()}, {}
-    for optimizer in optim.make_optimizers(gpt, settings):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                assert name_of[p] not in found
-                how = (type(optimizer).__name__, group["lr"], group["lr_scale"], group["weight_decay"])
-                found[name_of[p]] = how
-    rest = ("AdamW", 1e-2, 1.0, 0.0)
-    expected = dict.fromkeys(name_of.values(), rest)
-    if head == "untied":
-        expected["transformer.wte.weight"] = ("AdamW", 0.3, 0.3 / 1e-2, 0.0)
-    matrices = ("attn.c_attn", "attn.c_proj", *(f"mlp.experts.c_{part}" for part in ("gate", "fc", "proj")))
-    for name in (f"transformer.h.{i}.{matrix}.weight" for i in (0, 1) for matrix in matrices):
-        assert expected[name] == rest
-        expected[name] = ("Muon", 0.04, 0.04 / 1e-2, 0.1)
-    assert found == expected
-    assert (rest in found.values()) and "transformer.h.1.mlp.router.weight" in found
-
-
 def test_muon_orthogonalizes_each_matrix():
     """
     q, k and v separately; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight

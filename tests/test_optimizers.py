@@ -140,6 +140,24 @@ def test_each_trained_parameter_is_in_one_group():
     assert line == f"{adamw}; Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe"
 
 
+UNTIED = {"AdamW, lr 0.3: wte", "AdamW, lr 0.01: 5 vectors, 2 mlp.router, lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("tied", "adamw"), [(False, UNTIED), (True, {"AdamW, lr 0.01: wte, 5 vectors, 2 mlp.router"})]
+)
+def test_the_rate_and_weight_decay_of_each_parameter(tied, adamw):
+    """Muon's matrices are those of attention, 2 in each block, and of all experts, 3."""
+    model = tiny(n_expert=2, arch="llama", tied=tied)
+    settings = train_defaults(optimizer="muon", learning_rate=1e-2, muon_lr=0.04, embedding_lr=0.3)
+    optimizers = optim.make_optimizers(model, settings)
+    described = optim.describe_updates(model, optimizers, Mesh())
+    assert {*described.split("; ")} == adamw | {"Muon, lr 0.04, decay 0.1: 10 matrices of blocks"}
+    optim.set_rates(optimizers, 0, 5e-3, 0.95)
+    rates = sorted({group["lr"] for optimizer in optimizers for group in optimizer.param_groups})
+    assert rates == pytest.approx([5e-3, 0.02] if tied else [5e-3, 0.02, 0.15])
+
+
 # shapes of parameters, and the heights of the matrices that are stacked in them
 STACKS = [((36, 12), (12, 12, 12)), ((16, 12), (8, 4, 4)), ((32, 8), (32,))]
 PARAMETERS = 5  # of each shape

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import free_port, train_defaults, wait_for
+from runs import free_port, wait_for
+from test_model import roughen
 
-from isogpt.checkpoint.ckpt_file import nanogpt_state
-from isogpt.training import optim
+from isogpt.checkpoint import huggingface
+from isogpt.data.tokenizer import save_tokenizer
+from isogpt.data.vocabulary import of_characters
 from model import GPT, GPTConfig
 
 MISSING = [
@@ -36,36 +37,23 @@ BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-token
 SERVERS = {"gpt2": ({}, BATCHING), "nanochat": (dict(arch="nanochat", n_kv_head=2), [])}
 
 
-def make_folder(zygote, shape, out):
+def make_folder(zygote, shape, folder):
     """
-    Export a run with random weights and a data set of characters; returns what sample.py writes after
+    Export a model with random weights and a tokenizer of characters; returns what sample.py writes after
     PROMPTS.
     """
-    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **shape)
-    model = GPT(config, seed=0).eval()
-    for name, p in model.named_parameters():  # so that the text depends on all of the prompt
-        if p.dim() > 1:
-            p.data = 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-    data = out / "data"
-    data.mkdir(parents=True)
-    meta = {"vocab_size": len(CHARACTERS), "stoi": CHARACTERS, "itos": {i: c for c, i in CHARACTERS.items()}}
-    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
-    (data / "train.bin").write_bytes(bytes(2 * BLOCK_SIZE + 2))
-    run = {"model_args": model.describe(), "iter_num": 1, "best_val_loss": 9.0, "isogpt": {}}
-    run["config"] = {"dataset": str(data)}
-    optimizers = optim.make_optimizers(model, train_defaults())
-    torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
-    zygote.start([out, "--to=hf"], out, script="export.py").wait()
-    texts = []
+    model = roughen(GPT(GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **shape), seed=0))
+    token_ids = save_tokenizer(folder, of_characters(CHARACTERS), len(CHARACTERS), BLOCK_SIZE)
+    huggingface.save(folder, model, token_ids)
+    character, texts = {i: c for c, i in CHARACTERS.items()}, []
     for prompt in PROMPTS:
         ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
         new = model.generate(ids, TOKENS, temperature=0)[0, ids.shape[1] :]
-        texts.append("".join(meta["itos"][i] for i in new.tolist()))
-    options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1"]
-    options += [f"--max_new_tokens={TOKENS}"]
-    command = [f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
-    run = zygote.start(command, out, script="sample.py").wait()
-    assert f"\n{PROMPTS[1]}{texts[1]}\n" in run.samples()
+        texts.append("".join(character[i] for i in new.tolist()))
+    command = [f"--init_from={folder}", f"--start={PROMPTS[1]}", "--device=cpu", "--dtype=float32"]
+    command += ["--temperature=0", "--num_samples=1", f"--max_new_tokens={TOKENS}"]
+    run = zygote.start(command, folder.parent, script="sample.py").wait()
+    assert f"{PROMPTS[1]}{texts[1]}\n" in run.samples()
     return texts
 
 
@@ -105,9 +93,9 @@ def test_clients_get_the_text_of_sample_py(zygote, tmp_path, name):
     import openai
 
     shape, options = SERVERS[name]
-    texts = make_folder(zygote, shape, tmp_path / "out")
+    folder = tmp_path / "hf"
+    texts = make_folder(zygote, shape, folder)
     assert len(set(texts)) == len(PROMPTS)
-    folder = tmp_path / "out" / "hf"
     likeliest = dict(model=str(folder), max_tokens=TOKENS, temperature=0)
     with serving(folder, options, tmp_path / "log.txt") as url:
 
