@@ -315,20 +315,6 @@ def test_an_architecture_that_transformers_lacks_is_not_exported(tmp_path):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 
-def test_import_of_a_mixtral(tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
-
-    set_seed(0)
-    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=72, num_hidden_layers=2)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=48)
-    experts = dict(num_local_experts=4, num_experts_per_tok=3, router_aux_loss_coef=0.03)
-    hf = MixtralForCausalLM(MixtralConfig(**shape, **experts, initializer_range=0.2, **NO_IDS))
-    hf.save_pretrained(tmp_path)
-    gpt = GPT.from_pretrained(str(tmp_path)).eval()
-    assert_equal_to(hf, gpt)
-    assert (gpt.config.n_expert, gpt.config.n_expert_active, gpt.config.balance_loss) == (4, 3, 0.03)
-
-
 SHARDS_OF_EXPERTS = pytest.param("llama-moe", ["--ep=2", "--zero=3"], marks=pytest.mark.slow)
 
 
