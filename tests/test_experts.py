@@ -4,15 +4,13 @@ from itertools import islice
 
 import pytest
 import torch
-from runs import column, default_plan, same, train_defaults
+from runs import column, same, train_defaults
 from test_layouts import ONE, WAYS, args_of, compare_routing
 from test_model import roughen
+from test_statistics import reader_of
 
 from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.ckpt_file import nanogpt_state
-from isogpt.data.dataset import open_dataset
-from isogpt.data.reader import Reader
-from isogpt.parallel.mesh import Mesh
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
@@ -38,11 +36,9 @@ def lopsided(shared_work):
     return folder, model
 
 
-def first_step(model, dataset, batch_size, micro_steps):
+def first_step(folder, model, *sizes):
     """The micro-batches that a run reads in its first step on one process."""
-    sizes = dict(batch_size=batch_size, gradient_accumulation_steps=micro_steps)
-    plan = default_plan(model_args=model.describe(), **sizes)
-    reader = Reader(open_dataset(str(dataset), LENGTH), "random", 1337, plan, Mesh(), torch.device("cpu"))
+    reader = reader_of(folder, model, *sizes)
     return islice(reader.train(0, 0), reader.share.micro_steps)
 
 
@@ -72,7 +68,7 @@ def test_padding_rows_do_not_count_and_dead_experts_are_named(trained, session_w
         assert len(steps) == 3
         assert all(line.endswith(", dead experts (layer.expert): 1.3, 2.2, 2.3") for line in steps), steps
         outs.append(out)
-    expected = routing_of(model, first_step(model, session_work / "data/tiny", 5, 5))
+    expected = routing_of(model, first_step(session_work, model, 5, 5))
     assert {key: column(outs[0], key)[0] for key in expected} == pytest.approx(expected, rel=1e-4)
     same(*(column(out, "loss") for out in outs), absolute=2e-5)
     compare_routing(*outs)
@@ -117,7 +113,7 @@ def test_experts_from_a_dense_model_of_transformers(zygote, work):
     model = roughen(GPT(GPTConfig(LENGTH, 65, 2, 4, 32, arch="llama", n_kv_head=1)), std=0.1)
     huggingface.save(work / "dense", model, {})
     zygote.train(["--init_from=dense", "--max_iters=0", "--n_expert=4", "--ep=2", "--zero=3"], work, 2)
-    losses = [model(x, y, 8.0 * LENGTH)[1].item() for x, y in first_step(model, work / "data/tiny", 4, 2)]
+    losses = [model(x, y, 8.0 * LENGTH)[1].item() for x, y in first_step(work, model)]
     assert column(work / "out", "loss")[0] == pytest.approx(sum(losses), abs=1e-5)
 
 

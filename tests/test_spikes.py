@@ -7,13 +7,11 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-import torch
-from runs import column, default_plan, records, start_faulty, tiny_data
+from runs import column, records, start_faulty, tiny_data
+from test_statistics import reader_of
 
-from isogpt.data.dataset import open_dataset
-from isogpt.data.reader import Reader
-from isogpt.parallel.mesh import Mesh
 from isogpt.training.recent_steps import RecentSteps
+from model import GPT, GPTConfig
 
 WINDOW, ENOUGH = 128, 64  # steps from which the limits are computed: at most, at least
 
@@ -95,8 +93,7 @@ def poisoned(tmp_path_factory):
     ids = np.where(rng.random(n_tokens) < 0.9, 0, rng.integers(0, 8, n_tokens)).astype(np.uint16)
     ids[:4000].tofile(folder / "val.bin")
     ids.tofile(folder / "train.bin")
-    plan = default_plan(model_args={"block_size": 32}, batch_size=4, gradient_accumulation_steps=2)
-    reader = Reader(open_dataset(str(folder), 32), "random", 1337, plan, Mesh(), torch.device("cpu"))
+    reader = reader_of(cwd, GPT(GPTConfig(32, 65, 1, 1, 8)))
     for step in POISONED:
         for start in reader.starts(step):
             ids[start : start + 33] = rng.integers(8, 65, 33)

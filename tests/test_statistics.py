@@ -1,6 +1,7 @@
 """Statistics of the layers: their numbers on one process and on many, and that a run keeps its bits."""
 
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -40,9 +41,9 @@ def statistics_of(out_dir):
     return {r["iter"]: numbers_of(r) for r in found}
 
 
-def reader_of(folder, model):
-    """The reader of a run of this model with the settings of runs.TINY."""
-    sizes = dict(batch_size=ROWS, gradient_accumulation_steps=2)
+def reader_of(folder, model, batch_size=ROWS, micro_steps=2):
+    """The reader of a run of this model on one process, with the settings of runs.TINY."""
+    sizes = dict(batch_size=batch_size, gradient_accumulation_steps=micro_steps)
     plan = default_plan(model_args=model.describe(), **sizes)
     data = open_dataset(str(folder / "data/tiny"), model.config.block_size)
     return Reader(data, "random", 1337, plan, Mesh(), CPU)
@@ -67,10 +68,8 @@ def measured(folder, model, rows=ROWS):
 
 def norms(kind, tensors):
     """{kind/name: norm}, with the names of a record."""
-    names = {
-        name: name.removeprefix("transformer.").removeprefix("h.").removesuffix(".weight") for name in tensors
-    }
-    return {f"{kind}/{names[name]}": t.norm().item() for name, t in tensors.items()}
+    found = {re.sub(r"^transformer\.(h\.)?|\.weight$", "", name): t.norm() for name, t in tensors.items()}
+    return {f"{kind}/{name}": norm.item() for name, norm in found.items()}
 
 
 @torch.no_grad()
