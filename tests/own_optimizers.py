@@ -1,4 +1,4 @@
-"""Optimizers as a user would write them, for --optimizer=own_optimizers.py:CLASS."""
+"""Classes as a user would write them, for --optimizer=own_optimizers.py:CLASS."""
 
 import torch
 from torch.optim import LBFGS, SGD, Adafactor  # noqa: F401

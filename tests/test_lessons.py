@@ -26,14 +26,6 @@ builtins.print = print_and_die
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 
 
-def test_there_are_eight_lessons_of_one_page():
-    assert [page.name[0] for page in PAGES] == list("12345678")
-    for page in PAGES:
-        text = page.read_text()
-        assert len(text.split()) <= 1100, page.name
-        assert text.count("<details>") == 2, f"{page.name}: two exercises with their answers"
-
-
 def command_and_output(page: Path) -> tuple[list[str], list[str]]:
     """A lesson's command, in words, and the lines that its page shows after it."""
     block = re.search(r"^```sh\n(.+?)\n```\n+```\n(.+?)\n```", page.read_text(), re.M | re.S)

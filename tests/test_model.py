@@ -2,12 +2,12 @@
 
 import copy
 import dataclasses
-import itertools
 import math
 import random
 import re
 import shutil
 from functools import partial
+from itertools import islice, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,25 +15,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from edits import COUNTED, COUNTED_SHAPE, edited_gpt
-from runs import train_defaults
+from runs import settings_of_train, train_defaults
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt.check.comparisons import compare_counts
-from isogpt.check.facts import Trial
-from isogpt.checkpoint import huggingface
+from isogpt.check.comparisons import check_model
 from isogpt.nn import generation
 from isogpt.nn.counts import count_model
-from isogpt.nn.cpu_kernels import CPUHalfAttention, dropout_factors
-from isogpt.nn.generation import Choice, choose
-from isogpt.nn.kernels import ChunkedLoss, Dropout, KVCache, causal_attention, summed_loss
+from isogpt.nn.kernels import Dropout, KVCache, causal_attention, summed_loss
+from isogpt.nn.logits import compare_logits, random_sequences
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import plan_of
+from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training import optim, precision
 from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
-ONE_CPU = dict(world_size=1, device_type="cpu", dtype="float32")
 LARGE_VOCAB = 2**18  # of logits, 64 rows of this are what summed_loss takes at once on a CPU
 
 
@@ -123,12 +120,12 @@ def test_impossible_configs_are_refused(wrong, said):
 
 
 def expected_shapes(bias):
-    """Names and shapes of SMALL's parameters, in named_parameters order."""
+    """Names and shapes of a small model's parameters, in the order of `named_parameters`."""
     C, V, T = 32, 65, 16
     layers = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
     layers |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
     shapes = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (T, C)}
-    for layer, (name, shape) in itertools.product(range(2), layers.items()):
+    for layer, (name, shape) in product(range(2), layers.items()):
         shapes[f"transformer.h.{layer}.{name}.weight"] = shape
         if bias:
             shapes[f"transformer.h.{layer}.{name}.bias"] = shape[:1]
@@ -166,14 +163,6 @@ def test_adamw_is_what_nanogpts_interface_makes(bias):
         assert numbers[0] == numbers[1] == [id(p) for p in params if (p.dim() == 2) == is_matrix]
         assert group == expected and group["weight_decay"] == (0.2 if is_matrix else 0.0)
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
-
-
-@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000])
-def test_the_running_sum_of_a_vocabulary_is_computed_in_pieces(columns):
-    values = torch.rand(3, columns, generator=torch.Generator().manual_seed(0))
-    sums = generation.running_sum(values)
-    torch.testing.assert_close(sums.double(), values.double().cumsum(-1), rtol=1e-6, atol=1e-6)
-    assert sums.is_contiguous()  # searchsorted would copy
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -253,54 +242,31 @@ def test_loss_is_the_mean_over_the_targets_that_count():
     torch.testing.assert_close(last, logits[:, -1:], atol=1e-5, rtol=1e-5)
 
 
-def test_shares_of_a_batch_add_up_to_its_mean():
-    """Also where one rank has fewer rows, and where one has nothing at all."""
-    gpt, x, y = rough(), ids(5, 16), some_targets(5, 16)
-    count = (y != -1).sum().item()
-    whole = gpt(x, y)[1]
-    whole.backward()
-    expected = {n: p.grad.clone() for n, p in gpt.named_parameters()}
-    gpt.zero_grad()
-    total = 0.0
-    for rows in (x[:3], y[:3]), (x[3:], y[3:]), (torch.zeros_like(x[:2]), torch.full_like(y[:2], -1)):
-        loss = gpt(*rows, count)[1]
-        loss.backward()
-        total += loss.item()
-    assert total == pytest.approx(whole.item(), rel=1e-6)
-    for name, p in gpt.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
+class AttentionDropout(TorchFunctionMode):
+    """Notes the dropout of each call of PyTorch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.noted.append(args[4])
+        return func(*args, **(kwargs or {}))
 
 
-def test_no_position_sees_a_later_one():
-    gpt, x = rough(), ids(1, 16)
-    changed = x.clone()
-    changed[0, 9] = (x[0, 9] + 1) % 65
-    a, b = gpt(x, x)[0], gpt(changed, x)[0]
-    assert torch.equal(a[:, :9], b[:, :9])
-    assert ((a - b)[0, 9:].abs().amax(-1) > 1e-3).all()
-
-
-def test_dropout_is_where_gpt2_has_it(monkeypatch):
+def test_dropout_is_where_gpt2_has_it():
     """On the embeddings, on attention's weights, and on what attention and MLP add."""
-    gpt, attention, called = rough(dropout=0.25), F.scaled_dot_product_attention, []
+    gpt, places = rough(dropout=0.25), []
     torch.testing.assert_close(gpt(ids(2, 4))[0], rough()(ids(2, 4))[0])  # none outside training
-
-    def spy(q, k, v, mask, dropout, *args, **kw):
-        called.append(("weights", dropout))
-        return attention(q, k, v, mask, dropout, *args, **kw)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for name, module in gpt.named_modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(
-                lambda m, args, out, name=name: called.append((name.split(".")[-2], m.p))
-            )
-    block = [("weights", 0.25), ("attn", 0.25), ("mlp", 0.25)]
-    gpt.train()(ids(2, 4))
-    assert called == [("transformer", 0.25), *block, *block]
-    called.clear()
-    gpt.eval()(ids(2, 4))
-    assert [p for name, p in called if name == "weights"] == [0, 0]
+            module.register_forward_hook(lambda m, *_, name=name: places.append((name.split(".")[-2], m.p)))
+    for is_training, expected in ((True, 0.25), (False, 0.0)):
+        with AttentionDropout() as dropout:
+            gpt.train(is_training)(ids(2, 4))
+        assert dropout.noted == [expected] * 2
+    assert places[:5] == [(name, 0.25) for name in ("transformer", *("attn", "mlp") * 2)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -314,12 +280,11 @@ def plain_loss(x, weight, targets):
 
 def chunked_loss(x, weight, targets):
     # 7 rows of logits at once, 3 of these in float32, and gradients of 12 rows of the weight
-    vocab = len(weight)
-    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 7 * vocab, 3 * vocab)
+    return summed_loss(x, weight, targets, at_once=(0, 7 * len(weight), 3 * len(weight)))
 
 
 def loss_row_by_row(x, weight, targets):
-    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 64, 3)
+    return summed_loss(x, weight, targets, at_once=(0, 64, 3))
 
 
 def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
@@ -446,20 +411,6 @@ def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
     assert largest.numel == at_once * 50304 and x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_torch_compile_finds_one_graph(dropout):
-    """
-    On a GPU, where the meta device stands in: where a graph ends in a block, all of them silently go
-    uncompiled.
-    """
-    with torch.device("meta"):
-        gpt = GPT(GPTConfig(**SMALL | dict(dropout=dropout)))
-    x = torch.zeros(8, 16, dtype=torch.int64, device="meta")
-    torch._dynamo.reset()
-    _, loss = torch.compile(gpt, backend="eager", fullgraph=True)(x, x, 100.0)
-    loss.backward()
-
-
 def test_torch_compile_evaluates_the_loss_in_one_part(large):
     """Each part would be compiled again."""
     matmuls = []
@@ -503,9 +454,6 @@ def test_the_likeliest_continuation(length, use_cache):
     assert torch.equal(gpt.generate(idx, 24, temperature=3.0, top_k=1, use_cache=use_cache), out)
 
 
-CHECK = [(1, 15), (1, 16), (1, 14), (1, 1), (1, 1)]  # shapes of what problem_of_cache computes
-
-
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize("model", [{}, dict(arch="llama")])
 def test_a_cached_token_is_computed_once(model, in_steps):
@@ -514,10 +462,10 @@ def test_a_cached_token_is_computed_once(model, in_steps):
     if in_steps:
         replace_seams(gpt, advance=lambda *args: steps.append(generation.advance(*args)))
     gpt.generate(ids(2, 5), 14)
-    assert shapes[:5] == CHECK
     # without rotary positions, the window slides from the 17th token on
     late = [(2, 1)] * 2 if model else [(2, 16)] * 2
-    assert shapes[5:] == [(2, 5)] + [(2, 1)] * 11 + late and (len(steps) >= 11) == in_steps
+    of_samples = shapes[shapes.index((2, 5)) :]  # before them, one row is computed to check the cache
+    assert of_samples == [(2, 5)] + [(2, 1)] * 11 + late and (len(steps) >= 11) == in_steps
     shapes.clear()
     gpt.generate(ids(2, 5), 14, use_cache=False)
     assert shapes == [(2, T) for T in (*range(5, 17), 16, 16)]
@@ -543,27 +491,6 @@ def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
             assert torch.equal(gpt.generate(idx, 24, seed=3, use_cache=False, **how), expected), how
 
 
-@pytest.mark.parametrize("model", [dict(bias=True), dict(arch="llama", n_kv_head=1)])
-@pytest.mark.parametrize("length", [1, 12, 20])  # all of them go past block_size
-def test_attention_on_a_gpu_has_one_shape_for_all_tokens(monkeypatch, model, length):
-    """cuDNN plans each shape anew. A compiled step is one graph, see test_compile.py."""
-    shapes, attention = [], F.scaled_dot_product_attention
-
-    def recorded(q, k, *args, **options):
-        shapes.append((q.size(2), k.size(2)))
-        return attention(q, k, *args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    gpt, choice = rough(**model), Choice(0.8, 5, None, None)
-    replace_seams(gpt, advance=generation.advance)  # as on a GPU
-    generation.generate(gpt, ids(2, length), 24, choice, True, seed=1, first_sample=0)
-    prompt, *tokens = shapes[:: gpt.config.n_layer]
-    assert prompt == (min(length, 16),) * 2 and len(tokens) == 23
-    # position embeddings end at block_size: each further token takes a pass over the last 16 tokens
-    is_late = [not model.get("arch") and length + n > 16 for n in range(1, 24)]
-    assert tokens == [(16, 16) if late else (1, 16) for late in is_late]
-
-
 def test_top_k_and_vocab_size_limit_what_is_drawn():
     gpt, idx = rough(std=0.1), ids(1, 5)
     logits = gpt(idx)[0][0, 0]
@@ -576,20 +503,20 @@ def test_top_k_and_vocab_size_limit_what_is_drawn():
     assert both == set(logits[:10].topk(3).indices.tolist())
 
 
-@pytest.mark.parametrize(
-    ("top_p", "temperature"), [(0.0, 0.7), (0.3, 2.0), (0.9, 0.7), (1.0, 2.0), (None, 0.7)]
-)
+@pytest.mark.parametrize(("top_p", "temperature"), [(0.0, 0.7), (0.3, 2.0), (0.9, 0.7), (1.0, 2.0)])
 def test_top_p_samples_from_the_smallest_nucleus(top_p, temperature):
-    """The most likely tokens up to the one that brings their probability to top_p, and at least one token."""
-    gpt, idx = rough(std=0.1), ids(1, 5)
+    """
+    The most likely tokens up to the one that brings their probability to top_p, and at least one token, of a
+    vocabulary that is summed in two pieces.
+    """
+    gpt, idx = rough(std=0.1, vocab_size=300), ids(1, 5)
     probs, order = (gpt(idx)[0][0, 0] / temperature).softmax(0).sort(descending=True)
-    nucleus = [n for n in range(1, 66) if probs[:n].sum() >= top_p] if top_p not in (1.0, None) else []
-    size = min(nucleus, default=65)
-    torch.manual_seed(0)
-    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature, top_p=top_p)[:, -1]
-    expected = torch.zeros(65).scatter(0, order[:size], probs[:size] / probs[:size].sum())
+    nucleus = [n for n in range(1, 301) if probs[:n].sum() >= top_p] if top_p < 1 else [300]
+    size = min(nucleus)
+    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature, top_p=top_p, seed=0)[:, -1]
+    expected = torch.zeros(300).scatter(0, order[:size], probs[:size] / probs[:size].sum())
     assert set(drawn.tolist()) <= set(order[:size].tolist())
-    torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
+    torch.testing.assert_close(drawn.bincount(minlength=300) / 8000, expected, atol=0.02, rtol=0)
 
 
 def test_the_cache_is_bfloat16_under_autocast():
@@ -602,22 +529,24 @@ def test_the_cache_is_bfloat16_under_autocast():
 ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="llama")}
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [*zip(KINDS[:3], DTYPES)])
+@pytest.mark.parametrize(("model", "dtype"), [*zip(KINDS, [*DTYPES, torch.bfloat16])])
 @pytest.mark.parametrize("packs", [True, False])
-def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
+def test_prepared_for_inference(model, dtype, packs, monkeypatch):
     """
-    The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32.
+    The logits of autocast, from one copy of each matrix in a dtype; the norms, the embeddings and the routers
+    stay in float32.
     """
     if not packs:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    gpt, x = rough(**arch), ids(3, 9)
+    gpt, x = rough(std=0.15 if "n_expert" in model else 0.3, **model), ids(3, 9)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = gpt(x)[0]
     generation.prepare(gpt, dtype)
-    linears = [m for m in gpt.modules() if isinstance(m, (torch.nn.Linear, generation.InferenceLinear))]
-    assert len(linears) == (11 if arch.get("arch") == "llama" else 9)
-    assert {m.weight.dtype for m in linears} == {dtype}
-    assert {p.dtype for p in gpt.parameters()} == {torch.float32}
+    matrices = {name: w for name, w in gpt.named_buffers() if name.endswith("weight")}
+    assert len(matrices) == (11 if model.get("arch") == "llama" else 5 if "n_expert" in model else 9)
+    matrices |= {name: p for name, p in gpt.named_parameters() if ".experts." in name}
+    assert {w.dtype for w in matrices.values()} == {dtype}
+    assert {p.dtype for name, p in gpt.named_parameters() if name not in matrices} == {torch.float32}
     with torch.no_grad():
         logits = gpt(x)[0]
     assert logits.dtype == dtype
@@ -626,14 +555,6 @@ def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------------
 # an edited model, which may not fit the cache
-
-
-class Shifted(GPT):
-    """Each position also sees the embedding of the one before."""
-
-    def embed(self, idx, positions):
-        x = super().embed(idx, positions)
-        return x + F.pad(x, (0, 0, 1, -1))
 
 
 def masked_attention(size=99, every=1, uses_cache=False):
@@ -665,17 +586,24 @@ def without_a_cache(q, k, v, dropout=0.0, cache=None):
 
 
 UNFIT = {
-    "shift": (Shifted, causal_attention, "differ by"),
-    "every other": (GPT, masked_attention(every=2), "differ by"),
-    "every other, from the step": (GPT, masked_attention(every=2, uses_cache="from the step"), "differ by"),
-    "window": (GPT, masked_attention(size=4), "differ by"),
-    "raises": (GPT, without_a_cache, "the model raises TypeError: attention takes no cache"),
+    "shift": (dict(shifts=True), "differ by"),
+    "every other": (dict(attention=masked_attention(every=2)), "differ by"),
+    "from the step": (dict(attention=masked_attention(every=2, uses_cache="from the step")), "differ by"),
+    "window": (dict(attention=masked_attention(size=4)), "differ by"),
+    "raises": (dict(attention=without_a_cache), "the model raises TypeError: attention takes no cache"),
 }
 
 
-def edited(cls, attention, **changes):
-    gpt = roughen(cls(GPTConfig(**(SMALL | changes)), seed=1))
+def shift(gpt):
+    """Let each position also see the embedding of the one before."""
+    gpt.transformer.drop.register_forward_hook(lambda module, args, x: x + F.pad(x, (0, 0, 1, -1)))
+
+
+def edited(attention=causal_attention, shifts=False, **changes):
+    gpt = rough(**changes)
     replace_seams(gpt, attention=attention)
+    if shifts:
+        shift(gpt)
     return gpt
 
 
@@ -689,8 +617,8 @@ def edited(cls, attention, **changes):
 )
 def test_a_model_that_does_not_fit_the_cache_generates_without_it(capsys, name, model, length, new):
     """Also if no token is appended to the cache, and past block_size, and with steps of one shape."""
-    cls, attention, reason = UNFIT[name]
-    gpt, idx = edited(cls, attention, **model), ids(3, length)
+    edit, reason = UNFIT[name]
+    gpt, idx = edited(**edit, **model), ids(3, length)
     expected = by_hand(gpt, idx, new)
     for advance in (None, generation.advance):
         replace_seams(gpt, advance=advance)
@@ -704,7 +632,7 @@ def test_a_model_that_does_not_fit_the_cache_generates_without_it(capsys, name, 
 
 @pytest.mark.parametrize("mask", [dict(every=2), dict(size=4)])
 def test_other_attention_can_use_the_cache(capsys, mask):
-    gpt, idx = edited(GPT, masked_attention(**mask, uses_cache=True)), ids(3, 4)
+    gpt, idx = edited(masked_attention(**mask, uses_cache=True)), ids(3, 4)
     assert torch.equal(gpt.generate(idx, 12, temperature=0), by_hand(gpt, idx, 12))
     assert capsys.readouterr().err == "" and not torch.equal(by_hand(gpt, idx, 12), by_hand(rough(), idx, 12))
 
@@ -712,30 +640,31 @@ def test_other_attention_can_use_the_cache(capsys, mask):
 @pytest.mark.parametrize(("model", "dtype"), [*zip(KINDS[:3], DTYPES)])
 def test_rounding_is_no_difference(model, dtype):
     """Nor is it in steps of one shape; a context may be too short for a step."""
-    for cls, has_problem in ((GPT, False), (Shifted, True)):
-        gpt = edited(cls, causal_attention, block_size=64, **model)
+    for shifts in (False, True):
+        gpt = edited(shifts=shifts, block_size=64, **model)
         generation.prepare(gpt, dtype)
         for advance in (None, generation.advance):
             replace_seams(gpt, advance=advance)
             problems = [generation.problem_of_cache(gpt, ids(1, n), new) for n, new in ((1, 2), (9, 99))]
-            assert [bool(problem) for problem in problems] == [has_problem] * 2, problems
+            assert [bool(problem) for problem in problems] == [shifts] * 2, problems
     for block_size in (1, 2, 3):
         assert rough(block_size=block_size, **model).generate(ids(2, 5), 6).shape == (2, 11)
 
 
-def test_a_token_that_another_expert_gets_is_no_problem(monkeypatch):
+@pytest.mark.parametrize(
+    ("n_expert", "wrong", "compared"), [(4, (), 1), (4, (1, 2), 3), (4, (1, 2, 3), 3), (0, (1,), 1)]
+)
+def test_a_token_that_another_expert_gets_is_no_difference(n_expert, wrong, compared):
     """In one sequence of several; without experts, one sequence is enough."""
-    unchanged, calls = generation.logits_of_steps, []
+    gpt, sequences = rough(n_expert=n_expert), []
 
-    def other_expert(*args):
-        calls.append(1)
-        return unchanged(*args) + (ids(65) if len(calls) in wrong else 0)
+    def sometimes_wrong(tokens):
+        sequences.append(tokens)
+        return gpt(tokens, tokens)[0] + (ids(65) if len(sequences) in wrong else 0)
 
-    monkeypatch.setattr(generation, "logits_of_steps", other_expert)
-    for n_expert, wrong, n_calls in ((4, (), 1), (4, (1, 2), 3), (4, (1, 2, 3), 3), (0, (1,), 1)):
-        calls.clear()
-        problem = generation.problem_of_cache(rough(n_expert=n_expert), ids(1, 5), 9)
-        assert bool(problem) == (len(wrong) == n_calls) and len(calls) == n_calls
+    tokens = random_sequences(gpt.config, 5, torch.device("cpu"))
+    problem = compare_logits(sometimes_wrong, lambda tokens: gpt(tokens, tokens)[0], tokens)
+    assert bool(problem) == (len(wrong) == compared) and len(sequences) == compared
 
 
 def test_the_check_of_the_cache_draws_no_random_numbers():
@@ -743,7 +672,7 @@ def test_the_check_of_the_cache_draws_no_random_numbers():
     gpt = rough(dropout=0.5).train()
     before = torch.get_rng_state()
     assert generation.problem_of_cache(gpt, ids(1, 5), 9) == ""
-    assert generation.problem_of_cache(edited(Shifted, causal_attention), ids(1, 5), 9) != ""
+    assert generation.problem_of_cache(edited(shifts=True), ids(1, 5), 9) != ""
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -797,7 +726,7 @@ def test_a_common_prompt_is_computed_once():
     gpt, shapes = rough(std=0.1), []
     gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
     together = gpt.generate(ids(1, 5).expand(3, 5), 20, seed=4)
-    assert shapes[:7] == [*CHECK, (1, 5), (3, 1)]
+    assert shapes[shapes.index((1, 5)) :] == [(1, 5)] + [(3, 1)] * 11 + [(3, 16)] * 8
     one_by_one = [gpt.generate(ids(1, 5), 20, seed=4, first_sample=i) for i in range(3)]
     assert torch.equal(together, torch.cat(one_by_one))
 
@@ -819,12 +748,18 @@ def test_a_sample_depends_on_its_number_and_not_on_its_batch(how):
     assert len({tuple(row) for row in same.tolist()}) == 6
 
 
-def test_the_largest_and_the_smallest_random_number():
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 1), (1 - 2**-23, 4)])
+def test_the_largest_and_the_smallest_random_number(number, expected):
     """No token of probability 0 is drawn, neither before the first likely one nor after the last."""
-    logits = torch.tensor([[-200.0, 1.0, 0.3, -200.0, 0.9, -200.0, -200.0]])
-    for number, expected in ((0.0, 1), (1 - 2**-23, 4)):
-        choice = Choice(1.0, None, None, None)
-        assert choose(logits[None], torch.tensor([[number]]), choice).item() == expected
+    gpt, logits = rough(vocab_size=7), torch.tensor([-200.0, 1.0, 0.3, -200.0, 0.9, -200.0, -200.0])
+
+    def advance(model, samples):
+        samples.numbers.fill_(number)
+        generation.advance(model, samples)
+
+    gpt.lm_head.register_forward_hook(lambda module, args, out: logits.expand_as(out))
+    replace_seams(gpt, advance=advance)
+    assert gpt.generate(ids(1, 1, vocab=7), 3)[0, -1].item() == expected
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -863,8 +798,7 @@ def test_crop_block_size():
     for block_size in (0, 10):
         with pytest.raises(ValueError, match=f"block_size {block_size} is outside 1 to 9"):
             gpt.crop_block_size(block_size)
-    assert gpt.config.block_size == 9 and tuple(gpt.transformer.wpe.weight.shape) == (9, 32)
-    assert torch.equal(gpt(x, x)[0], before)
+    assert gpt.describe()["block_size"] == 9 and torch.equal(gpt(x, x)[0], before)
     assert torch.equal(gpt.generate(x, 8, temperature=0), by_hand(gpt, x, 8))
 
 
@@ -908,15 +842,15 @@ def test_a_model_is_prepared_for_generation_if_it_computes_the_same(edit):
         assert problem == ""
 
 
-def test_what_an_edit_computes_more_than_is_counted_is_said():
+@pytest.mark.parametrize(("edit", "state"), [("buffer", "holds"), ("blocks applied twice", "differs")])
+def test_what_an_edit_computes_more_than_is_counted_is_said(edit, state):
     """The blocks are applied twice, and have no parameter more."""
-    trials = []
-    for model_class in (GPT, edited_gpt("blocks applied twice")):
-        args = dataclasses.asdict(GPTConfig(**COUNTED_SHAPE))
-        plan = plan_of(train_defaults(), 1, model_args=args, **ONE_CPU)
-        trials.append(Trial(model_class, plan, Mesh(), torch.device("cpu"), {}))
-    usual, twice = (compare_counts(trial) for trial in trials)
-    assert usual == ("holds", "") and twice[0] == "differs" and "FLOPs per token, of which" in twice[1]
+    config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
+    described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
+    workload = Workload(config, described, cpu, ["cpu"], edited_gpt(edit))
+    answers = {name: (state, text) for name, state, text in islice(check_model(None, workload, 1), 3)}
+    found, text = answers["parameters and FLOPs"]
+    assert found == state and ("FLOPs per token, of which" in text) == (state == "differs")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -926,37 +860,24 @@ def test_what_an_edit_computes_more_than_is_counted_is_said():
 def gpt2_of_transformers(**changes):
     """A small GPT2LMHeadModel of rough weights."""
     transformers = pytest.importorskip("transformers")
-    shape = dict(
-        n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0
-    )
+    shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65)
     torch.manual_seed(0)
     return roughen(transformers.GPT2LMHeadModel(transformers.GPT2Config(**(shape | changes))), std=0.15)
 
 
-@pytest.mark.parametrize("gelu", ["gelu_new", "gelu", "gelu_pytorch_tanh"])
-def test_the_same_model_as_transformers(tmp_path, gelu):
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("gelu", "none"), ("gelu_new", "tanh"), ("gelu_pytorch_tanh", "tanh")]
+)
+def test_the_same_model_as_transformers(tmp_path, theirs, ours):
     """
     GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact GELU.
     """
-    hf, x = gpt2_of_transformers(activation_function=gelu), ids(3, 16)
+    hf, x = gpt2_of_transformers(activation_function=theirs), ids(3, 16)
     hf.save_pretrained(tmp_path)
     gpt = GPT.from_pretrained(str(tmp_path)).eval()
-    ours = "none" if gelu == "gelu" else "tanh"
     assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu=ours, **GPT2)
     assert gpt.lm_head.weight is gpt.transformer.wte.weight
-    theirs = hf(x, labels=x)  # transformers shifts the labels itself
-    for a, b in zip(gpt(x, F.pad(x[:, 1:], (0, 1), value=-1)), (theirs.logits, theirs.loss), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-    how = dict(attention_mask=torch.ones(3, 4), max_new_tokens=9, do_sample=False, eos_token_id=None)
-    assert torch.equal(gpt.generate(x[:, :4], 9, temperature=0), hf.generate(x[:, :4], **how))
-
-
-def test_a_different_kind_of_gpt2_is_refused():
-    for other in ("scale_attn_weights", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx"):
-        with pytest.raises(ValueError, match=other):
-            huggingface.model_args(gpt2_of_transformers(**{other: other.startswith("scale_attn_by")}).config)
-    with pytest.raises(ValueError, match="activation_function=relu"):
-        huggingface.model_args(gpt2_of_transformers(activation_function="relu").config)
+    torch.testing.assert_close(gpt(x, x)[0], hf(x).logits, atol=1e-5, rtol=0)
 
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path):
@@ -970,39 +891,51 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
     partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
     hf.save_pretrained(tmp_path / "partly", state_dict=partly)
     said = {"absent": "cannot load", "empty": "cannot load", "partly": f"{name} is missing"}
-    damaged = {"model.safetensors": (folder / "model.safetensors").read_bytes()[:-100], "config.json": b"{"}
-    for file, content in damaged.items():
-        shutil.copytree(folder, tmp_path / file)
-        (tmp_path / file / file).write_bytes(content)
-        said[file] = "cannot load"
+    config = (folder / "config.json").read_bytes()
+    for file, content, message in (
+        ("model.safetensors", (folder / "model.safetensors").read_bytes()[:-100], "cannot load"),
+        ("config.json", b"{", "cannot load"),
+        (
+            "config.json",
+            config.replace(b": 65", b": 66"),
+            r"wte.weight is \(65, 32\), but .* says \(66, 32\)",
+        ),
+    ):
+        name = f"damaged{len(said)}"
+        shutil.copytree(folder, tmp_path / name)
+        (tmp_path / name / file).write_bytes(content)
+        said[name] = message
     for path, message in said.items():
         with pytest.raises(ValueError, match=message):
             GPT.from_pretrained(str(tmp_path / path))
 
 
-@pytest.mark.parametrize("T", [1, 128, 200, 600])
-def test_attention_in_halves_on_a_cpu_is_attention(T):
-    """As near to float32's as the rounding of bfloat16 allows, forward and backward."""
+@pytest.mark.parametrize(("T", "dropout"), [(1, 0.0), (128, 0.0), (600, 0.0), (160, 0.25)])
+def test_attention_in_halves_on_a_cpu_is_attention(T, dropout):
+    """As near to float32's as the rounding of bfloat16 allows, forward and backward, with what it drops."""
     torch.manual_seed(0)
-    qkv, grad = torch.randn(2, T, 3, 3, 16).bfloat16(), torch.randn(2, T, 48).bfloat16()
+    D, factors = (T if dropout else 16), 1.0
+    qkv, grad = torch.randn(2, T, 3, 3, D).bfloat16(), torch.randn(2, T, 3 * D).bfloat16()
+
+    def attend(q, k, v):
+        torch.manual_seed(7)  # the same mask each time
+        return causal_attention(q, k, v, dropout)
+
+    if dropout:  # the weights are what reads values that are a unit vector for each position
+        q, k, v = qkv.unbind(2)
+        weights = attend(q, k, torch.eye(T).bfloat16()[:, None].expand_as(v)).unflatten(-1, (3, T))
+        is_kept = weights.transpose(1, 2) > 0  # (B, H, T, T)
+        assert 0.7 < is_kept.sum() / (2 * 3 * T * (T + 1) / 2) < 0.8
+        factors = is_kept / (1 - dropout)
     expected, x = qkv.float().requires_grad_(), qkv.requires_grad_()
-    right = causal_attention(*expected.unbind(2))
+    q, k, v = (t.transpose(1, 2) for t in expected.unbind(2))
+    is_later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    weights = (q @ k.mT / D**0.5).masked_fill(is_later, -math.inf).softmax(-1)
+    right = ((weights * factors) @ v).transpose(1, 2).flatten(2)
     right.backward(grad.float())
-    y = CPUHalfAttention.apply(*x.unbind(2), 0.0)
+    y = attend(*x.unbind(2))
     y.backward(grad)
     assert apart(y.float(), right) < 0.01 and apart(x.grad.float(), expected.grad) < 0.01
-
-
-def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
-    torch.manual_seed(0)
-    qkv = torch.randn(1, 160, 3, 1, 4, dtype=torch.float64).requires_grad_()
-
-    def attention(x):
-        torch.manual_seed(7)  # the same mask each time
-        return CPUHalfAttention.apply(*x.unbind(2), 0.25)
-
-    assert not torch.equal(attention(qkv), CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
-    assert torch.autograd.gradcheck(attention, qkv, fast_mode=True)
 
 
 def test_a_step_and_a_micro_batch_seed_every_generator():
@@ -1023,12 +956,11 @@ def test_a_step_and_a_micro_batch_seed_every_generator():
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
     torch.manual_seed(0)
-    factors = dropout_factors((500, 401), p, dtype)
-    assert factors.dtype == dtype and factors.shape == (500, 401)
+    layer, ones = Dropout(p), torch.ones(500, 401, dtype=dtype)
+    factors = layer(ones)
+    assert factors.dtype == dtype
     assert set(factors.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
     assert abs((factors == 0).float().mean() - p) < 0.005
     neighbours = torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float()
     assert abs(torch.corrcoef(neighbours)[0, 1]) < 0.01
-    assert not torch.equal(factors, dropout_factors((500, 401), p, dtype))
-    layer, x = Dropout(p), torch.ones(500, 400, dtype=dtype)
-    assert abs(layer(x).float().mean() - 1) < 0.05 and layer.eval()(x) is x
+    assert not torch.equal(factors, layer(ones)) and layer.eval()(ones) is ones

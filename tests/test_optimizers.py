@@ -1,27 +1,31 @@
-"""Optimizers of a user's file, or of RULES alone, on any layout; which optimizer updates which parameter."""
+"""A user's own optimizers, or rows of the rules alone, on any layout; what updates which parameter."""
 
 import re
 import shutil
-from collections import Counter
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
-from runs import REPO, accepted, assert_same_curve, column, default_plan, start_changed, train_defaults
+import torch.distributed as dist
+from edits import apply, copy_of_repository
+from runs import REPO, accepted, assert_same_curve, column, default_plan, train_defaults
 from test_layouts import args_of
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.parallel.gradients import FloatSums
-from isogpt.parallel.local_parts import Split
+from isogpt.parallel.gradients import make_sums
+from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.shares import share_of_whole
 from isogpt.training import muon, optim, optimizer_state
+from isogpt.training.precision import make_scaler
 from model import GPT, GPTConfig
 
 FILE = (REPO / "tests/own_optimizers.py").read_text()
-SHORT = ["--max_iters=9", "--save_interval=5", "--eval_interval=5", "--warmup_iters=3", "--muon_lr=0.002"]
+CPU = torch.device("cpu")
 
 
 def test_a_checkpoint_of_a_class_is_converted_without_its_file(zygote, trained, tmp_path):
@@ -43,123 +47,119 @@ def test_a_checkpoint_of_another_class(zygote, session_work, trained, tmp_path):
     )
 
 
-ROWS = """
-import torch
-from isogpt.training import optim
-ROLES = optim.BLOCK_MATRIX, optim.TOKEN_EMBEDDING, optim.OTHER_MATRIX, optim.VECTOR
-optim.RULES += (optim.Rule("plain", ROLES, torch.optim.RMSprop, "learning_rate", "weight_decay"),)
-"""
+def with_more_rows(folder, copies):
+    """A copy of the repository in which the setting `plain` has so many copies of AdamW's rows."""
+    path = copy_of_repository(folder) / "isogpt/training/optim.py"
+    source = path.read_text()
+    rows = re.findall(r'^ +Rule\("adamw", .*\n', source, flags=re.M)
+    more = "".join(rows).replace('"adamw"', '"plain"').replace("AdamW", "torch.optim.RMSprop")
+    path.write_text(source.replace(rows[0], rows[0] + more * copies))
+    return folder
 
 
 def test_a_row_of_the_rules_is_enough(zygote, work):
-    """Its parameters are updated, and its state is saved."""
-    args = [*SHORT, "--optimizer=plain"]
-    run = start_changed(zygote, ROWS, [*args, "--out_dir=plain"], work).wait()
-    updates = "RMSprop, lr 0.001, decay 0.1: wte, wpe, 5 vectors, 8 matrices of blocks"
+    """Its parameters are updated, and its state is saved. Two rows for a parameter are refused."""
+    args = ["--optimizer=plain", "--save_interval=5", "--max_iters=9", "--warmup_iters=3"]
+    repo = with_more_rows(work / "once", 1)
+    run = zygote.train([*args, "--out_dir=plain"], work, repo=repo)
+    updates = "RMSprop, lr 0.001, decay 0.1: wte, wpe, 8 matrices of blocks; RMSprop, lr 0.001: 5 vectors"
     assert f"optim:   {updates}\n" in run.text()
     losses = column(work / "plain", "loss")
     assert losses[0] - losses[9] > 0.01
     shutil.copytree(work / "plain", work / "plain-resumed", symlinks=True)
     shutil.rmtree(work / "plain-resumed" / "step_00000010")
-    resume = [*args, "--init_from=resume", "--out_dir=plain-resumed", "--zero=1"]
-    start_changed(zygote, ROWS, resume, work, 2).wait()
+    zygote.train([*args, "--init_from=resume", "--out_dir=plain-resumed", "--zero=1"], work, 2, repo=repo)
     assert_same_curve(work / "plain-resumed", work / "plain")
+    run = zygote.train(args, work, repo=with_more_rows(work / "twice", 2), ok=False)
+    assert run.codes == [1] and "error: 2 rows of RULES in " in run.text()
 
 
-GATE = """
-import model
-from torch import nn
-make, compute = model.Block.__init__, model.Block.compute
-def with_gate(self, config):
-    make(self, config)
-    self.gate = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
-def gated(self, x, rope, cache):
-    a, b = self.gate(x).chunk(2, -1)
-    return compute(self, x + a * b.sigmoid(), rope, cache)
-model.Block.__init__, model.Block.compute = with_gate, gated
-"""
-GATED = ["--max_iters=4", "--muon_lr=0.002", "--optimizer=muon"]
+def test_muon_updates_a_linear_layer_of_any_name(zygote, work):
+    """test_layout_check.py has its step on other layouts."""
+    repo, args = apply("one more linear", work / "edited"), ["--optimizer=muon", "--muon_lr=0.002"]
+    for nproc, flags in ((1, ["--out_dir=one"]), (2, ["--out_dir=two", "--pp=2"])):
+        run = zygote.train([*args, *flags, "--max_iters=4"], work, nproc, repo=repo)
+        assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks" in run.text(), "of the whole model"
+    assert_same_curve(work / "two", work / "one")
 
 
-@pytest.fixture(scope="module")
-def gated(zygote, shared_work):
-    run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], shared_work).wait()
-    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks\n" in run.text()
-    return shared_work / "gated"
+@contextmanager
+def as_rank(rank, size):
+    """Be one of the ranks of a process group that is not connected."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("flags", ["--zero=3", "--tp=2", "--pp=2"])
-def test_muon_updates_a_linear_layer_of_any_name(zygote, work, gated, flags):
-    run = start_changed(zygote, GATE, [*GATED, flags, "--out_dir=gated-2"], work, 2).wait()
-    assert "Muon, lr 0.002, decay 0.1: 10 matrices of blocks" in run.text(), "of the whole model"
-    assert_same_curve(work / "gated-2", gated)
-
-
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 @pytest.mark.parametrize("zero", [0, 1])
-def test_all_ranks_create_the_same_groups(at, zero):
-    """Also those of a pipeline's stage that trains no matrices or no experts."""
-    calls = []
-    at.set(optim.Mesh, "group", lambda mesh, *axes: calls.append(axes))
-    mesh = optim.Mesh(pp=2, dp_replicate=2, ep=2, tp=2)
-    frozen, whole = tiny(n_expert=2), with_split_experts()
-    frozen.transformer.h.requires_grad_(False)
-    optim.make_optimizers(frozen, train_defaults(optimizer="muon"), zero, mesh=mesh)
-    expected = calls.copy()
-    calls.clear()
-    optim.make_optimizers(whole, train_defaults(optimizer="muon"), zero, mesh=mesh)
-    assert calls == expected != []
+def test_all_ranks_create_the_same_groups(zero):
+    """Also those of a pipeline's stage that trains no matrices and no experts."""
+    created, plan = [], default_plan(world_size=16, pp=2, ep=2, tp=2, zero=zero)
+    for is_frozen in (False, True):
+        model = tiny(n_expert=2)
+        model.transformer.h.requires_grad_(not is_frozen)
+        with as_rank(0, 16):
+            mesh = connect_mesh(0, plan, timeout_s=60.0)
+            before = len(dist.distributed_c10d._world.pg_map)
+            optim.make_optimizers(model, train_defaults(optimizer="muon"), zero, mesh=mesh)
+            created.append(len(dist.distributed_c10d._world.pg_map) - before)
+    assert created[0] == created[1] > 0
 
 
 def test_gradients_whose_memory_is_kept_are_set_to_zero():
-    """Also if a group of parameters that as many ranks hold is frozen."""
-    model = with_split_experts()
-    plan, share = default_plan(model_args=model.describe()), share_of_whole(4, 0, 1, 2)
-    sums = FloatSums(model, model, optim.Mesh(ep=2), plan, share)
-    assert len(sums.by_replica_count) == 2
-    trained = [p for p in model.parameters() if not hasattr(p, "splits")]
-    for p in trained:
-        p.grad = torch.ones_like(p)
-    sums.keeps_memory = True
+    """Also if parameters are frozen."""
+    model, x = tiny(), torch.arange(8)[None]
+    model.transformer.wpe.requires_grad_(False)
+    plan = default_plan(model_args=model.describe(), cuda_graphs=True)
+    sums = make_sums(model, model, Mesh(), plan, share_of_whole(4, 0, 1, 2), make_scaler("float32", CPU))
+    sums.allocate(x, x, nullcontext())
+    kept = [p.grad for p in model.parameters()]
+    model(x, x, sums.loss_divisor)[1].backward()
+    assert sum(grad.any() for grad in kept) > 10
     sums.start_step()
-    assert not any(p.grad.any() for p in trained)
+    assert not any(grad.any() for grad in kept)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
 
 
 def tiny(**fields):
     return GPT(GPTConfig(8, 16, 2, 2, 8, **{"bias": False, **fields}), 0)
 
 
-def with_split_experts():
-    model = tiny(n_expert=2)
-    for p in model.transformer.h[0].mlp.experts.parameters():
-        p.splits = (Split("ep", 0, (16, 16), 0, 2),)
-    return model
-
-
-def test_each_trained_parameter_is_in_one_group(at):
+def test_each_trained_parameter_is_in_one_group():
     model = tiny(n_expert=2, bias=True)
     model.transformer.h[1].scale = nn.Parameter(torch.zeros(()))
     model.transformer.h[1].gate = nn.Linear(8, 4)
     model.transformer.h[1].values = nn.Embedding(16, 8)
     model.transformer.wpe.requires_grad_(False)
     optimizers = optim.make_optimizers(model, train_defaults(optimizer="muon"))
-    line = optim.describe_updates(model, optimizers, optim.Mesh())
+    line = optim.describe_updates(model, optimizers, Mesh())
     adamw = "AdamW, lr 0.0006: wte, 20 vectors, 2 mlp.router, values"
     assert line == f"{adamw}; Muon, lr 0.02, decay 0.1: 9 matrices of blocks; frozen: wpe"
-    row = optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None)
-    for count, described in ((1, "0 rows .*vectors"), (2, "2 rows .*other matrices")):
-        at.set(optim, "RULES", [row] * count)
-        with pytest.raises(ValueError, match=described):
-            optim.make_optimizers(model, train_defaults(optimizer="mine"))
+
+
+UNTIED = {"AdamW, lr 0.3: wte", "AdamW, lr 0.01: 5 vectors, 2 mlp.router, lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("tied", "adamw"), [(False, UNTIED), (True, {"AdamW, lr 0.01: wte, 5 vectors, 2 mlp.router"})]
+)
+def test_the_rate_and_weight_decay_of_each_parameter(tied, adamw):
+    """Muon's matrices are those of attention, 2 in each block, and of all experts, 3."""
+    model = tiny(n_expert=2, arch="llama", tied=tied)
+    settings = train_defaults(optimizer="muon", learning_rate=1e-2, muon_lr=0.04, embedding_lr=0.3)
+    optimizers = optim.make_optimizers(model, settings)
+    described = optim.describe_updates(model, optimizers, Mesh())
+    assert {*described.split("; ")} == adamw | {"Muon, lr 0.04, decay 0.1: 10 matrices of blocks"}
+    optim.set_rates(optimizers, 0, 5e-3, 0.95)
+    rates = sorted({group["lr"] for optimizer in optimizers for group in optimizer.param_groups})
+    assert rates == pytest.approx([5e-3, 0.02] if tied else [5e-3, 0.02, 0.15])
 
 
 # shapes of parameters, and the heights of the matrices that are stacked in them
-STACKS = [
-    ((36, 12), (12, 12, 12)),
-    ((16, 12), (8, 4, 4)),
-    ((32, 8), (32,)),
-    ((8, 32), (8,)),
-    ((24, 8), (12, 12)),
-]
+STACKS = [((36, 12), (12, 12, 12)), ((16, 12), (8, 4, 4)), ((32, 8), (32,))]
 PARAMETERS = 5  # of each shape
 
 
@@ -181,46 +181,27 @@ def muon_steps(dtype=torch.float32, **options):
     return [t for p, state in optimizer.state.items() for t in (p.detach(), state["momentum_buffer"])]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-def test_compiled_muon_is_muon(at, dtype):
+def test_compiled_muon_is_muon(at):
     """With one compilation for each shape, and none when a rate changes."""
-    expected = muon_steps(dtype)
+    expected = muon_steps()
     torch._dynamo.reset()
     counters.clear()
     at.set(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(muon_steps(dtype, compiles=True), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(muon_steps(compiles=True), expected, rtol=0, atol=1e-5)
     # of each shape: momentum, update, and matrices, of which the second shape contains two heights
     assert counters["stats"]["unique_graphs"] == 3 * len(STACKS) + 1
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_divide_muons_matrices(at, ranks):
+@pytest.mark.parametrize("shares", [[5], [3, 2], [2, 2, 1, 0]])
+def test_ranks_divide_muons_matrices(shares):
     """One after the other, since momentum does not depend on weights. The last of 4 computes nothing."""
-    expected = muon_steps()
-    orthogonalize, computed, shares = muon.orthogonalize, Counter(), []
-
-    def counted(x, dtype):
-        is_tall = x.size(1) > x.size(2)  # then it is called again
-        computed[len(shares)] += 0 if is_tall else x.numel()
-        return orthogonalize(x, dtype)
-
-    def gather(gathered, share, group):
-        shares[-1].append(share.clone())
-        number = len(shares[-1]) - 1
-        gathered.copy_(torch.cat([own[number] for own in shares] + [share] * (ranks - len(shares))))
-
-    at.set(muon, "all_gather_single", gather)
-    at.set(muon, "orthogonalize", counted)
-    for rank in range(ranks):
-        shares.append([])
-        workers = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
-        results = muon_steps(workers=workers)
-    torch.testing.assert_close(results, expected, rtol=0, atol=1e-5)
-    elements = 3 * sum(torch.Size(shape).numel() for shape, _ in STACKS)
-    per_rank = {2: [3, 2], 4: [2, 2, 1, 0]}[ranks]
-    assert [computed[rank + 1] for rank in range(ranks)] == [elements * n for n in per_rank]
+    flops = []
+    for rank in range(len(shares)):
+        with as_rank(rank, len(shares)), FlopCounterMode(display=False) as counter:
+            muon_steps(workers=dist.group.WORLD)
+        flops.append(counter.get_total_flops())
+    assert flops == [sum(flops) * share / PARAMETERS for share in shares] and flops[0] > 0
 
 
 def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import script, script_that_fails, start_changed
+from edits import apply, edited_gpt
+from runs import script, script_that_fails
 
 from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import of_characters
+from isogpt.nn import generation
 from model import GPT, GPTConfig
 
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
@@ -56,41 +58,33 @@ def test_a_prompt_from_a_pipe(zygote, trained):
     assert run.wait().samples().count(prompt) == 2
 
 
-SHIFT = """
-import torch.nn.functional as F
-import model
-from isogpt.nn import generation
-
-embed = model.GPT.embed
-
-def shifted(self, idx, positions):
-    x = embed(self, idx, positions)
-    return x + 0.5 * F.pad(x, (0, 0, 1, -1))
-
-model.GPT.embed = shifted
-"""
-NO_CACHE = "generation.problem_of_cache = lambda *args, **kw: 'without'"
-
-
-def edited_samples(zygote, folder, changes, nproc=1, *args):
-    """The lines that begin with "note:", and the samples, of a sample.py with an edited model."""
-    args = [*ARGS, "--num_samples=2", "--max_new_tokens=20", "--temperature=0", *args]
-    run = start_changed(zygote, SHIFT + changes, args, folder, nproc, "sample.py").wait()
-    lines = run.text().splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("A"))
-    return [line for line in lines[:first] if line.startswith("note:")], lines[first:-1]
-
-
 def test_an_edited_model_is_sampled_without_the_cache(zygote, trained):
     """Also if it is divided, and rank 0 alone says so; the text is the one without the cache."""
-    (forced,), expected = edited_samples(zygote, trained, NO_CACHE)
-    assert forced == "note: without"
-    _, cached = edited_samples(zygote, trained, NO_CACHE.replace("'without'", "''"))
-    assert cached != expected, "the test needs a model whose text depends on the cache"
+    state = torch.load(trained / "out/ckpt.pt", weights_only=True)
+    args = state["model_args"] | state["isogpt"]["model_args"]
+    model = edited_gpt("token shift").from_state(GPTConfig(**args), state["model"]).eval()
+    known = tokenizer.load(vocabulary_of_run(state, trained / "out"))
+    idx, likeliest = torch.tensor([known.encode("A")]), generation.Choice(0.0, None, None, None)
+    without, cached = (
+        known.decode(generation.generate(model, idx, 20, likeliest, is_cached, 3, 0)[0].tolist())
+        for is_cached in (False, True)
+    )
+    assert cached != without, "the test needs a model whose text depends on the cache"
+    repo = apply("token shift", trained / "edited")
+    args = [*ARGS, "--max_new_tokens=20", "--temperature=0", "--num_samples=2"]
     for nproc, flags in ((1, []), (2, ["--tp=2"]), (2, ["--pp=2"])):
-        notes, text = edited_samples(zygote, trained, "", nproc, *flags)
-        assert text == expected and len(notes) == 1
-        assert notes[0].startswith("note: generating without the cache (slower), since with it the logits ")
+        run = zygote.start([*args, *flags], trained, nproc, "sample.py", repo).wait()
+        assert run.samples().endswith(f"{without}\n---------------\n" * 2)
+        assert run.text().count("note: generating without the cache") == run.text().count("note:") == 1
+
+
+def test_weights_that_are_not_finite_generate_nothing(at, capsys, trained):
+    state = torch.load(trained / "out/ckpt.pt", weights_only=True)
+    state["model"]["transformer.wte.weight"][0] = torch.nan
+    (at.path / "out").mkdir()
+    torch.save(state, at.path / "out/ckpt.pt")
+    said = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A"]).err
+    assert "weights in out/ckpt.pt are not finite (transformer.wte.weight): use an earlier" in said
 
 
 @pytest.mark.parametrize("wrong", ["--start=\u00e9", "--out_dir=nowhere", "--dtype=tf32"])

@@ -2,22 +2,22 @@
 
 import importlib.util
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from runs import free_port, train_defaults, wait_for
+from runs import free_port, wait_for
+from test_model import roughen
 
-from isogpt.checkpoint.ckpt_file import nanogpt_state
-from isogpt.training import optim
+from isogpt.checkpoint import huggingface
+from isogpt.data.tokenizer import save_tokenizer
+from isogpt.data.vocabulary import of_characters
 from model import GPT, GPTConfig
 
 MISSING = [
@@ -35,56 +35,24 @@ BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-token
 SERVERS = {"gpt2": ({}, BATCHING), "nanochat": (dict(arch="nanochat", n_kv_head=2), [])}
 
 
-def make_folder(zygote, shape, out):
+def make_folder(zygote, shape, folder):
     """
-    Export a run with random weights and a data set of characters; returns what sample.py writes after
+    Export a model with random weights and a tokenizer of characters; returns what sample.py writes after
     PROMPTS.
     """
-    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **shape)
-    model = GPT(config, seed=0).eval()
-    for name, p in model.named_parameters():  # so that the text depends on all of the prompt
-        if p.dim() > 1:
-            p.data = 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-    data = out / "data"
-    data.mkdir(parents=True)
-    meta = {"vocab_size": len(CHARACTERS), "stoi": CHARACTERS, "itos": {i: c for c, i in CHARACTERS.items()}}
-    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
-    (data / "train.bin").write_bytes(bytes(2 * BLOCK_SIZE + 2))
-    run = {"model_args": model.describe(), "iter_num": 1, "best_val_loss": 9.0, "isogpt": {}}
-    run["config"] = {"dataset": str(data)}
-    optimizers = optim.make_optimizers(model, train_defaults())
-    torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
-    zygote.start([out, "--to=hf"], out, script="export.py").wait()
-    texts = []
+    model = roughen(GPT(GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **shape), seed=0))
+    token_ids = save_tokenizer(folder, of_characters(CHARACTERS), len(CHARACTERS), BLOCK_SIZE)
+    huggingface.save(folder, model, token_ids)
+    character, texts = {i: c for c, i in CHARACTERS.items()}, []
     for prompt in PROMPTS:
         ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
         new = model.generate(ids, TOKENS, temperature=0)[0, ids.shape[1] :]
-        texts.append("".join(meta["itos"][i] for i in new.tolist()))
-    options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1"]
-    options += [f"--max_new_tokens={TOKENS}"]
-    command = [f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
-    run = zygote.start(command, out, script="sample.py").wait()
-    assert f"\n{PROMPTS[1]}{texts[1]}\n" in run.samples()
+        texts.append("".join(character[i] for i in new.tolist()))
+    command = [f"--init_from={folder}", f"--start={PROMPTS[1]}", "--device=cpu", "--dtype=float32"]
+    command += ["--temperature=0", "--num_samples=1", f"--max_new_tokens={TOKENS}"]
+    run = zygote.start(command, folder.parent, script="sample.py").wait()
+    assert f"{PROMPTS[1]}{texts[1]}\n" in run.samples()
     return texts
-
-
-@dataclass
-class Server:
-    """A running server."""
-
-    url: str
-    model: str
-
-    def client(self):
-        import openai
-
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def complete(self, prompt):
-        """The text after a prompt."""
-        create = self.client().completions.create
-        answer = create(model=self.model, prompt=prompt, max_tokens=TOKENS, temperature=0)
-        return answer.choices[0].text
 
 
 def answers(url):
@@ -120,18 +88,26 @@ def serving(folder, options, log):
 @pytest.mark.parametrize("name", SERVERS)
 def test_clients_get_the_text_of_sample_py(zygote, tmp_path, name):
     """One after the other, at once, and as a chat, which continues the text of its messages."""
+    import openai
+
     shape, options = SERVERS[name]
-    texts = make_folder(zygote, shape, tmp_path / "out")
+    folder = tmp_path / "hf"
+    texts = make_folder(zygote, shape, folder)
     assert len(set(texts)) == len(PROMPTS)
-    folder = tmp_path / "out" / "hf"
+    likeliest = dict(model=str(folder), max_tokens=TOKENS, temperature=0)
     with serving(folder, options, tmp_path / "log.txt") as url:
-        server = Server(url, str(folder))
-        assert [server.complete(prompt) for prompt in PROMPTS] == texts
+
+        def client():
+            return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def complete(prompt):
+            return client().completions.create(prompt=prompt, **likeliest).choices[0].text
+
+        assert [complete(prompt) for prompt in PROMPTS] == texts
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
-            assert list(clients.map(server.complete, PROMPTS)) == texts
+            assert list(clients.map(complete, PROMPTS)) == texts
         for prompt, text in zip(PROMPTS, texts, strict=True):
             messages = [{"role": "system", "content": prompt[:2]}, {"role": "user", "content": prompt[2:]}]
-            create = server.client().chat.completions.create
-            answer = create(model=server.model, messages=messages, max_tokens=TOKENS, temperature=0)
+            answer = client().chat.completions.create(messages=messages, **likeliest)
             assert answer.choices[0].message.content == text
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), TOKENS)

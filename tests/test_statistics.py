@@ -1,42 +1,75 @@
 """Statistics of the layers: their numbers on one process and on many, and that a run keeps its bits."""
 
 import math
+import re
+from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
-from runs import assert_same_run, column, records, start_faulty
+from edits import edited_gpt
+from runs import assert_same_run, column, default_plan, records, start_faulty
+from test_model import roughen
+from torch import nn
 from torch._dynamo.utils import counters
 
-from isogpt.common.random_numbers import EVAL_TRAIN, TRAIN
-from isogpt.data.windows import random_windows
-from isogpt.monitor import statistics
-from isogpt.monitor.records import chart_values
-from isogpt.monitor.statistics import Observed, largest_logit, observing, short_name
+from isogpt.checkpoint.progress import Progress
+from isogpt.data.dataset import open_dataset
+from isogpt.data.reader import Reader
+from isogpt.monitor.log import Logger
+from isogpt.monitor.statistics import LayerStatistics
+from isogpt.nn.kernels import causal_attention
+from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_parts
+from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 
-SEED, LENGTH, ROWS = 1337, 32, 4  # of runs.TINY
+LENGTH, ROWS = 32, 4  # of runs.TINY
 SHAPE = dict(block_size=LENGTH, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+CPU = torch.device("cpu")
+
+
+def numbers_of(record):
+    """{kind/name: number} of a record."""
+    kinds = record["statistics"].items()
+    return {f"{kind}/{name}": number for kind, numbers in kinds for name, number in numbers.items()}
 
 
 def statistics_of(out_dir):
     """{step: {kind/name: number}} of a run, each step once."""
     found = [r for r in records(out_dir) if "statistics" in r]
     assert len({r["iter"] for r in found}) == len(found)
-    return {r["iter"]: {k: v for k, v in chart_values(r).items() if k != "iter"} for r in found}
+    return {r["iter"]: numbers_of(r) for r in found}
 
 
-def windows(folder, stream, step, count):
-    """Inputs and targets of a run of runs.TINY, each (count, LENGTH)."""
-    tokens = np.fromfile(folder / "data/tiny/train.bin", np.uint16).astype(np.int64)
-    starts = random_windows(len(tokens), LENGTH, SEED, stream, step, count)
-    rows = torch.from_numpy(np.stack([tokens[start : start + LENGTH + 1] for start in starts]))
-    return rows[:, :-1], rows[:, 1:]
+def reader_of(folder, model, batch_size=ROWS, micro_steps=2):
+    """The reader of a run of this model on one process, with the settings of runs.TINY."""
+    sizes = dict(batch_size=batch_size, gradient_accumulation_steps=micro_steps)
+    plan = default_plan(model_args=model.describe(), **sizes)
+    data = open_dataset(str(folder / "data/tiny"), model.config.block_size)
+    return Reader(data, "random", 1337, plan, Mesh(), CPU)
+
+
+class Sink(list):
+    """Keeps all records."""
+
+    def write(self, record, text):
+        self.append(record)
+
+
+def measured(folder, model, rows=ROWS):
+    """{kind/name: number} of a model before a step in which nothing is updated."""
+    logger = Logger(Progress(1), [Sink()])
+    layers = LayerStatistics(1, model, model, reader_of(folder, model), rows, nullcontext(), logger)
+    with layers.of_update(0):
+        pass
+    ((record,),) = logger.sinks
+    return numbers_of(record)
 
 
 def norms(kind, tensors):
-    return {f"{kind}/{short_name(name)}": t.norm().item() for name, t in tensors.items()}
+    """{kind/name: norm}, with the names of a record."""
+    found = {re.sub(r"^transformer\.(h\.)?|\.weight$", "", name): t.norm() for name, t in tensors.items()}
+    return {f"{kind}/{name}": norm.item() for name, norm in found.items()}
 
 
 @torch.no_grad()
@@ -64,18 +97,18 @@ def test_the_numbers_are_those_of_a_plain_loop(zygote, work):
     assert "statistics" not in run.text() and "weight_norm" not in run.text()
     found = statistics_of(work / "out")
     assert [*found] == [0, 2, 4] and {"weight_norm/wte", "grad_norm/1.mlp.c_fc.bias"} < found[0].keys()
-    model = GPT(GPTConfig(**SHAPE, bias=True), seed=SEED)
+    model = GPT(GPTConfig(**SHAPE, bias=True), seed=1337)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    for step in range(5):
+    reader = reader_of(work, model)
+    ((rows, _),) = reader.evaluation("train", ROWS)
+    for step, (x, y) in zip(range(5), reader.train(0, 0), strict=False):
         optimizer.zero_grad()
-        x, y = windows(work, TRAIN, step, 2 * ROWS)
-        for rows in (slice(0, ROWS), slice(ROWS, None)):
-            (model(x[rows], y[rows])[1] / 2).backward()
+        model(x, y)[1].backward()
         parameters = dict(model.named_parameters())
         before = {name: p.detach().clone() for name, p in parameters.items()}
         expected = norms("weight_norm", before)
         expected |= norms("grad_norm", {name: p.grad for name, p in parameters.items()})
-        expected |= observed_by_hand(model, windows(work, EVAL_TRAIN, 0, ROWS)[0])
+        expected |= observed_by_hand(model, rows)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         expected |= norms("update_norm", {name: p - before[name] for name, p in parameters.items()})
@@ -84,52 +117,64 @@ def test_the_numbers_are_those_of_a_plain_loop(zygote, work):
             assert found[step] == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
-def test_the_largest_logit_is_that_of_a_key_that_is_not_later(monkeypatch):
-    """In pieces, with keys in any order, and with heads that share keys."""
-    monkeypatch.setattr(statistics, "LOGITS_AT_ONCE", 100)
-    q, k, order = torch.randn(3, 8, 2, 4), torch.randn(3, 8, 1, 4), torch.randperm(8)
-    found = largest_logit(q[:, 2:5], k[:, order], torch.arange(2, 5), order)
-    pairs = [(i, j, h) for i in range(2, 5) for j in range(i + 1) for h in range(2)]
-    for row in range(3):
-        expected = max(float(q[row, i, h] @ k[row, j, 0]) / 2 for i, j, h in pairs)
-        assert found[row].item() == pytest.approx(expected, rel=1e-5)
+def test_the_largest_logit_is_that_of_a_key_that_is_not_later(shared_work):
+    """With heads that share keys, and of so many positions that it is computed in two pieces."""
+    config = GPTConfig(2048, 65, 1, 8, 16, arch="llama", n_kv_head=2)
+    model, seen = roughen(GPT(config, seed=1), seed=2), []
+    found = measured(shared_work, model, rows=1)["attention_logit/0.attn"]
+
+    def attend(q, k, v, *others):
+        seen.append((q, k.repeat_interleave(4, dim=2)))
+        return causal_attention(q, k, v, *others)
+
+    replace_seams(model, attention=attend)
+    ((x, _),) = reader_of(shared_work, model).evaluation("train", 1)
+    with torch.no_grad():
+        model(x)
+    q, k = (t[0].transpose(0, 1) for t in seen[0])  # (H, T, D)
+    logits = q @ k.mT / math.sqrt(2)
+    of_queries = logits.tril().amax((0, 2))  # (T,); the largest is not negative
+    assert found == pytest.approx(of_queries.max().item(), rel=1e-5)
+    assert of_queries.argmax() >= 1024 and logits.max() > found, "the test needs such a model"
 
 
-def test_what_does_not_fit_is_left_out():
-    """Parts of an edited model may return anything."""
-    observed = Observed(torch.arange(4), torch.arange(4), None, is_read=torch.tensor([True, False]))
-    for output in ({}, None, (), (None, 1), torch.ones(2, 3).long(), torch.ones(2), torch.ones(3, 3)):
-        observed.add_output("odd", None, (), output)
-    assert not observed.outputs
-    observed.add_output("even", None, (), (torch.tensor([[3.0, 4.0], [9.0, 9.0]]), "routing"))
-    observed.add_output("even", None, (), torch.tensor([[1.0], [torch.nan]]))
-    assert observed.outputs["even"].tolist() == pytest.approx([26.0, 3.0])
-    q = torch.ones(2, 3, 1, 4)  # not at all positions
-    assert observed.attend("odd", lambda q, k, v, dropout, cache: q + v, q, q, 1, 0.0, None).sum() == 48
-    assert not observed.logits
+class Odd(nn.Sequential):
+    """A part of a block that returns what it is given."""
+
+    def forward(self, output):
+        return output
 
 
-def observe(model, rows):
-    """What a forward pass of a model on one process shows, for these token ids."""
-    observed = Observed(torch.arange(LENGTH), torch.arange(LENGTH), None, torch.ones(len(rows)).bool())
-    with torch.no_grad(), observing(model.eval(), observed):
-        model(rows, rows, 1.0)
-    model.train()
-    return observed.outputs, observed.logits
+def test_what_does_not_fit_is_left_out(shared_work):
+    """Parts of an edited model may return anything, and attention may be computed of other positions."""
+    model = edited_gpt("register tokens")(GPTConfig(**SHAPE), 1)
+    block = model.transformer.h[1]
+    block.odd = Odd(nn.Identity())
+
+    def call(*args):
+        floats = torch.ones(ROWS), torch.ones(ROWS + 1, 3)
+        for output in ({}, None, (), (None, 1), torch.ones(ROWS, 3).long(), *floats):
+            block.odd(output)
+
+    block.ln_1.register_forward_hook(call)
+    found = measured(shared_work, model)
+    assert "activation_rms/1.odd" not in found and "activation_rms/1.attn" in found
+    assert not any(name.startswith("attention_logit") for name in found)
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-def test_a_compiled_model_is_not_compiled_again(by_block):
+def test_a_compiled_model_is_not_compiled_again(shared_work, by_block):
     torch._dynamo.reset()
     counters.clear()
     model = GPT(GPTConfig(**SHAPE | {"n_layer": 1}, n_expert=4), seed=1)
     rows = torch.arange(2 * LENGTH).view(2, LENGTH) % 65
-    expected = observe(model, rows)
-    model.reset_routing(torch.device("cpu"))
+    expected = measured(shared_work, model)
+    model.reset_routing(CPU)
     compile_parts(model, by_block, backend="eager")
     model(rows, rows, 1.0)[1].backward()
     graphs, routing = dict(counters["stats"]), model.routing.clone()
-    torch.testing.assert_close((*observe(model, rows), model.routing), (*expected, routing), rtol=0, atol=0)
+    model.zero_grad()
+    assert measured(shared_work, model) == expected and torch.equal(model.routing, routing)
     model(rows, rows, 1.0)[1].backward()
     assert dict(counters["stats"]) == graphs
 
@@ -169,16 +214,18 @@ def test_a_run_has_the_same_bits(zygote, work, nproc, flags):
     assert entropy == expected
 
 
-ZBV = "--pp=2 --pp_schedule=zbv --zero=2"
+ZBV = (2, "--pp=2 --pp_schedule=zbv --zero=2")
+# of three ranks, some read padding
+LAYOUTS = [(3, "--zero=3"), (2, "--tp=2"), (2, "--pp=2"), (2, "--cp=2"), (2, "--ep=2"), ZBV]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--zero=3", "--tp=2", "--pp=2", "--cp=2", "--ep=2", ZBV])
-def test_a_layout_has_the_numbers_of_one_process(zygote, work, layout):
+@pytest.mark.parametrize(("nproc", "layout"), LAYOUTS)
+def test_a_layout_has_the_numbers_of_one_process(zygote, work, nproc, layout):
     experts = ["--n_expert=4"] if layout == "--ep=2" else []
     args = ["--stats_interval=2", "--max_iters=2", "--n_layer=4", *experts]
     zygote.train([*args, "--out_dir=one"], work)
-    zygote.train([*args, *layout.split(), "--out_dir=two"], work, 2)
+    zygote.train([*args, *layout.split(), "--out_dir=two"], work, nproc)
     found, expected = statistics_of(work / "two"), statistics_of(work / "one")
     assert [*found] == [*expected] == [0, 2]
     for step in expected:

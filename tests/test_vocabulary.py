@@ -3,9 +3,8 @@ What token ids mean: read from metadata, recorded by a run, and used by sample.p
 """
 
 import json
+import pickle
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,10 @@ from test_sample import folder_of
 from test_validation import write
 
 import export
-from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_run
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.data import tokenizer, vocabulary
-from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown, of_characters
+from isogpt.data.data_folder import vocabulary_in
+from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
 
 TEXT = "hello world\n" * 300
 ABC = {c: i for i, c in enumerate("abc")}
@@ -25,8 +25,14 @@ SHORT = ["--n_layer=1", "--n_embd=16", "--block_size=16", "--eval_interval=4", "
 SHORT += ["--out_dir=out"]
 
 
-def of_meta(meta, folder="nowhere"):
-    return vocabulary.vocabulary_of_data(meta, Path(folder))
+def of_meta(meta, folder):
+    """The vocabulary of a data set with this metadata."""
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    named = {
+        name: meta[name] for name in ("tokenizer",) if name in meta
+    }  # which nanoGPT's file cannot contain
+    (folder / "meta.json").write_text(json.dumps(named))
+    return vocabulary_in(folder)
 
 
 def dataset(folder, text=TEXT):
@@ -45,9 +51,9 @@ TABLES = [
 
 
 @pytest.mark.parametrize("meta", TABLES)
-def test_nanogpts_tables(meta):
+def test_nanogpts_tables(tmp_path, meta):
     """Texts may share an id, which is decoded as the first of them."""
-    table = of_meta(meta)
+    table = of_meta(meta, tmp_path)
     loaded = tokenizer.load(table)
     assert loaded.encode("cabA") == [3, 1, 2, 1] and loaded.decode([3, 1, 2]) == "cab" and loaded.n_ids == 4
     run = {"isogpt": {"vocabulary": json.loads(json.dumps(table.describe()))}}
@@ -56,16 +62,16 @@ def test_nanogpts_tables(meta):
         loaded.encode("cabZ")
 
 
-def test_metadata_that_does_not_say_what_the_ids_mean():
-    reasons = {"tokenizer": "nowhere lacks the tokenizer char", "itos": "are not tables"}
+def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
+    reasons = {"tokenizer": f"{tmp_path} lacks the tokenizer char", "itos": "are not tables"}
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=f"the ids cannot be decoded: .*{reason}.*; set --dataset="):
-            tokenizer.load(of_meta({name: "char"}))
+            tokenizer.load(of_meta({name: "char"}, tmp_path))
 
 
-def test_ids_without_a_record():
+def test_ids_without_a_record(tmp_path):
     """They are GPT-2's if the model is large enough, and not much larger."""
-    assert of_meta({}) is of_meta({"vocab_size": 90}) is None
+    assert of_meta({}, tmp_path) is of_meta({"vocab_size": 90}, tmp_path) is None
     kinds = [gpt2_or_unknown(size, "it").kind for size in (50256, 50257, 50304, 51200, 51201)]
     assert kinds == ["unknown", *["tiktoken"] * 3, "unknown"]
 
@@ -85,24 +91,21 @@ def test_the_order_of_precedence(tmp_path):
     assert of_meta({"tokenizer": "char"} | tables, tmp_path).ids == ABC
 
 
-def test_a_vocabulary_that_the_data_knows_only_in_part():
-    """The run keeps its vocabulary."""
-    whole, part = of_characters(ABC), of_characters({"a": 0, "b": 1})
-    run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
-    data = SimpleNamespace(named=(), vocabulary=part, folder="data/part")
-    source = SimpleNamespace(run=run, stored=SimpleNamespace(folder="out"))
-    for data.vocabulary in (part, Vocabulary("unknown", "data/part lacks the tokenizer")):
-        for is_resume in (True, False):
-            assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
-    data.vocabulary = of_characters(ABC | {"d": 3})
-    assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
-
-
 # ------------------------------------------------------------------------------------------------------------
 # a run keeps its vocabulary
 
 
-def test_data_with_other_ids_than_the_run(at, zygote, tmp_path):
+def test_a_vocabulary_that_the_data_knows_only_in_part(zygote, tmp_path):
+    """The run keeps its vocabulary, until the data knows more."""
+    for last, (known, kept) in enumerate((("abc", "abc"), ("ab", "abc"), ("abcd", "abcd")), 1):
+        stoi = {c: i for i, c in enumerate(known)}
+        write(tmp_path / "data/mine", [0, 1] * 99, [0, 1] * 99, stoi=stoi, vocab_size=4)
+        zygote.train([*SHORT, "--dataset=mine", "--init_from=auto", f"--max_iters={last}"], tmp_path)
+        run = torch.load(tmp_path / "out/ckpt.pt", weights_only=True)
+        assert vocabulary.recorded(run).ids.keys() == {*kept}
+
+
+def test_data_with_other_ids_than_the_run(zygote, tmp_path):
     """A resume on data with other characters says so, and takes no step."""
     dataset(tmp_path / "data/mine")
     args = [*SHORT, "--dataset=mine"]

@@ -265,7 +265,12 @@ class VocabularyPart:
 
 
 def summed_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, vocabulary: VocabularyPart | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float = 0.0,
+    vocabulary: VocabularyPart | None = None,
+    at_once: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """
     Compute the cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32
@@ -278,10 +283,11 @@ def summed_loss(
         cap: of the logits, see `soft_cap`.
         vocabulary: given if each process holds only some rows of `weight`. The gradient of x is then this
             process's share.
+        at_once: numbers of logits. Default: `logits_at_once`.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
-    unchunked, _, _ = logits_at_once(on_cpu, x.itemsize, V)
+    unchunked, _, _ = at_once or logits_at_once(on_cpu, x.itemsize, V)
     rows, has_gradients = max(1, unchunked // V), torch.is_grad_enabled()
     if torch.compiler.is_compiling() and not has_gradients:
         # each part is compiled separately; fused cross-entropy reads unconverted logits: fewer than 12 bytes
@@ -296,7 +302,7 @@ def summed_loss(
         return torch.stack(losses).sum()
     dtype = compute_dtype(x)  # autocast does not apply inside an autograd.Function
     x, weight = x.to(dtype), weight.to(dtype)
-    _, per_chunk, per_chunk_float = logits_at_once(on_cpu, dtype.itemsize, V)
+    _, per_chunk, per_chunk_float = at_once or logits_at_once(on_cpu, dtype.itemsize, V)
     return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float, vocabulary)
 
 
