@@ -5,11 +5,9 @@ Ranks are threads here.
 
 import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in train.py)
 
-import ctypes
 import gc
 import hashlib
 import json
-import mmap
 import os
 import pickle
 import random
@@ -28,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,10 +46,6 @@ from isogpt.checkpoint.state import parts_of_state
 from isogpt.common import random_numbers
 from isogpt.common.files import HashedFile
 from isogpt.common.random_numbers import normal_numbers, random_words
-from isogpt.data.dataset import open_dataset
-from isogpt.data.reader import Reader
-from isogpt.data.token_files import opened
-from isogpt.data.windows import Windows, shuffled_windows
 from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.monitor import log
@@ -60,7 +53,7 @@ from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
-from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import UNDIVIDED
 from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
@@ -224,38 +217,6 @@ def test_ranks_know_each_other_by_few_bytes():
     few, many = start_of(32), start_of(128)
     assert len(many) <= 3 * 128
     assert sum(many) < 128 * 1000 and sum(many) < 8 * sum(few)
-
-
-# -- read_ahead
-
-
-def cached_bytes(path):
-    """The bytes of a file that are in the system's page cache."""
-    content = np.memmap(path, np.uint8, "r")
-    is_cached = (ctypes.c_ubyte * -(-content.nbytes // mmap.PAGESIZE))()
-    mincore = ctypes.CDLL(None, use_errno=True).mincore
-    assert mincore(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes), is_cached) == 0
-    return int(np.count_nonzero(np.frombuffer(is_cached, np.uint8) & 1)) * mmap.PAGESIZE
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="what is read cannot be counted")
-@pytest.mark.parametrize("n_tokens", [10**8, 10**9])
-def test_windows_read_their_own_pages(tmp_path, n_tokens):
-    """
-    This does not depend on the size of the file, nor does what the start reads. Files of zeros take no room
-    on the disk, but the system reads them ahead like others.
-    """
-    for split, length in (("train", n_tokens), ("val", 10**6)):
-        (tmp_path / f"{split}.bin").touch()
-        os.truncate(tmp_path / f"{split}.bin", 2 * length)
-    data, windows = open_dataset(str(tmp_path), block_size=1024), 64
-    assert cached_bytes(data.train.path) < 20e6
-    os.posix_fadvise(opened(data.train.files[0]).fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before = cached_bytes(data.train.path)
-    shape = {"block_size": 1024, "vocab_size": 50304}
-    plan = replace(UNDIVIDED, micro_batch=64, shares="equal", model_args=shape)
-    [*Reader(data, "random", 1, plan, Mesh(), torch.device("cpu")).evaluation("train", windows)]
-    assert cached_bytes(data.train.path) - before < windows * 3 * 4096
 
 
 # -- hashing
@@ -459,20 +420,6 @@ def test_a_plot_that_fails_or_never_ends_is_said_at_the_end(tmp_path, capsys, mo
     monkeypatch.setattr(log, "END_S", 0.01)
     with pytest.raises(TimeoutError, match="no answer within 0.01 s"):
         log.InThread(Slow(str(tmp_path))).write(END, "")
-
-
-# -- shuffle
-
-
-@pytest.mark.parametrize("n_tokens", [10**9, 10**12])
-def test_the_shuffle_keeps_nothing_of_the_data_set(n_tokens):
-    numbers = 7 * 480 + np.arange(480)  # of the sequences of step 7
-    shuffled_windows(Windows(10**6, 1024), 1337, numbers)  # imports what numpy needs
-    tracemalloc.start()
-    starts = shuffled_windows(Windows(n_tokens, 1024), 1337, numbers)
-    stays, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1e6 and stays - starts.nbytes < 1000
 
 
 # -- failures
