@@ -89,6 +89,13 @@ LAYOUTS = {  # name: processes, settings
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pp", "cp", "uneven")]
 
 
+def trained_model(path):
+    """The model in a checkpoint of one file."""
+    state = read_file(path)
+    args = state["model_args"] | state["isogpt"]["model_args"]
+    return GPT.from_state(GPTConfig(**args), state["model"]).eval()
+
+
 def plain_loss(model, path, block_size):
     """The mean loss over a file of uint16 ids, each of which but the first is predicted once."""
     ids = torch.from_numpy(np.fromfile(path, np.uint16).astype(np.int64))
@@ -106,9 +113,7 @@ def trained(zygote, shared_work):
     zygote.train(["--out_dir=run", "--max_iters=9", "--learning_rate=0.01", "--eval_iters=2"], shared_work)
     ids = np.fromfile(shared_work / "data/tiny/val.bin", np.uint16)
     write(shared_work / "data/other", ids[1500:2222], val_bytes=722)
-    state = read_file(shared_work / "run/ckpt.pt")
-    args = state["model_args"] | state["isogpt"]["model_args"]
-    return GPT.from_state(GPTConfig(**args), state["model"]).eval()
+    return trained_model(shared_work / "run/ckpt.pt")
 
 
 def evaluate(zygote, cwd, model, name):
