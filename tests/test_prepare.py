@@ -182,9 +182,12 @@ def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path):
     write_jsonl(source / "a.jsonl", ["word1 " * 1000] * 1000)
     command = [sys.executable, SCRIPT, *arguments(source, tmp_path / "out", "--num_proc=2")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: len(children(running.pid)) == 3)  # one of them is multiprocessing's own
-        for pid in children(running.pid):
-            os.kill(pid, signal.SIGKILL)
+
+        def tokenizing():  # multiprocessing starts another process
+            commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
+            return [pid for pid, command in commands.items() if "spawn_main" in command]
+
+        os.kill(wait_for(tokenizing)[0], signal.SIGKILL)
         line = running.stderr.read()
     assert running.returncode == 1 and re.fullmatch("error: A .*process.*\n", line)
     assert not list((tmp_path / "out").iterdir())
