@@ -179,15 +179,13 @@ def test_a_failure_leaves_the_earlier_files(source, tmp_path, capfd):
 
 def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path):
     """As for want of memory: in one line, not by waiting for its answer."""
-    write_jsonl(source / "a.jsonl", ["word1 " * 1000] * 1000)
+    write_jsonl(source / "a.jsonl", ["word1 " * 1000] * 2000)
     command = [sys.executable, SCRIPT, *arguments(source, tmp_path / "out", "--num_proc=2")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-
-        def tokenizing():  # multiprocessing starts another process
-            commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
-            return [pid for pid, command in commands.items() if "spawn_main" in command]
-
-        os.kill(wait_for(tokenizing)[0], signal.SIGKILL)
+        wait_for(lambda: list(tmp_path.glob("out/*/train.bin")))
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
+        tokenizing = [pid for pid, command in commands.items() if "spawn_main" in command]
+        os.kill(tokenizing[0], signal.SIGKILL)
         line = running.stderr.read()
     assert running.returncode == 1 and re.fullmatch("error: A .*process.*\n", line)
     assert not list((tmp_path / "out").iterdir())
