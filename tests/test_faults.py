@@ -13,7 +13,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, start_changed, start_faulty, steps_in
+from runs import REPO, TINY, records, start_changed, steps_in
 
 import export
 from isogpt.checkpoint import folder as folder_module
@@ -297,33 +297,6 @@ def test_a_closed_pipe_does_not_end_the_run(work):
         errors = run.stderr.read()
     assert run.returncode == 0 and errors.count("Console failed") == 1 and "Traceback" not in errors
     assert (work / "out/step_00000006/ckpt.pt").exists() and (work / "out/loss.png").exists()
-
-
-UNREADABLE = [  # processes, split, step, flags
-    (1, "val", 10, ""),  # at the end
-    (2, "val", 8, "--eval_interval=8 --islands=2 --local_steps=3"),
-    (2, "train", 3, "--eval_interval=99 --zero=3"),
-]
-
-
-@pytest.mark.parametrize("nproc, split, due, flags", UNREADABLE)
-def test_data_that_cannot_be_read_ends_a_run_whose_state_is_saved(zygote, work, nproc, split, due, flags):
-    """
-    In an evaluation or a step, on one of two ranks that compute together, and at the end of a run. The
-    resumed run has the same bits.
-    """
-    args = ["--out_dir=out", "--max_iters=9", "--init_from=auto", "--eval_iters=3", *flags.split()]
-    run = start_faulty(zygote, args, work, nproc, **{split: [due, nproc - 1]}).wait(ok=False)
-    step = steps_in(work / "out") + 1
-    # training reads a few steps in advance
-    assert due <= step <= due + (5 if split == "train" else 0), run.text()
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    rank = "rank 1: " if nproc > 1 else ""
-    message = f"error: {rank}data/tiny/{split}.bin has been truncated since the start of the run\n"
-    assert run.text().count(message) == 1 and f"saved out/step_{step:08d}\n" in run.text()
-    zygote.train([*args, "--max_iters=10"], work, nproc)
-    zygote.train([*args, "--max_iters=10", "--out_dir=straight"], work, nproc)
-    assert column(work / "out", "loss") == column(work / "straight", "loss")
 
 
 def test_the_newest_checkpoint_takes_the_place_of_a_best_one_that_is_damaged_or_gone(zygote, place):
