@@ -22,7 +22,6 @@ from test_loader import reader_of, zeros
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
-DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -70,12 +69,10 @@ CASES = {
         lines=3,
     ),
     # data
-    "short-data": Case(["--block_size=30000"], ["train.bin contains 20000 tokens, but block_size 30000"]),
-    "no-data-set": Case(
-        ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
-    ),
+    "short-data": Case(["--block_size=30000"], ["train.bin contains 20000 tokens", "30000"]),
+    "no-data-set": Case(["--dataset=nothere"], ["no train.bin in data/nothere", "tiny"], BOTH),
     # device, precision, start
-    "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
+    "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], (2,)),
     "gpt2-offline": Case(
         ["--init_from=gpt2"],
         ["cannot load 'gpt2'", "hf download gpt2 config.json", "--init_from=hf-gpt2"],
@@ -86,22 +83,20 @@ CASES = {
     "nothing-there": Case(
         [*RESUME, "--out_dir=nowhere"],
         ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
-        BOTH,
+        (2,),
     ),
     "longer": Case([*RESUME, "--block_size=32"], ["block_size is 32, but the checkpoint's is 16: set"]),
-    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, flip),
+    "flipped": Case(RESUME, ["step_00000006 is damaged", "ckpt.pt"], (2,), flip),
     "no-step": Case(
-        ["--init_from=resume:5", "--max_iters=9"],
-        ["no step 5 to resume from in out: it contains 6, 3: set --init_from=resume:6 or the like"],
-        BOTH,
+        ["--init_from=resume:5", "--max_iters=9"], ["no step 5 to resume from in out: it contains 6, 3"]
     ),
-    "auto-step": Case(["--init_from=auto:resume:3"], ["init_from is 'auto:resume:3'; choose from scratch"]),
+    "auto-step": Case(["--init_from=auto:resume:3"], ["init_from is 'auto:resume:3'"]),
     # out_dir
-    "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: (f / "a").touch()),
+    "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], (2,), lambda f: (f / "a").touch()),
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # sample.py
-    "s-prompt": Case(["--start=FILE:p"], ["p is not text in UTF-8"], BOTH, latin, "sample.py", lines=None),
+    "s-prompt": Case(["--start=FILE:p"], ["p is not text in UTF-8"], (2,), latin, "sample.py", lines=None),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py"),
     "s-damaged": Case([], ["is damaged"], prepare=flip, script="sample.py"),
 }
