@@ -14,9 +14,9 @@ WORDS = (
 )
 
 
-def train_tokenizer(documents: Iterable[str], n_ids: int) -> Vocabulary:
+def train_tokenizer(documents: Iterable[str], n_ids: int, sample: int = SAMPLE) -> Vocabulary:
     """
-    Train a byte-level BPE on the first SAMPLE characters of the documents, as Sennrich et al. (2016) and
+    Train a byte-level BPE on the first `sample` characters of the documents, as Sennrich et al. (2016) and
     GPT-2 do: from the 256 bytes, the pair of tokens that is the most frequent within words becomes a token,
     until there are n_ids. The same documents always give the same tokenizer.
 
@@ -38,16 +38,15 @@ def train_tokenizer(documents: Iterable[str], n_ids: int) -> Vocabulary:
     tokenizer = ByteLevelBPETokenizer()
     to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = Sequence([Split(Regex(WORDS), "isolated"), to_bytes])
-    pieces = pieces_of(documents)
+    pieces = pieces_of(documents, sample)
     tokenizer.train_from_iterator(pieces, n_ids, special_tokens=[END_OF_TEXT], show_progress=False)
     if (trained := tokenizer.get_vocab_size()) < n_ids:
         print(f"note: the text is too short for a tokenizer of {n_ids:,} ids: it has {trained:,}")
     return Vocabulary("tokenizer.json", tokenizer.to_str(), END_OF_TEXT)
 
 
-def pieces_of(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the first SAMPLE characters in pieces: the library needs 100 bytes per character of a piece."""
-    left = SAMPLE
+def pieces_of(documents: Iterable[str], left: int) -> Iterator[str]:
+    """Yield the first characters in pieces: the library needs 100 bytes per character of a piece."""
     for document in documents:
         text = document[:left]
         for start in range(0, len(text), PIECE):

@@ -1,6 +1,6 @@
-"""The prepare.py scripts: their output, that it is complete or absent, and their error messages.
-
-Each test works on a copy of data/ in a temporary folder.
+"""
+The prepare.py scripts: their output, and their error messages. See test_prepare.py for kills and for several
+processes.
 """
 
 import hashlib
@@ -14,10 +14,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
+from urllib.response import addinfourl
 
 import numpy as np
 import pytest
@@ -34,9 +36,7 @@ no_gpt2 = f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)"
 needs_gpt2 = pytest.mark.skipif(not (TOKENIZERS / GPT2_FILE).exists(), reason=no_gpt2)
 
 sys.path.insert(0, str(REPO / "data"))
-import bins
-import read_files
-import write_files
+import bins  # noqa: F401 (which the scripts import, also those of a copy)
 
 
 @pytest.fixture(autouse=True)
@@ -59,28 +59,35 @@ def prepare(data, name, *args, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
 
 
-def load_prepare(data, name):
-    """main(arguments) calls what data/<name>/prepare.py calls, in this process."""
-
-    def main(argv):
-        with typed(*argv), patch.object(bins, "run", lambda work, *args, **more: work(*args, **more)):
-            runpy.run_path(str(data / name / "prepare.py"), run_name="__main__")
-
-    return main
+def run(script, *args):
+    """Run a script of data/ in this process, which must succeed."""
+    with patch.object(sys, "argv", [str(script), *map(str, args)]), pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script), run_name="__main__")
+    assert not stop.value.code
 
 
-def typed(*argv):
-    """A context in which these are the arguments of a script."""
-    return patch.object(sys, "argv", ["script.py", *argv])
-
-
-def error_of(work, *args):
-    """The line with which a script that calls work(*args) ends."""
-    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
-        bins.run(work, *args)
+def error_of(script, *args):
+    """The line with which a script that must fail ends."""
+    with patch.object(sys, "argv", [str(script), *map(str, args)]), pytest.raises(SystemExit) as stop:
+        with redirect_stderr(StringIO()) as said:
+            runpy.run_path(str(script), run_name="__main__")
     (line,) = said.getvalue().splitlines()
     assert stop.value.code == 1
     return line
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The file that every address of the network leads to, if it exists."""
+
+    class Handler(urllib.request.HTTPSHandler):
+        def https_open(self, request):
+            answer = addinfourl(open(tmp_path / "served", "rb"), {}, request.full_url, 200)
+            answer.msg = "OK"
+            return answer
+
+    monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(Handler))
+    return tmp_path / "served"
 
 
 def write_tokenizer(folder, vocab):
@@ -96,12 +103,6 @@ def write_tokenizer(folder, vocab):
 
 def write_jsonl(path, documents):
     path.write_text("\n".join(json.dumps({"text": text}) for text in documents) + "\n")
-
-
-def write_text(folder, text):
-    """Write a data set of the characters of a text."""
-    with typed(f"--out={folder}"):
-        bins.prepare_text(__file__, "", lambda _: (text, {}))
 
 
 def contents(folder):
@@ -143,6 +144,15 @@ def decode_documents(ids):
     return [encoding.decode(part[part != EOT].tolist()) for part in np.split(ids, ends[:-1] + 1)]
 
 
+def trains_on_a_cpu(output, name):
+    """The last line is a command that train.py accepts, which needs no login."""
+    command = output.splitlines()[-1].removeprefix("next: python train.py ")
+    config = accepted("train.py", *shlex.split(command))
+    assert config["dataset"] == name and not config["wandb_log"]
+    # 10 million multiplications for each token take a core milliseconds
+    assert config["n_layer"] * config["n_embd"] ** 2 * 12 < 10**7 and config["block_size"] <= 256
+
+
 # ----- character data sets
 
 
@@ -155,9 +165,10 @@ def test_stdlib_char_is_the_same_every_time(data, tmp_path):
     meta, text = decode_characters(data / "stdlib_char")
     assert text.isascii() and "\r" not in text and "import" in text
     assert meta["train_tokens"] == int(len(text) * 0.9) and meta["tokenizer"] == "char"
+    trains_on_a_cpu(result.stdout, "stdlib_char")
 
 
-def test_stdlib_char_reads_only_the_library(data, tmp_path, monkeypatch):
+def test_stdlib_char_reads_only_the_library(tmp_path, monkeypatch):
     library = tmp_path / "library"
     texts = {"B.py": "B\r\n", "a.py": "a\n", "a/b.py": "ab\n", "a/testing.py": "", "latin.py": "é"}
     left = "test/x.py a/tests/x.py a/idle_test/x.py __pycache__/x.py site-packages/x.py a/test_x.py x.pyc"
@@ -166,8 +177,8 @@ def test_stdlib_char_reads_only_the_library(data, tmp_path, monkeypatch):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(text.encode())
     monkeypatch.setattr(sysconfig, "get_path", lambda _: library)
-    load_prepare(data, "stdlib_char")(["--val_fraction=0.5"])
-    meta, text = decode_characters(data / "stdlib_char")
+    run(REPO / "data/stdlib_char/prepare.py", "--val_fraction=0.5", f"--out={tmp_path}")
+    meta, text = decode_characters(tmp_path)
     assert (text, meta["source"]["files"]) == ("B\n\na\n\nab\n\n", 4)
 
 
@@ -183,6 +194,7 @@ def test_shakespeare_has_nanogpts_counts(data, tmp_path):
         result = prepare(data, name, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert not list((data / name).glob("*.tmp"))
+        trains_on_a_cpu(result.stdout, name)
 
     meta, decoded = decode_characters(data / "shakespeare_char")
     assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1_003_854, 111_540)
@@ -194,11 +206,10 @@ def test_shakespeare_has_nanogpts_counts(data, tmp_path):
     assert not (data / "shakespeare" / "meta.pkl").exists()
 
 
-def test_download(data, tmp_path, monkeypatch):
-    served, folder = tmp_path / "served.txt", data / "shakespeare_char"
+def test_download(data, served):
+    folder = data / "shakespeare_char"
     served.write_text("To be, or not to be")
-    monkeypatch.setattr(read_files, "SHAKESPEARE", served.as_uri())
-    load_prepare(data, folder.name)([])
+    run(folder / "prepare.py")
     assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
 
 
@@ -206,48 +217,50 @@ def test_download(data, tmp_path, monkeypatch):
 
 
 @needs_gpt2
-def test_documents_keep_their_order(data, tmp_path, monkeypatch):
-    """With several processes, of which the first has by far the most to do."""
+def test_documents_keep_their_order(tmp_path):
+    """With several processes, of which the first has by far the most to do, and in shards or not."""
     import pyarrow
     import pyarrow.parquet
 
-    documents = ["first " * 5000, ""]
-    documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)]
+    documents = ["first " * 500_000, ""]
+    documents += [f"Document {i}: naïve <|endoftext|>\n" * (i % 7 * 300 + 1) for i in range(120)]
     write_jsonl(tmp_path / "a.jsonl", [*documents[:60], ""])
     table = pyarrow.table({"text": documents[60:-1]})
     pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=7)
     (tmp_path / "c.txt").write_text(documents[-1])
     # each once, and sorted
     files = ",".join(str(tmp_path / name) for name in ("c.txt", "*.parquet", "a.jsonl", "?.jsonl"))
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 2000)
-
-    def written(*args):
-        options = [f"--data_files={files}", "--val_fraction=0.3", "--special_tokens=False", *args]
-        load_prepare(data, "openwebtext")(options)
-        return read(data / "openwebtext")
-
-    meta, train, val = written("--num_proc=2")
+    options = [f"--data_files={files}", "--val_fraction=0.3", "--special_tokens=False"]
+    for out, more in (("one", ["--num_proc=2"]), ("shards", ["--num_proc=1", "--shard_tokens=100_000"])):
+        run(REPO / "data/openwebtext/prepare.py", *options, f"--out={tmp_path / out}", *more)
+    meta, train, val = read(tmp_path / "one")
     expected = list(filter(None, documents))
     assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
-    sides = [decode_documents(train), decode_documents(val)]
-    assert [sides[write_files.goes_to_val(1337, i, 0.3)].pop(0) for i in range(len(expected))] == expected
-    assert sides == [[], []]
-    assert written("--num_proc=1", "--seed=1")[2].tolist() != val.tolist()
+    sides = [[expected.index(text) for text in decode_documents(ids)] for ids in (train, val)]
+    assert sides == [sorted(sides[0]), sorted(sides[1])] and sorted(sum(sides, [])) == [*range(121)]
+    assert 20 < len(sides[1]) < 60
+    one, shards = contents(tmp_path / "one"), contents(tmp_path / "shards")
+    for name in ("meta.json", "documents.bin"):
+        assert one[name] == shards[name]
+    for split in ("train", "val"):
+        parts = [shards[name] for name in sorted(shards) if name.startswith(split)]
+        assert b"".join(parts) == one[f"{split}.bin"]
+        assert {*map(len, parts[:-1])} == {200_000} and 0 < len(parts[-1]) <= 200_000
 
 
-def test_ids_above_65535(data, tmp_path):
+def test_ids_above_65535(tmp_path):
     write_tokenizer(tmp_path, {"?": 0, "one": 70000, "two": 70001, "<|endoftext|>": 70300})
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    files = f"--data_files={tmp_path}/a.jsonl"
-    load_prepare(data, "fineweb")([files, "--text_key=body", f"--tokenizer={tmp_path}"])
-    meta, train, val = read(data / "fineweb")
+    files = f"--data_files={tmp_path}/a.jsonl", "--text_key=body"
+    run(REPO / "data/fineweb/prepare.py", *files, f"--tokenizer={tmp_path}", f"--out={tmp_path / 'out'}")
+    meta, train, val = read(tmp_path / "out")
     assert [meta[key] for key in ("dtype", "vocab_size", "tokenizer_size")] == ["uint32", 70336, 70301]
     assert (meta["tokenizer"], meta["documents"]) == ("tokenizer.json", 2)
     assert (train.tolist(), val.tolist()) == ([70000, 70300], [70001, 70300])
 
 
 @needs_gpt2
-def test_the_hub(data, monkeypatch):
+def test_the_hub(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = {"text": [f"page {i}" for i in range(10)], "url": ["u"] * 10}
     calls, streamed = [], {"split": "train", "streaming": True}
@@ -258,8 +271,9 @@ def test_the_hub(data, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in ("openwebtext", "fineweb", "tinystories"):
-        load_prepare(data, name)(["--num_proc=1", "--val_fraction=0.2", "--tokenizer=gpt2"])
-        meta, train, val = read(data / name)
+        options = ["--num_proc=1", "--val_fraction=0.2", "--tokenizer=gpt2", f"--out={tmp_path / name}"]
+        run(REPO / "data" / name / "prepare.py", *options)
+        meta, train, val = read(tmp_path / name)
         assert sorted(decode_documents(train) + decode_documents(val)) == rows["text"]
         assert meta["documents"] == 10
     assert dict(calls) == {
@@ -269,69 +283,33 @@ def test_the_hub(data, monkeypatch):
     }
 
 
-# ----- complete or absent
-
-
-@needs_gpt2
-def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
-    folder = data / "openwebtext"
-    (tmp_path / "a.jsonl").write_text('{"text": "a document"}\n' * 50)
-    main, files = load_prepare(data, "openwebtext"), f"--data_files={tmp_path}/a.jsonl"
-    main([files])
-    before = contents(folder)
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
-    said = error_of(main, [f"--data_files={broken}", "--num_proc=2"])
-    assert said.startswith(f"error: {broken}, document 301: ")
-    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
-        monkeypatch.setattr(write_files.SplitText, "add", Mock(side_effect=error))
-        said = "error: " + (str(error) or "KeyboardInterrupt")
-        assert error_of(main, [files, "--num_proc=2"]) == said
-        assert error_of(write_text, folder, "some text") == said
-    assert contents(folder) == before
-
-
 # ----- where it is written
 
 
 def test_links_and_other_folders(data, tmp_path):
     """A script runs from any folder, also through a link to its folder, and writes where --out says."""
-    (tmp_path / "a.txt").write_text("some text, and more of it\n" * 99)
+    write_jsonl(tmp_path / "a.jsonl", ["some text, and more of it"] * 99)
     disk = tmp_path / "disk" / "mine"
     shutil.copytree(data / "shakespeare_char", disk)
     (data / "mine").symlink_to(disk)
 
     for name, out, dataset in (
         ("mine", [], "mine"),
-        ("shakespeare_char", ["--out=new folder/x"], f"'{tmp_path}/new folder/x'"),
+        ("tinystories", ["--num_proc=1"], "tinystories"),
+        ("shakespeare_char", ["--out=new folder/x"], f"{tmp_path}/new folder/x"),
     ):
-        result = prepare(data, name, "--data_files=a.txt", *out, cwd=tmp_path)
+        result = prepare(data, name, "--data_files=a.jsonl", *out, cwd=tmp_path)
         assert (result.returncode, result.stderr) == (0, "")
-        command = f"next: python train.py config/train_small.py --dataset={dataset} --out_dir=out-"
-        assert result.stdout.splitlines()[-1].startswith(command)
+        trains_on_a_cpu(result.stdout, dataset)
     assert (disk / "train.bin").exists()
     assert (tmp_path / "new folder" / "x" / "meta.json").exists()
     assert not (data / "shakespeare_char" / "train.bin").exists()
 
 
-@pytest.mark.parametrize("name", ["stdlib_char", "shakespeare_char", "tinystories", "openwebtext", "mine"])
-def test_the_last_line_is_a_command_that_trains_on_a_cpu(data, monkeypatch, capsys, name):
-    """Which train.py accepts, and which needs no login."""
-    monkeypatch.setattr(bins, "__file__", str(data / "bins.py"))
-    (data / name).mkdir(exist_ok=True)
-    write_text(data / name, "some text " * 20)
-    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: python train.py ")
-    config = accepted("train.py", *shlex.split(command))
-    assert config["dataset"] == name and not config["wandb_log"]
-    # 10 million multiplications for each token take a core milliseconds
-    assert config["n_layer"] * config["n_embd"] ** 2 * 12 < 10**7 and config["block_size"] <= 256
-
-
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
-    "--data_files=two.jsonl,table.csv": "--data_files: 'table.csv' is no file that ends in .txt, ",
+    "--data_files=two.jsonl,table.csv": "'table.csv' is no file that ends in .txt, ",
     "--data_files=torn.jsonl.gz": "torn.jsonl.gz, document 1: Compressed file ended",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
@@ -348,13 +326,12 @@ KINDS = {"shakespeare_char": ANY | ONE_TEXT, "openwebtext": ANY | DOCUMENTS}
 
 
 @pytest.fixture
-def inputs(tmp_path, monkeypatch):
+def inputs(tmp_path, monkeypatch, served):
     """Files for --data_files in the working folder."""
     import pyarrow
     import pyarrow.parquet
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(read_files, "SHAKESPEARE", (tmp_path / "absent").as_uri())
     Path("folder").mkdir()
     Path("characters").mkdir()
     for name, content in {
@@ -377,12 +354,12 @@ def inputs(tmp_path, monkeypatch):
 def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, name):
     before = contents(data / name)
     for args, message in KINDS[name].items():
-        line = error_of(load_prepare(data, name), args.split())
+        line = error_of(data / name / "prepare.py", *args.split())
         assert re.match(f"error: .*{message}", line), line
     assert contents(data / name) == before
 
 
-def test_what_is_read_with_a_note(data, inputs, capsys):
+def test_what_is_read_with_a_note(inputs, capsys):
     """Null is no text; text that the tokenizer loses."""
     write_tokenizer(Path("folder"), {"one": 0, "two": 1, "?": 2})
     for encoding in ("utf-8-sig", "utf-16"):  # each text begins with a byte order mark
@@ -393,16 +370,17 @@ def test_what_is_read_with_a_note(data, inputs, capsys):
         "utf-16.txt": [0, 1, 2] * 80,
     }.items():
         options = [f"--data_files={file}", "--tokenizer=folder", "--val_fraction=0.5"]
-        load_prepare(data, "shakespeare")(options)
-        _, train, val = read(data / "shakespeare")
+        run(REPO / "data/shakespeare/prepare.py", *options, "--out=out")
+        _, train, val = read(Path("out"))
         assert [*train, *val] == ids
     assert "note: the tokenizer does not keep the text" in capsys.readouterr().out
 
 
-def test_chats_and_instructions(data, inputs):
+def test_chats_and_instructions(inputs):
     """What data/README.md shows."""
     Path("messages.jsonl").write_text(Path("chat.jsonl").read_text() + Path("alpaca.jsonl").read_text())
     chats = (REPO / "data" / "README.md").read_text().partition("### Chats and instructions")[2]
     exec(chats.split("```")[1].removeprefix("python"), {})
-    load_prepare(data, "shakespeare_char")(["--data_files=chats.jsonl", "--val_fraction=0.5"])
-    assert decode_characters(data / "shakespeare_char")[1] == "user: hi\nadd\n3"
+    options = ["--data_files=chats.jsonl", "--val_fraction=0.5", "--out=out"]
+    run(REPO / "data/shakespeare_char/prepare.py", *options)
+    assert decode_characters(Path("out"))[1] == "user: hi\nadd\n3"

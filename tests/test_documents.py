@@ -8,14 +8,13 @@ import sys
 import numpy as np
 import pytest
 from runs import REPO, TINY
+from test_loader import reader_of
+from test_validation import write
 
 from isogpt.data.dataset import open_dataset
-from isogpt.data.documents import DocumentWindows
-from isogpt.data.windows import shuffled_windows
 
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
-import write_files
 
 END, BLOCK = 9, 8  # the end-of-text id
 
@@ -31,7 +30,7 @@ def windows_in_a_loop(begins, n_tokens, block_size):
 # the windows
 
 
-def test_windows_are_those_of_a_loop_over_documents():
+def test_windows_are_those_of_a_loop_over_documents(tmp_path):
     rng = np.random.default_rng(0)
     for n, mean in itertools.product((3, 8, 61), (2, 9, 40)):
         lengths = np.maximum(1, rng.exponential(mean, n).astype(int))
@@ -39,15 +38,17 @@ def test_windows_are_those_of_a_loop_over_documents():
         # some of the tokens are before the first document, and one window fits
         begins = (np.append(0, lengths.cumsum()) + rng.integers(3)).tolist()
         n_tokens = begins.pop() + BLOCK + 1
-        windows = DocumentWindows(np.array(begins), n_tokens, BLOCK)
+        write(tmp_path, range(20), train=np.zeros(n_tokens), vocab_size=20, train_documents=n)
+        np.array(begins).tofile(tmp_path / "documents.bin")
+        data = open_dataset(str(tmp_path), BLOCK, data_order="documents")
         starts = windows_in_a_loop(begins, n_tokens, BLOCK)
-        assert windows.starts(np.arange(len(windows))).tolist() == starts
         counts = np.zeros(n_tokens, int)  # how often each token is input
         for start in starts:
             counts[start : start + BLOCK] += 1
-        assert windows.unread == pytest.approx((counts == 0).mean())
-        assert windows.repeated == pytest.approx(np.maximum(counts - 1, 0).mean())
-        epochs = shuffled_windows(windows, 1337, np.arange(2 * len(starts))).reshape(2, -1).tolist()
+        assert data.windows.unread == pytest.approx((counts == 0).mean())
+        assert data.windows.repeated == pytest.approx(np.maximum(counts - 1, 0).mean())
+        reader = reader_of(data, "documents", sequences=len(starts))
+        epochs = [reader.starts(step).tolist() for step in (0, 1)]
         assert [sorted(epoch) for epoch in epochs] == [starts, starts], "each once per epoch"
     assert epochs[0] != epochs[1] != starts != epochs[0], "in a random order"
 
@@ -57,57 +58,43 @@ def test_windows_are_those_of_a_loop_over_documents():
 
 
 LENGTHS = np.random.default_rng(2).integers(1, 30, 60)
+LENGTHS[20] = 300_000  # more ids than are searched at a time
 
 
-def ids_of_documents(is_before):
+def ids_of_documents(is_before, lengths=LENGTHS):
     """Documents of random ids, with the end-of-text id before each, as in llm.c, or after each, as here."""
     rng, pieces = np.random.default_rng(3), []
-    for length in LENGTHS:
+    for length in lengths:
         ids = rng.integers(0, END, length).tolist()
         pieces += [END, *ids] if is_before else [*ids, END]
     return pieces
 
 
-def write(folder, train, meta=None):
-    """A data set with these ids."""
-    folder.mkdir()
-    for split in ("train", "val"):
-        np.array(train, np.uint16).tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": END + 1} | (meta or {})))
-    return folder
-
-
 @pytest.mark.parametrize("is_before", [True, False])
-def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_before, monkeypatch, capsys):
+def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_before, capsys):
     ids = ids_of_documents(is_before)
-    folder = write(tmp_path / "data", ids)
-    parts = write_files.parts_of
-
-    def small_parts(tokens):  # of 10 ids, as parts of a file
-        return (part[:, i : i + 10] for part in parts(tokens) for i in range(0, part.shape[1], 10))
-
-    monkeypatch.setattr(write_files, "parts_of", small_parts)
-    find_documents.find_documents(folder, END)
-    assert "60 documents of 17 tokens on average, separated by token 9\n" in capsys.readouterr().out
-    begins = np.fromfile(folder / "documents.bin", np.int64)
+    write(tmp_path, ids, train=ids, vocab_size=20)
+    find_documents.find_documents(tmp_path, END)
+    assert "60 documents of 5,0" in capsys.readouterr().out
+    begins = np.fromfile(tmp_path / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
-    meta = {"dtype": "uint16", "vocab_size": END + 1, "train_documents": 60, "searched_tokens": len(ids)}
-    assert json.loads((folder / "meta.json").read_text()) == meta
-    data = open_dataset(str(folder), BLOCK, data_order="documents")
+    meta = {"dtype": "uint16", "vocab_size": 20, "train_documents": 60, "searched_tokens": len(ids)}
+    assert json.loads((tmp_path / "meta.json").read_text()) == meta
+    data, plain = (open_dataset(str(tmp_path), 1024, data_order=order) for order in ("documents", "random"))
     starts = data.windows.starts(np.arange(len(data.windows)))
-    assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), BLOCK)
+    assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), 1024)
     assert set(np.array(ids)[starts[1:]]) == {END}
-    assert data.digest == open_dataset(str(folder), BLOCK).digest, "evaluations stay comparable"
-    assert not open_dataset(str(folder), BLOCK).describe()
+    assert data.digest == plain.digest, "evaluations stay comparable"
+    assert data.describe() and not plain.describe()
 
 
 def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
-    ids = ids_of_documents(False)
-    folder = write(tmp_path / "data", ids)
+    ids = ids_of_documents(False, LENGTHS[:20])
+    folder = write(tmp_path / "data", ids, train=ids, vocab_size=20)
     command = f"type python data/find_documents.py {folder}"
-    message = f"^{folder}/documents.bin is missing or of another train.bin: {command}$"
+    message = f"documents.bin .*: {command}$"
     for name, content in ("documents.bin", b""), ("documents.bin", bytes(8)), ("train.bin", bytes(len(ids))):
         find_documents.find_documents(folder, END)
         (folder / name).unlink()
@@ -119,7 +106,7 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("ids", "token"), [([1, 2, 3, END], END), ([1, END, 3], None)])
 def test_a_text_without_documents_is_refused(tmp_path, ids, token):
-    folder = write(tmp_path / "data", ids)
+    folder = write(tmp_path / "data", ids, train=ids, vocab_size=20)
     problem = f"train.bin: no documents, which token {token} would separate; set --id="
     with pytest.raises(ValueError, match=problem):
         find_documents.find_documents(folder, token)
@@ -131,19 +118,19 @@ def test_a_text_without_documents_is_refused(tmp_path, ids, token):
 
 
 def test_a_run_reads_documents(zygote, tmp_path):
-    ids = ids_of_documents(False) * 4
-    folder = write(tmp_path / "tiny", ids)
+    ids = ids_of_documents(False, LENGTHS[:20]) * 12
+    folder = write(tmp_path / "tiny", ids, train=ids, vocab_size=20)
     find_documents.find_documents(folder, END)
     args = [*TINY, f"--dataset={folder}", "--block_size=8", "--data_order=documents", "--out_dir=out"]
     text = zygote.train([*args, "--max_iters=3"], tmp_path).text()
-    windows = open_dataset(str(folder), 8, data_order="documents").windows
-    read = f"{windows.unread:.1%} of the tokens are left out, {windows.repeated:.1%} read twice"
-    assert f"windows: tiny: {len(windows)}; {read}" in text
+    data = open_dataset(str(folder), 8, data_order="documents")
+    left_out, twice = f"{data.windows.unread:.1%}", f"{data.windows.repeated:.1%}"
+    assert re.search(f"windows: tiny: {len(data.windows)}; {left_out} .* {twice} read twice", text)
     assert "iter 3: loss" in text
     text = zygote.train([*args, "--max_iters=4", "--init_from=resume"], tmp_path).text()
     assert "this run continues with" not in text
     find_documents.find_documents(folder, 5)
-    compared = open_dataset(str(folder), 8, data_order="documents").facts()["the data's documents"]
-    assert compared != {"tiny": windows.digest}, "ranks with different documents do not start"
+    other = open_dataset(str(folder), 8, data_order="documents")
+    assert other.facts() != data.facts(), "ranks with different documents do not start"
     text = zygote.train([*args, "--max_iters=5", "--init_from=resume"], tmp_path).text()
     assert re.search(r"this run continues with documents of tiny \w{8} \(was \w{8}\): the loss", text)

@@ -3,8 +3,9 @@
 import gzip
 import itertools
 import json
-import multiprocessing
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,15 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPO, wait_for
-from test_data import bins, contents, error_of, needs_gpt2, typed, write_jsonl, write_tokenizer
+from runs import REPO, children, wait_for
 from test_data import cached_tokenizers as cached_tokenizers
+from test_data import contents, error_of, needs_gpt2, run, write_jsonl, write_tokenizer
 
 from isogpt.data.data_folder import open_split, read_meta
 
 sys.path.insert(0, str(REPO / "data"))
-import write_files
+from read_files import read_documents
 
+SCRIPT = REPO / "data/openwebtext/prepare.py"
 END = "<|endoftext|>"
 WORDS = [END, "?", *(f"word{i}" for i in range(300))]
 DOCUMENTS = [" ".join(f"word{(i * j) % 300}" for j in range(1, 3 + i % 40)) for i in range(120)]
@@ -29,9 +31,8 @@ DOCUMENTS[5:7] = [f"{END} word1 {END} word2", END]
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
-    """A folder of documents with a small tokenizer, and batches of a few documents."""
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 1000)
+def source(tmp_path):
+    """A folder of documents, with a small tokenizer beside it."""
     folder = tmp_path / "texts"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", DOCUMENTS)
@@ -39,29 +40,32 @@ def source(tmp_path, monkeypatch):
     return folder
 
 
+def arguments(source, out, *args):
+    """Those with which SCRIPT prepares the documents."""
+    options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
+    return [*options, "--val_fraction=0.2", "--num_proc=1", *args]
+
+
 def prepare(source, out, *args):
     """Prepare in this process."""
-    options = [f"--data_files={source}", f"--out={out}", f"--tokenizer={source.parent / 'tokenizer'}"]
-    options += ["--val_fraction=0.2", "--num_proc=1", *args]
-    with typed(*options):
-        bins.prepare_documents(__file__, "", "", {})
+    run(SCRIPT, *arguments(source, out, *args))
 
 
-def killed_at(moment, function, *args):
+def prepare_with_signal(number, is_moment, source, out, *args):
     """
-    Call a function in a process of its own, which is killed before it renames or deletes a file for the
-    `moment`-th time. Returns its exit code.
+    Prepare in a process of its own, which gets a signal before it opens, renames or deletes a file for which
+    is_moment(event, name) is true. Returns its exit code.
     """
-    moments = itertools.count(1)
 
-    def hook(event, _):
-        if event in ("os.rename", "os.remove") and next(moments) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def hook(event, names):
+        if event in ("open", "os.rename", "os.remove") and is_moment(event, str(names[0])):
+            os.kill(os.getpid(), number)
 
     if not (pid := os.fork()):
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.addaudithook(hook)
-            function(*args)
+            prepare(source, out, *args)
             os._exit(0)
         finally:
             os._exit(1)
@@ -70,23 +74,6 @@ def killed_at(moment, function, *args):
 
 def joined(folder, split):
     return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{split}*.bin")))
-
-
-@needs_gpt2
-def test_the_bytes_are_those_of_one_process_without_shards(tmp_path, monkeypatch):
-    parts = [f"{END}{'!' * (i % 9)} été {'word ' * (i * 7 % 50)}" for i in range(400)]
-    documents = [f"Document {i}: naïve 東京 {part}" for i, part in enumerate(parts)]
-    write_jsonl(tmp_path / "a.jsonl", [*documents, "", END, f"x{END}"])
-    monkeypatch.setattr(write_files, "BATCH_BYTES", 5000)
-    for num_proc, shard_tokens in ((2, "1_000"), (1, "0")):
-        options = [f"--num_proc={num_proc}", f"--shard_tokens={shard_tokens}", "--tokenizer=gpt2"]
-        prepare(tmp_path, tmp_path / shard_tokens, *options)
-    for split in ("train", "val"):
-        assert joined(tmp_path / "1_000", split) == joined(tmp_path / "0", split)
-    shards, one = contents(tmp_path / "1_000"), contents(tmp_path / "0")
-    assert shards["meta.json"] == one["meta.json"] and shards["documents.bin"] == one["documents.bin"]
-    sizes = [len(shards[name]) for name in sorted(shards) if name.startswith("train")]
-    assert set(sizes[:-1]) == {2000} and 0 < sizes[-1] <= 2000 and "train.bin" not in shards
 
 
 def test_where_documents_begin(source, tmp_path):
@@ -98,20 +85,21 @@ def test_where_documents_begin(source, tmp_path):
     assert begins.tolist() == sorted({0, *np.flatnonzero(ids == 0).tolist()[:-1]})
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert meta["train_documents"] == len(begins) > 80 and meta["documents"] == len(DOCUMENTS)
+    prepare(source, tmp_path / "other", "--seed=1")
+    assert joined(tmp_path / "other", "val") != joined(tmp_path, "val")
 
 
-def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path, capsys):
+def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path):
     """Also one of one text, and in the other direction; files of other names are not touched."""
     folder = tmp_path / "out"
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
-    text = __file__, "", lambda _: ("some text " * 20, {})
-    with typed(f"--out={folder}"):
-        bins.prepare_text(*text)
+    (tmp_path / "text.txt").write_text("some text " * 20)
+    text = [REPO / "data/shakespeare_char/prepare.py", f"--data_files={tmp_path}/text.txt", f"--out={folder}"]
+    run(*text)
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    with typed(f"--out={folder}", "--shard_tokens=50"):
-        bins.prepare_text(*text)
+    run(*text, "--shard_tokens=50")
     shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
     assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
     assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
@@ -129,7 +117,7 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
     others = ["in d", "in e", "\ufffd b", "\ufffd\U0001f600"]
-    assert list(bins.read_documents(str(source))) == DOCUMENTS + others
+    assert list(read_documents(str(source))) == DOCUMENTS + others
 
 
 @pytest.mark.parametrize("shard_tokens", [0, 700])
@@ -146,7 +134,12 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     earlier = contents(shutil.copytree(folder, tmp_path / "earlier"))
     assert len(earlier) > len(new)
     for moment in itertools.count(1, step=3):
-        code = killed_at(moment, prepare, source, folder, *args)
+        moments = itertools.count(1)
+
+        def is_moment(event, name, moment=moment, moments=moments):
+            return event != "open" and next(moments) == moment
+
+        code = prepare_with_signal(signal.SIGKILL, is_moment, source, folder, *args)
         if code == 0:
             break
         assert code == -signal.SIGKILL and list(folder.glob("*.tmp"))
@@ -162,18 +155,39 @@ def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_to
     assert moment > 20 and contents(folder) == new
 
 
-def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, monkeypatch):
+def test_a_failure_leaves_the_earlier_files(source, tmp_path, capfd):
+    """A file that is damaged at its end, a disk that is full, Ctrl-C."""
+    folder = tmp_path / "out"
+    prepare(source, folder)
+    before = contents(folder)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "word1 word2"}\n' * 300 + '{"text": "a doc')
+    for number in (1, 2):
+        said = error_of(SCRIPT, *arguments(source, folder, f"--data_files={broken}", f"--num_proc={number}"))
+        assert said.startswith(f"error: {broken}, document 301: ")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    said = error_of(SCRIPT, *arguments(source, folder))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said == "error: [Errno 27] File too large"
+    capfd.readouterr()
+    in_val = (signal.SIGINT, lambda event, name: name.endswith(".tmp/val.bin"))
+    assert prepare_with_signal(*in_val, source, folder) == 1
+    assert capfd.readouterr().err == "error: KeyboardInterrupt\n"
+    assert contents(folder) == before and not list(folder.glob("*.tmp"))
+
+
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path):
     """As for want of memory: in one line, not by waiting for its answer."""
-    add = write_files.SplitText.add
-
-    def killing(*args):
-        for process in multiprocessing.active_children():
-            process.kill()
-        add(*args)
-
-    monkeypatch.setattr(write_files.SplitText, "add", killing)
-    line = error_of(prepare, source, tmp_path / "out", "--num_proc=2")
-    assert line.startswith("error: A ") and "process" in line
+    write_jsonl(source / "a.jsonl", ["word1 " * 1000] * 2000)
+    command = [sys.executable, SCRIPT, *arguments(source, tmp_path / "out", "--num_proc=2")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        wait_for(lambda: list(tmp_path.glob("out/*/train.bin")))
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
+        tokenizing = [pid for pid, command in commands.items() if "spawn_main" in command]
+        os.kill(tokenizing[0], signal.SIGKILL)
+        line = running.stderr.read()
+    assert running.returncode == 1 and re.fullmatch("error: A .*process.*\n", line)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -185,7 +199,7 @@ def test_a_row_group_of_parquet_is_streamed(tmp_path):
     rows = [text[i : i + 500] for i in range(0, len(text), 500)]
     parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", use_dictionary=False)
     size, before = (tmp_path / "a.parquet").stat().st_size, pyarrow.total_allocated_bytes()
-    documents = bins.read_documents(str(tmp_path))
+    documents = read_documents(str(tmp_path))
     assert next(documents) == rows[0]
     assert pyarrow.total_allocated_bytes() - before < size / 2
     assert list(documents) == rows[1:]
@@ -198,18 +212,18 @@ def test_memory_is_bounded_and_no_process_survives_a_kill(tmp_path):
     line = json.dumps({"text": "What is it to be? " * 600})
     with open(tmp_path / "a.jsonl", "w") as file:
         file.writelines(f"{line}\n" for _ in range(100_000_000 // len(line)))
-    command = [sys.executable, str(REPO / "data/openwebtext/prepare.py"), f"--data_files={tmp_path}/a.jsonl"]
+    command = [sys.executable, str(SCRIPT), f"--data_files={tmp_path}/a.jsonl"]
     command += [f"--out={tmp_path}/out", "--num_proc=2", "--shard_tokens=1_000_000"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as killed:
         wait_for(lambda: list(tmp_path.glob("out/*/train_000001.bin")))
-        of_run = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        run.kill()
+        of_run = children(killed.pid)
+        killed.kill()
     assert len(of_run) >= 2
     wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in of_run))
     # in a small process, since what a process starts counts the memory of this one until it runs
     measuring = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     measuring += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     measured = [sys.executable, "-c", measuring, *command]
-    run = subprocess.run(measured, capture_output=True, text=True, check=True)
+    done = subprocess.run(measured, capture_output=True, text=True, check=True)
     assert len(list((tmp_path / "out").glob("train_*.bin"))) > 20
-    assert int(run.stdout.split()[-1]) < 400_000  # KB, of the largest process
+    assert int(done.stdout.split()[-1]) < 400_000  # KB, of the largest process

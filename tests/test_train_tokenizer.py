@@ -8,25 +8,20 @@ import sys
 
 import pytest
 from runs import REPO, column, script
-from test_bytes import run
-from test_data import contents, read
+from test_data import contents, read, run
+from train_tokenizer import train_tokenizer
 
 import export
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import tokenizer_in
 
-train_tokenizer = sys.modules["train_tokenizer"]
 pytest.importorskip("tokenizers")
 
 TEXT = (REPO / "docs/design.md").read_text() + "naïve Ünits²; 東京 🙂\r\n\t\tdef f(x):\n\n"
 NAMES = ("Lily", "Tom", "Mia")
 STORIES = [f"{name} saw {n} birds.\n\n“How nice!” said {name}." for n in range(40) for name in NAMES]
 FILES = {"documents.bin", "train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json"}
-
-
-def train(documents, n_ids):
-    return load(train_tokenizer.train_tokenizer(documents, n_ids))
 
 
 def stories_of(folder):
@@ -46,7 +41,7 @@ def write_stories(path, separator="\n<|endoftext|>\n"):
 
 @pytest.mark.parametrize("n_ids", [257, 700])
 def test_any_text_is_kept(n_ids):
-    tokenizer = train([TEXT], n_ids)
+    tokenizer = load(train_tokenizer([TEXT], n_ids))
     assert (tokenizer.n_ids, tokenizer.end_of_text) == (n_ids, 0)
     anything = random.Random(n_ids)
     characters = [*map(chr, range(0x300)), "\u2028", "\ufffd", "\U0010ffff", "<|endoftext|>", "\r\n"]
@@ -60,25 +55,21 @@ def test_any_text_is_kept(n_ids):
 
 def test_the_same_text_gives_the_same_tokenizer(at):
     (at.path / "text.txt").write_text(TEXT)
-    expected = train_tokenizer.train_tokenizer([TEXT], 700).content
+    expected = train_tokenizer([TEXT], 700).content
     command = [sys.executable, REPO / "data/shakespeare/prepare.py", "--data_files=text.txt", "--out=."]
     env = os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}  # this process has others
     subprocess.run([*command, "--train_tokenizer=700"], env=env, check=True)
     assert (at.path / "tokenizer.json").read_text() == expected
 
 
-def test_the_sample(monkeypatch):
-    """The first SAMPLE characters are read, in pieces."""
-    monkeypatch.setattr(train_tokenizer, "SAMPLE", 25)
-    monkeypatch.setattr(train_tokenizer, "PIECE", 4)
-    documents = iter(["a" * 10, "b" * 10, "c" * 10, "d"])
-    pieces = list(train_tokenizer.pieces_of(documents))
-    assert "".join(pieces) == "a" * 10 + "b" * 10 + "c" * 5 and max(map(len, pieces)) == 4
-    assert list(documents) == ["d"]
+def test_only_the_first_characters_are_read():
+    documents = iter([TEXT, TEXT, "not read"])
+    trained = train_tokenizer(documents, 300, len(TEXT) + 1000)
+    assert trained == train_tokenizer([TEXT, TEXT[:1000]], 300) and list(documents) == ["not read"]
 
 
 def prepare(at, *args, out="new"):
-    run(at, "tinystories/prepare.py", f"--out={out}", *args)
+    run(REPO / "data/tinystories/prepare.py", f"--out={out}", *args)
     return read(at.path / out)[0]
 
 
