@@ -330,8 +330,12 @@ REFUSED = {
         after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
     ],
 }
-# seen only where ranks read parts of a micro-batch
-MIXED = {"rows": [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)]}
+# for tests of their own
+OTHERS = {
+    "rows that mix": [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)],
+    "crash": [(EMBED_END, "        raise RuntimeError('a bug')\n")],
+}
+ALL = EDITS | REFUSED | OTHERS
 # ways on which edits are tried
 TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
@@ -391,7 +395,7 @@ def edited(replacements, source):
 def edited_gpt(name):
     """GPT of model.py with an edit."""
     space = {"__name__": "model"}
-    exec(edited((EDITS | REFUSED | MIXED)[name], (REPO / "model.py").read_text()), space)
+    exec(edited(ALL[name], (REPO / "model.py").read_text()), space)
     return space["GPT"]
 
 
@@ -436,11 +440,18 @@ def blocks(section, kind):
 
 
 def apply(name, folder):
-    """A copy of the repository with an edit, by its name in EDITS or its heading in the docs."""
+    """A copy of the repository with an edit, by its name or its heading in the docs."""
     repo = copy_of_repository(Path(folder))
-    if name in EDITS:
+    if name in ALL:
         path = repo / "model.py"
-        path.write_text(edited(EDITS[name], path.read_text()))
+        path.write_text(edited(ALL[name], path.read_text()))
     elif diff := blocks(documented()[name], "diff"):
         subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, check=True)
     return repo
+
+
+def edited_train(folder, *replacements):
+    """Write a train.py with an edit, which imports the repository's modules, to a folder; returns the folder."""
+    text = edited(replacements, (REPO / "train.py").read_text())
+    (Path(folder) / "train.py").write_text(f"import sys\n\nsys.path.insert(0, {str(REPO)!r})\n{text}")
+    return folder

@@ -25,23 +25,29 @@ from breaks import broken
 from edits import edited_gpt
 from runs import train_defaults
 
-from isogpt.check.comparisons import HOLDS, compare_layout, plan_with
+from isogpt.check.layout import first_problem
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.plan import LayoutError
-from isogpt.training.settings import model_args_of
+from isogpt.parallel.mesh import connect_mesh
+from isogpt.parallel.plan import LayoutError, plan_of
+from isogpt.training.settings import check_plan, model_args_of
 from model import GPT
+
+SMALL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, batch_size=2, gradient_accumulation_steps=8)
 
 torch.set_num_threads(1)
 path, results = Path(sys.argv[1]), []
 dist.init_process_group("gloo")
 for model_settings, layout, fault, edit in json.loads(path.read_text()):
-    config = train_defaults(n_layer=4, n_head=4, n_embd=32, block_size=64) | model_settings | layout
+    config = train_defaults(**SMALL) | model_settings | layout
     args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))
-    plan = plan_with(layout, config, args, dist.get_world_size())
+    decided = dict(world_size=dist.get_world_size(), device_type="cpu", dtype="float32", model_args=args)
+    plan, gpt = plan_of(config, config["islands"], **decided), edited_gpt(edit) if edit else GPT
     try:
+        check_plan(plan)
+        mesh = connect_mesh(dist.get_rank(), plan, 60.0)
         with broken(*fault) if fault else nullcontext():
-            state, text = compare_layout(edited_gpt(edit) if edit else GPT, plan, config)
-        results.append("" if state == HOLDS else f"{state}: {text}")
+            problem = first_problem(gpt, plan, mesh, torch.device("cpu"), config)
+        results.append(problem and f"differs: {problem}")
     except LayoutError as e:  # on all ranks
         results.append(f"refused: {e}")
     except Exception as e:

@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import pickle
-import random
 import re
 import resource
 import statistics
@@ -35,7 +34,6 @@ import torch.distributed as dist
 from runs import column, train_defaults, wait_for
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import export
 from isogpt.checkpoint import huggingface, manifest, search, sharded_files
@@ -46,9 +44,7 @@ from isogpt.checkpoint.manifest import make_manifest
 from isogpt.checkpoint.search import find_checkpoint
 from isogpt.checkpoint.source import flat
 from isogpt.checkpoint.state import parts_of_state
-from isogpt.common import random_numbers
 from isogpt.common.files import HashedFile
-from isogpt.common.random_numbers import normal_numbers, random_words
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import opened
@@ -57,10 +53,8 @@ from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
 from isogpt.monitor import log
 from isogpt.monitor.sink_files import MetricsFile, Plot
-from isogpt.parallel import parallelize
-from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
-from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import UNDIVIDED
 from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
@@ -309,92 +303,6 @@ def test_each_rank_hashes_its_part(tmp_path, ranks, size):
         hashed.clear()
 
 
-# -- initial_weights
-
-
-def part_of_model(model_args, layout, rank):
-    """One rank's part of a model, made as train.py makes it, with a process group that is not connected."""
-    plan = replace(UNDIVIDED, device_type="cpu", **layout)
-    dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
-    try:
-        mesh, cpu = connect_mesh(rank, plan, timeout_s=60.0), torch.device("cpu")
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**model_args))
-        splits = parallelize.divide_model(model, plan, mesh, cpu)
-        parallelize.materialize(model, cpu, splits)
-    finally:
-        dist.destroy_process_group()
-    return model
-
-
-def numbers_drawn(model, seed):
-    """Fill a rank's part of a model with initial weights, and count the numbers that are drawn for it."""
-    counts = []
-
-    def counted(key, first, n):
-        counts.append(2 * (first % 4 + n))
-        return random_words(key, first, n)
-
-    with patch.object(random_numbers, "random_words", counted):
-        parallelize.init_weights(model, seed)
-    return sum(counts)
-
-
-SMALL = dict(arch="llama", n_layer=4, n_embd=96, n_head=4, n_kv_head=2, n_hidden=164, block_size=8)
-SMALL |= dict(vocab_size=67, bias=False, tied=False)
-# layouts, with ranks that hold parts of different sizes: with zero 3, some ranks hold nothing
-PARTS = [
-    ({"zero": 3, "world_size": 3}, range(3)),
-    ({"zero": 3, "world_size": 40}, (0, 33, 34, 39)),
-    ({"tp": 2, "world_size": 2}, range(2)),
-    ({"pp": 2, "pp_schedule": "zbv", "world_size": 2}, range(2)),
-    ({"ep": 2, "zero": 3, "tp": 2, "world_size": 8}, (0, 3, 7)),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
-@pytest.mark.parametrize(("layout", "ranks"), PARTS)
-def test_a_rank_draws_its_part_of_the_initial_weights(layout, ranks):
-    """The numbers that it holds, which are the bits of one process."""
-    args = SMALL | ({"n_expert": 4} if "ep" in layout else {})
-    whole = {name: p.detach() for name, p in GPT(GPTConfig(**args), seed=7).named_parameters()}
-    for rank in ranks:
-        model = part_of_model(args, layout, rank)
-        drawn, held = numbers_drawn(model, seed=7), 0
-        for name, part in local_parts_by_name(model).items():
-            for piece, values in part.cut(whole[name]):
-                assert torch.equal(piece, values), name
-                held += piece.numel()
-        # up to 8 numbers more for each run of numbers, such as the columns of a row that tp divides
-        assert drawn <= 1.25 * held < 0.9 * sum(p.numel() for p in whole.values())
-
-
-@pytest.mark.parametrize("shape", [(9, 7), (8, 16), (3, 5, 7), (70000,), (2, 70001), ()])
-def test_parts_of_normal_numbers_are_the_bits_of_the_whole(shape):
-    """Wherever a part begins and ends: in no part does the place in memory change what numpy computes."""
-    whole = normal_numbers(1, "name", shape, [slice(0, n) for n in shape])
-    places = random.Random(0)
-    for _ in range(40):
-        part = tuple(slice(*sorted(places.choices(range(n + 1), k=2))) for n in shape)
-        values = normal_numbers(1, "name", shape, part)
-        assert values.tobytes() == whole[part].tobytes()
-    assert not (whole == normal_numbers(2, "name", shape, [slice(0, n) for n in shape])).any()
-
-
-def test_normal_numbers_are_normal():
-    """Moments, the frequency beyond 1, 2, 3 and 4, and neighbours that are independent, to four sigma."""
-    x = torch.from_numpy(normal_numbers(1, "name", (2**20,), (slice(0, 2**20),))).double()
-    sigma = len(x) ** -0.5
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs((x**power).mean() - moment) < 4 * sigma * variance**0.5
-    for limit in (1.0, 2.0, 3.0, 4.0):
-        p = torch.special.erfc(torch.tensor(limit / 2**0.5).double())
-        assert abs((x.abs() > limit).double().mean() - p) < 4 * sigma * p**0.5
-    for distance in (1, 2, 8):  # of the same word, of the next word, of the next count
-        pairs = x[:-distance] * x[distance:], x[:-distance].square() * x[distance:].square() - 1
-        assert abs(pairs[0].mean()) < 4 * sigma and abs(pairs[1].mean()) < 4 * sigma * 8**0.5
-
-
 # -- metrics
 
 
@@ -553,30 +461,6 @@ def test_copies_are_written_once_by_all_of_their_holders(tmp_path):
     shards_of(tmp_path, ranks=8, tensors=32, replicas=4)
     sizes = [path.stat().st_size for path in (tmp_path / "1").glob("*.distcp")]
     assert len(sizes) == 8 and max(sizes) < 1.2 * min(sizes)
-
-
-# -- buckets
-
-
-class CountedTensor:
-    """Stands for a tensor of 1 KB, and counts how often its size is read."""
-
-    reads = 0
-
-    @property
-    def nbytes(self):
-        CountedTensor.reads += 1
-        return 2**10
-
-
-def test_buckets_are_linear_and_the_same():
-    tensors = [CountedTensor() for _ in range(2000)]
-    assert sum(map(len, in_buckets(tensors))) == 2000 and CountedTensor.reads < 2.1 * 2000
-    sizes = [3, 0, 4, 5, 9, 8, 0, 1, 7, 20, 0, 6, 2, 2, 2]
-    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    buckets = [[len(t) for t in bucket] for bucket in in_buckets(tensors, 8)]
-    assert buckets == [*([3, 0, 4], [5], [9], [8, 0], [1, 7], [20], [0, 6, 2], [2, 2])]
-    assert [*in_buckets([])] == []
 
 
 # -- memory_of_saves
