@@ -44,8 +44,8 @@ for model_settings, layout, fault, edit in json.loads(path.read_text()):
     plan, gpt = plan_of(config, config["islands"], **decided), edited_gpt(edit) if edit else GPT
     try:
         check_plan(plan)
-        mesh = connect_mesh(dist.get_rank(), plan, 60.0)
         with broken(*fault) if fault else nullcontext():
+            mesh = connect_mesh(dist.get_rank(), plan, 60.0)
             problem = first_problem(gpt, plan, mesh, torch.device("cpu"), config)
         results.append(problem and f"differs: {problem}")
     except LayoutError as e:  # on all ranks

@@ -1,6 +1,6 @@
 """
-Tensor, pipeline, context and expert parallelism: what a rank holds and draws, and sampled text. The curves are in
-test_layouts.py, faults and messages in test_split.py. measure/random_layouts.py draws more layouts.
+Tensor, pipeline, context and expert parallelism: sampled text, and what a rank holds and draws. The curves
+are in test_layouts.py, faults and messages in test_split.py. measure/random_layouts.py draws more layouts.
 """
 
 import random
