@@ -225,6 +225,7 @@ def test_more_processes_than_sequences(trained):
     for nproc, way in ((1, "one"), (3, "3")):
         text = (trained(args_of("two sequences", way), nproc) / "output.txt").read_text()
         assert text.count(said) == text.count("warning:") == (nproc == 3)
+        assert text.count("on each rank 1 micro-step x 1 row (1 row of padding)") == (nproc == 3)
 
 
 @pytest.mark.parametrize("flags", ["", "--pp=2"])
