@@ -271,14 +271,14 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
 
 # model, settings of a layout of two processes: one of each
 LAYOUTS = [
-    ("gpt2-bias", "--n_embd=128"),  # DDP, whose buckets divide the graph
+    ("gpt2-bias", "--n_layer=2 --n_embd=128"),  # DDP, whose buckets divide the graph
     ("llama-moe", "--zero=2 --activation_checkpointing=selective"),
-    ("nanochat", "--zero=3 --activation_checkpointing=every:2"),
-    ("llama", "--tp=2 --activation_checkpointing=full"),
-    ("nanochat", "--cp=2"),
-    ("gpt2-moe", "--ep=2"),
+    ("nanochat", "--n_layer=2 --zero=3 --activation_checkpointing=every:2"),
+    ("llama", "--n_layer=2 --tp=2 --activation_checkpointing=full"),
+    ("nanochat", "--n_layer=2 --cp=2"),
+    ("gpt2-moe", "--n_layer=2 --ep=2"),
     ("gpt2", "--pp=2 --pp_schedule=zero_bubble"),
-    ("gpt2", "--exact=True --zero=3"),
+    ("gpt2", "--n_layer=2 --exact=True --zero=3"),
 ]
 # what train.py compiles on a GPU, with a compiler that needs none
 COMPILE = """

@@ -171,6 +171,7 @@ def test_sums_have_no_order_and_round_once():
         assert torch.equal(step_of(sums, *order)[0], first)
     true_sum = torch.stack(terms).double().sum(0)
     assert ((first - true_sum).abs() <= 2.0**-24 * true_sum.abs() + 4 * 2.0**-51).all()
+    assert (step_of(sums, *4 * [0.75 * 2.0**-50])[0] == 4 * 2.0**-50).all(), "rounded, not cut"
     assert float(square) == pytest.approx(float(first.double().square().sum()), rel=1e-9)
     for seed in range(8):
         places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
