@@ -170,10 +170,9 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
 def test_a_comparison_that_crashes_is_refused_with_the_reason(zygote, work):
     repo = apply("crash", work / "edited")
     run = zygote.start(["--check=True"], work, script="bench.py", repo=repo)
-    run.until(lambda text: "\nzero 1 " in text, timeout=120)
+    run.until(lambda text: "\ninitial values " in text)
     run.kill()
-    for name in ("one process", "ddp"):
-        assert re.search(rf"^{name} +refused .*RuntimeError: a bug \(model.py, line \d+\)", run.text(), re.M)
+    assert re.search(r"^one process +refused .*RuntimeError: a bug \(model.py, line \d+\)", run.text(), re.M)
 
 
 WHOLE = "Sliding windows in alternate layers"  # with a check of generation, which fails
