@@ -3,175 +3,124 @@ Faults in the ways of dividing the work, each as a replacement of text in a func
 wrong slice, a wrong divisor. isogpt/check/layout.py must see each of them.
 """
 
-import importlib
+import importlib.util
 import inspect
 import sys
-import textwrap
 from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from types import CodeType
 
-DATA, TENSOR = "isogpt.parallel.data_parallel", "isogpt.parallel.tensor"
-SUMS, SHARES, PARTS = "isogpt.parallel.gradients", "isogpt.parallel.shares", "isogpt.parallel.local_parts"
-CONTEXT, SEQUENCES = "isogpt.parallel.context", "isogpt.parallel.sequence_collectives"
-PIPELINE, EXPERT = "isogpt.parallel.pipeline", "isogpt.parallel.expert"
-EXACT, MESH = "isogpt.parallel.integer_sums", "isogpt.parallel.mesh"
-ZERO1 = "torch.distributed.optim.zero_redundancy_optimizer"
-
-NOT_REDUCED = (SUMS, "FloatSums.micro_batch", "is_last and self.plan", "False and self.plan")
-DIVISOR = (SUMS, "FloatSums.__post_init__", "tokens / self.mesh.loss.size", "tokens")
-SAME_ROWS = (SHARES, "Share.first", " + self.rows_before", "")
+DIVISOR = ("tokens / self.mesh.loss.size", "tokens")
+NOT_REDUCED = ("is_last and self.plan", "False and self.plan")
 SHARD = "fully_shard(block, mp_policy=policy, **of_blocks)"
-NOT_SCATTERED = (DATA, "shard", SHARD, f"{SHARD}.set_requires_gradient_sync(False)")
-WRONG_ROWS = (
-    PARTS,
-    "local_part_of",
-    "_, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)",
-    "pass",
-)
+NOT_SCATTERED = (SHARD, f"{SHARD}.set_requires_gradient_sync(False)")
+OFFSETS = "_, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)"
+WRONG_ROWS = (OFFSETS, "pass")
+SCALED = ("scale_grads=False", "scale_grads=True")
+PIPELINE_LOSS = ("torch.stack(terms).sum() * self.mesh.pp", "torch.stack(terms).sum()")
+SCATTERED = "return total\n\n\nclass"
+LOSS_AXES = '("dp_replicate", "dp_shard", "ep", "cp")'
+EXACT_DIVISOR = ("float(plan.sequences", "float(2 * plan.sequences")
 
-SCALED = (PIPELINE, "Pipeline.prepare", "scale_grads=False", "scale_grads=True")
-PIPELINE_LOSS = (PIPELINE, "Pipeline.step", " * self.mesh.pp", "")
-
-# way -> {what is broken: (module, function, text, its replacement)}
+# way -> {what is broken: (text, its replacement)}
 BREAKS = {
-    "ddp": {"not reduced": NOT_REDUCED, "divisor": DIVISOR, "all ranks read the same": SAME_ROWS},
+    "ddp": {
+        "not reduced": NOT_REDUCED,
+        "divisor": DIVISOR,
+        "all ranks read the same": (" + self.rows_before", ""),
+    },
     "zero 1": {
         "not reduced": NOT_REDUCED,
         "divisor": DIVISOR,
-        "weights not sent": (ZERO1, "ZeroRedundancyOptimizer.step", "self._sync_params()", "pass"),
+        "weights not sent": ("self._sync_params()", "pass"),
     },
     "zero 2": {"not scattered": NOT_SCATTERED, "divisor": DIVISOR, "wrong rows": WRONG_ROWS},
     "zero 3": {"not scattered": NOT_SCATTERED, "divisor": DIVISOR, "wrong rows": WRONG_ROWS},
     "tp 2": {
-        "norms not reduced": (SUMS, "FloatSums.finish", "if mesh.tp > 1:", "if False:"),
-        "q, k, v mixed": (
-            "isogpt.parallel.attach",
-            "divide_parameters",
-            "stacked * (n // sum(stacked))",
-            "(n,)",
-        ),
-        "norm": (SUMS, "FloatSums.norm_share", ".sum() / n", ".sum()"),
-        "bias twice": (
-            TENSOR,
-            "RowParallelLinear.forward",
-            "F.linear(x, self.weight)",
-            "F.linear(x, self.weight, self.bias)",
-        ),
-        "vocabulary not reduced": (
-            TENSOR,
-            "vocabulary_parallel_loss",
-            'if op == "max" else dist.ReduceOp.SUM',
-            "",
-        ),
+        "norms not reduced": ("if mesh.tp > 1:\n            whole", "if False:\n            whole"),
+        "q, k, v mixed": ("stacked * (n // sum(stacked))", "(n,)"),
+        "norm": (".square().sum() / n", ".square().sum()"),
+        "bias twice": ("F.linear(x, self.weight)", "F.linear(x, self.weight, self.bias)"),
+        "vocabulary not reduced": ('if op == "max" else dist.ReduceOp.SUM', ""),
     },
     "cp 2": {
-        "keys' gradient not reduced": (
-            SEQUENCES,
-            "Gather.backward",
-            "scattered(grad, ctx.group)",
-            "grad.chunk(2, 1)[dist.get_rank(ctx.group)]",
-        ),
-        "order of the chunks": (CONTEXT, "parallelize_context", ".argsort()", ".sort()[0]"),
-        "sees the next position": (CONTEXT, "attend_chunk", "tril(S - T)", "tril(S - T + 1)"),
+        "keys' gradient not reduced": (SCATTERED, SCATTERED.replace("total", "parts[dist.get_rank(group)]")),
+        "order of the chunks": ("torch.tensor(in_ranks).argsort()", "torch.tensor(in_ranks).sort()[0]"),
+        "sees the next position": ("tril(S - T)", "tril(S - T + 1)"),
         "divisor": DIVISOR,
     },
     "pp 2, 1f1b": {
-        "tied head not reduced": (SUMS, "FloatSums.finish", "if tied is not None and", "if False and"),
+        "tied head not reduced": ("if tied is not None and", "if False and"),
         "divided by the micro-batches": SCALED,
         "loss": PIPELINE_LOSS,
-        "evaluation": (PIPELINE, "Pipeline.forward", "loss.float() * self.mesh.pp", "loss.float()"),
-        "a block left out": (
-            PIPELINE,
-            "split_layers",
-            "runs = cut_evenly(costs, n)",
-            "runs = [run[:-1] or run for run in cut_evenly(costs, n)]",
-        ),
+        "evaluation": ("loss.float() * self.mesh.pp", "loss.float()"),
+        "a block left out": ("for i in blocks})", "for i in blocks[:-1] or blocks})"),
     },
     "pp 2, zbv": {
         "tied head added twice": (
-            SUMS,
-            "FloatSums.finish",
-            "params = [",
-            "head = self.raw_model.lm_head\n    head and head.weight.grad.mul_(2)\n    params = [",
+            "params = [p for p in self.params",
+            "head = self.raw_model.lm_head\n        head and head.weight.grad.mul_(2)\n"
+            "        params = [p for p in self.params",
         ),
         "divided by the micro-batches": SCALED,
         "loss": PIPELINE_LOSS,
     },
     "ep 2": {
-        "divisor": (
-            SUMS,
-            "FloatSums.finish",
-            "torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)",
-            "pass",
-        ),
-        "rows in another order": (EXPERT, "exchange_tokens", "place = order.argsort()", "place = order"),
-        "rows for other experts": (EXPERT, "exchange_tokens", ".repeat(ranks)", ".repeat_interleave(ranks)"),
+        "divisor": ("for p in experts], mesh.ep)", "for p in experts], 1)"),
+        "rows in another order": ("place = order.argsort()", "place = order"),
+        "rows for other experts": (".repeat(ranks)", ".repeat_interleave(ranks)"),
     },
     "islands 2": {
-        "gradients averaged": (
-            MESH,
-            "Mesh.__post_init__",
-            'self.loss = Role(self, ("dp_replicate",',
-            'self.loss = Role(self, ("islands", "dp_replicate",',
-        ),
-        "divisor": (
-            SUMS,
-            "FloatSums.__post_init__",
-            "tokens = self.share.island_sequences",
-            "tokens = plan.sequences",
-        ),
-        "loss": (SUMS, "FloatSums.mean_loss", " * self.mesh.islands", ""),
+        "gradients averaged": (LOSS_AXES, LOSS_AXES.replace("(", '("islands", ')),
+        "divisor": ("tokens = self.share.island_sequences", "tokens = plan.sequences"),
+        "loss": ("self.share.island_sequences * self.mesh.islands", "self.share.island_sequences"),
     },
     "exact": {
-        "first micro-batch twice": (EXACT, "ExactSums.add_gradients", "p.grad = None", "pass"),
-        "divisor": (EXACT, "ExactSums.__post_init__", "float(plan.sequences", "float(2 * plan.sequences"),
-        "maximum": (EXACT, "ExactSums.finish", "(self.total, ", "(self.total, dist.ReduceOp.MAX, "),
+        "first micro-batch twice": ("for p in params:\n                    p.grad = None", "pass"),
+        "divisor": EXACT_DIVISOR,
+        "maximum": (
+            "(self.total, group=self.mesh.replicas.group",
+            "(self.total, dist.ReduceOp.MAX, group=self.mesh.replicas.group",
+        ),
     },
     "exact, zero 3": {
-        "earlier micro-batches forgotten": (
-            EXACT,
-            "IntegerReduceScatter.__call__",
-            ".add_(shard)",
-            ".copy_(shard)",
-        ),
-        "divisor": (EXACT, "ExactSums.__post_init__", "float(plan.sequences", "float(2 * plan.sequences"),
+        "earlier micro-batches forgotten": (".add_(shard)", ".copy_(shard)"),
+        "divisor": EXACT_DIVISOR,
         "wrong rows": WRONG_ROWS,
     },
     "recompute full": {
-        "input changed": (
-            "isogpt.parallel.recompute",
-            "recompute",
-            "checkpoint(compute, *args,",
-            "checkpoint(compute, args[0] * 1.01, *args[1:],",
-        )
+        "input changed": ("checkpoint(compute, *args,", "checkpoint(compute, args[0] * 1.01, *args[1:],")
     },
 }
 
 
+def functions_in(code):
+    """{qualified name: code} of the functions and methods of a module or a class."""
+    found = {}
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            is_class = not part.co_flags & inspect.CO_OPTIMIZED
+            found |= functions_in(part) if is_class else {part.co_qualname: part}
+    return found
+
+
 @contextmanager
-def broken(module_name, name, old, new):
-    """In the block, a function contains the replacement, in its module and wherever it was imported."""
-    module = importlib.import_module(module_name)
-    owner, _, last = name.rpartition(".")
-    if last == "fget":  # a property
-        owner, _, last = owner.rpartition(".")
-    holder = getattr(module, owner) if owner else module
-    original = inspect.getattr_static(holder, last)
-    source = textwrap.dedent(
-        inspect.getsource(original.fget if isinstance(original, property) else getattr(holder, last))
-    )
-    assert source.count(old) == 1, f"{source.count(old)} times in {name}: {old}"
-    space = dict(vars(module))
-    exec(compile(source.replace(old, new), module.__file__, "exec"), space)
-    changed = space[last]
-    places = [(holder, last)]
-    if not owner:
-        places += [
-            (m, n) for m in list(sys.modules.values()) for n in list(vars(m)) if vars(m)[n] is original
-        ]
-    for place, attribute in places:
-        setattr(place, attribute, changed)
+def broken(old, new):
+    """In the block, the function in isogpt/parallel/ or torch that contains a text contains another."""
+    places = "isogpt.parallel", "torch.distributed.optim.zero_redundancy_optimizer"
+    paths = [Path(importlib.util.find_spec(place).origin) for place in places]
+    sources = {path: path.read_text() for path in (*paths[0].parent.glob("*.py"), paths[1])}
+    assert sum(source.count(old) for source in sources.values()) == 1, f"not once: {old}"
+    (path,) = (path for path, source in sources.items() if old in source)
+    source = sources[path]
+    before, after = (functions_in(compile(text, path, "exec")) for text in (source, source.replace(old, new)))
+    line = source[: source.index(old)].count("\n") + 1
+    _, name = max((code.co_firstlineno, name) for name, code in before.items() if code.co_firstlineno <= line)
+    (module,) = (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path))
+    function = inspect.unwrap(reduce(inspect.getattr_static, name.split("."), module))
+    original, function.__code__ = function.__code__, after[name]
     try:
         yield
     finally:
-        for place, attribute in places:
-            setattr(place, attribute, original)
+        function.__code__ = original

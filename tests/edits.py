@@ -1,7 +1,6 @@
 """
-Edits of model.py as users make them, each as replacements of text, and what becomes of them on each layout.
-
-The first six are those of docs/changing-the-model.md, which is read from there.
+Edits of model.py as users make them, each as replacements of text, and what becomes of them on each layout; and
+the changes of docs/changing-the-model.md, which are read from there.
 """
 
 import re
@@ -42,10 +41,6 @@ def after(line, more):
 # {name: replacements in model.py}
 EDITS = {
     "token shift": [(EMBED_END, "        x = (x + F.pad(x, (0, 0, 1, 0))[:, :-1]) / 2\n" + EMBED_END)],
-    "parallel blocks": [
-        (FIRST, "        y = self.attn(self.ln_1(x), rope, cache)\n"),
-        (SECOND, "            return x + y + self.mlp(self.ln_2(x))\n"),
-    ],
     "one more linear": [
         after(ATTENTION_INIT, "        self.c_more = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"),
         (ATTENTION_END, "        return self.resid_dropout(self.c_more(self.c_proj(y)))\n"),
@@ -95,17 +90,6 @@ EDITS = {
         (MLP_INIT, "        self.mlp = make_mlp(config) if layer else None\n"),
         (SECOND, "            return x + self.mlp(self.ln_2(x)) if self.mlp else x + 0 * self.ln_2(x)\n"),
     ],
-    "tied q and k": [
-        (
-            "nn.Linear(config.n_embd, sum(config.qkv_rows), bias=config.bias)",
-            "nn.Linear(config.n_embd, sum(config.qkv_rows[1:]), bias=config.bias)",
-        ),
-        (
-            "        qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)\n",
-            "        k, v = self.c_attn(x).view(B, T, -1, self.head_size).chunk(2, 2)\n"
-            "        qkv = torch.cat((k, k, v), 2)\n",
-        ),
-    ],
     "tied weights of two linears": [
         after(
             ATTENTION_INIT,
@@ -126,16 +110,6 @@ EDITS = {
             "        self.attn = CausalSelfAttention(replace(config, n_head=config.n_head // (1 + layer % 2), n_kv_head=0))\n",
         ),
     ],
-    "learned temperature": [
-        after(ATTENTION_INIT, "        self.temperature = nn.Parameter(torch.ones(1))\n"),
-        (ATTEND, ATTEND.replace("(q, k", "(q * self.temperature, k")),
-        rule(r".*\.temperature", 1.0),
-    ],
-    "temperature of each head": [
-        after(ATTENTION_INIT, "        self.temperature = nn.Parameter(torch.ones(config.n_head, 1))\n"),
-        (ATTEND, ATTEND.replace("(q, k", "(q * self.temperature, k")),
-        rule(r".*\.temperature", 1.0),
-    ],
     "value embeddings": [
         after(
             ATTENTION_INIT,
@@ -147,14 +121,6 @@ EDITS = {
             "        x = self.embed(idx, positions)\n"
             "        for block in self.transformer.h:\n            block.attn.idx = idx\n",
         ),
-    ],
-    "convolution": [
-        after(
-            HEAD,
-            "            self.conv = nn.Conv1d(config.n_embd, config.n_embd, 3, groups=config.n_embd, bias=False)\n",
-        ),
-        (EMBED_END, "        x = x + self.conv(F.pad(x.mT, (2, 0))).mT\n" + EMBED_END),
-        rule(r"conv\.weight", '"normal"'),
     ],
     "convolution in each block": [
         after(
@@ -208,7 +174,6 @@ EDITS = {
         after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
         (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
     ],
-    "frozen positions": [after(HEAD, "            self.transformer.wpe.weight.requires_grad_(False)\n")],
     "buffer": [
         after(MLP_INIT, '        self.register_buffer("slope", torch.linspace(0.5, 1.5, config.n_embd))\n'),
         (SECOND, "            return x + self.slope * self.mlp(self.ln_2(x))\n"),
@@ -267,17 +232,11 @@ EDITS = {
     "ternary MLP": [
         (
             "class MLP(nn.Module):\n",
-            "class Ternary(torch.autograd.Function):\n"
-            "    @staticmethod\n"
-            "    def forward(ctx, w):\n"
-            "        scale = w.abs().mean()\n"
-            "        return (w / (scale + 1e-5)).round().clamp(-1, 1) * scale\n\n"
-            "    @staticmethod\n"
-            "    def backward(ctx, grad):\n"
-            "        return grad\n\n\n"
             "class BitLinear(nn.Linear):\n"
             "    def forward(self, x):\n"
-            "        return F.linear(x, Ternary.apply(self.weight), self.bias)\n\n\n"
+            "        w, scale = self.weight, self.weight.abs().mean()\n"
+            "        rounded = (w / (scale + 1e-5)).round().clamp(-1, 1) * scale\n"
+            "        return F.linear(x, w + (rounded - w).detach(), self.bias)\n\n\n"
             "class MLP(nn.Module):\n",
         ),
         (
@@ -289,7 +248,6 @@ EDITS = {
     "blocks applied twice": [
         ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
     ],
-    "mean over the sequence": [(EMBED_END, "        x = x + x.mean(1, keepdim=True)\n" + EMBED_END)],
     "running average in a buffer": [
         after(MLP_INIT, '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'),
         (
@@ -317,23 +275,21 @@ REFUSED = {
     "transformer.h.0.attn.masks in model.py is a tensor": [
         after(ATTENTION_INIT, "        self.masks = [torch.ones(8, 8).tril()]\n")
     ],
-    "transformer.h.0.masks in model.py is a tensor": [
-        after(MLP_INIT, "        self.masks = {8: torch.ones(8, 8).tril()}\n")
-    ],
     "transformer.h.0.extra in model.py is a dict of modules": [
         after(MLP_INIT, '        self.extra = {"a": nn.Linear(config.n_embd, config.n_embd)}\n')
-    ],
-    "transformer.h.0.extra in model.py is a list of modules": [
-        after(MLP_INIT, "        self.extra = [nn.Linear(config.n_embd, config.n_embd)]\n")
     ],
     "transformer.h.0.slope in model.py is a tensor": [
         after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
     ],
 }
-# seen only where ranks read parts of a micro-batch
-MIXED = {"rows": [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)]}
-# ways on which edits are tried
-TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
+# for tests of their own
+OTHERS = {
+    "rows that mix": [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)],
+    "crash": [(EMBED_END, "        raise RuntimeError('a bug')\n")],
+}
+ALL = EDITS | REFUSED | OTHERS
+# ways on which edits are tried; the last is ddp, too
+TRIED = ("zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
 SETTINGS = {
     "factorized embedding": {"arch": "llama"},
@@ -354,15 +310,12 @@ EXPECTED = {
     "attention in the seam": {"cp 2": "refused"},
     "shared blocks": {"pp 2, zbv": "refused"},
     "shared MLP of distant blocks": {"zero 3": "refused"} | dict.fromkeys(PIPELINES, "refused"),
-    "tied q and k": {"tp 2": "crashed"},
-    "temperature of each head": {"tp 2": "crashed"},
     "value embeddings": {"tp 2": "crashed"} | dict.fromkeys(PIPELINES, "crashed"),
-    "convolution": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
     "convolution in each block": SEQUENCE,
     "factorized embedding": dict.fromkeys(PIPELINES, "differs"),
     # a parameter without a gradient, for which DDP waits
-    "bias of the head": dict.fromkeys(("ddp", "zero 1", "cp 2", "exact", "recompute full"), "refused"),
-    "auxiliary mean": dict.fromkeys(("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "recompute full"), "differs"),
+    "bias of the head": dict.fromkeys(("cp 2", "exact", "recompute full"), "refused"),
+    "auxiliary mean": dict.fromkeys(("zero 3", "tp 2", "cp 2", "recompute full"), "differs"),
     "auxiliary loss by token": {"tp 2": "crashed"},
     "zero-initialized scalar": {"zero 3": "crashed"},
     "without a rule": dict.fromkeys(TRIED, "refused"),
@@ -375,7 +328,6 @@ EXPECTED = {
     "mixture of depths": SEQUENCE,
     "ternary MLP": {"tp 2": "differs"},
     "blocks applied twice": {"pp 2, 1f1b": "differs", "pp 2, zbv": "crashed"},
-    "mean over the sequence": SEQUENCE,
     "running average in a buffer": dict.fromkeys(TRIED, "refused"),
 }
 
@@ -391,7 +343,7 @@ def edited(replacements, source):
 def edited_gpt(name):
     """GPT of model.py with an edit."""
     space = {"__name__": "model"}
-    exec(edited((EDITS | REFUSED | MIXED)[name], (REPO / "model.py").read_text()), space)
+    exec(edited(ALL[name], (REPO / "model.py").read_text()), space)
     return space["GPT"]
 
 
@@ -436,11 +388,18 @@ def blocks(section, kind):
 
 
 def apply(name, folder):
-    """A copy of the repository with an edit, by its name in EDITS or its heading in the docs."""
+    """A copy of the repository with an edit, by its name or its heading in the docs."""
     repo = copy_of_repository(Path(folder))
-    if name in EDITS:
+    if name in ALL:
         path = repo / "model.py"
-        path.write_text(edited(EDITS[name], path.read_text()))
+        path.write_text(edited(ALL[name], path.read_text()))
     elif diff := blocks(documented()[name], "diff"):
         subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, check=True)
     return repo
+
+
+def edited_train(folder, *replacements):
+    """Write a train.py with an edit, which imports the repository's modules, to a folder; returns the folder."""
+    text = edited(replacements, (REPO / "train.py").read_text())
+    (Path(folder) / "train.py").write_text(f"import sys\n\nsys.path.insert(0, {str(REPO)!r})\n{text}")
+    return folder

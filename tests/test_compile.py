@@ -1,48 +1,49 @@
 """torch.compile on a CPU, where train.py does not use it: gradients, graphs, and the line about them."""
 
-import json
 import re
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
+import torch.nn.functional as F
+from edits import edited_train
 from functorch.compile import make_boxed_func
-from runs import REPO, default_plan
+from runs import default_plan
+from test_layouts import args_of, compare
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
-from isogpt.nn import experts, generation, kernels
-from isogpt.parallel import compilation, context, sequence_collectives
+from isogpt.nn import generation, kernels
+from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
-from isogpt.parallel.gradients import FloatSums
+from isogpt.parallel.gradients import make_sums
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.recompute import recompute
+from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 from isogpt.parallel.shares import share_of_whole
 from model import GPT, GPTConfig
 
 
 @pytest.fixture(autouse=True)
 def dynamo():
-    """Nothing compiled yet, and an error is an error."""
-    torch._dynamo.reset()
-    counters.clear()
+    """Nothing compiled or tried yet, and an error is an error."""
     with torch._dynamo.config.patch(suppress_errors=False):
         yield
     torch._dynamo.reset()
     counters.clear()
+    compilation.trial_compilation.cache_clear()
 
 
 def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():
     def attend(q):
         with kernels.attention_backends(0.1, torch.device("cuda")):
-            return kernels.F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
 
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     torch.compile(attend, backend="aot_eager", fullgraph=True)(q).sum().backward()
@@ -52,21 +53,15 @@ def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():
 @pytest.mark.parametrize("pp, schedule", [(2, "zbv"), (2, "zero_bubble"), (2, "1f1b"), (1, "zbv")])
 def test_zero_bubble_schedules_are_compiled_for_two_backward_passes(monkeypatch, pp, schedule):
     """Otherwise the first step on a GPU ends with: compiled with non-empty donated buffers."""
-    monkeypatch.setattr(compilation, "trial_compilation", lambda device: "")
-    monkeypatch.setattr(compilation, "compile_parts", lambda *args, **options: None)
-    plan = default_plan(pp=pp, pp_schedule=schedule)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = small_gpt(n_layer=4)
+    plan = default_plan(pp=pp, pp_schedule=schedule, compile=True, model_args=model.describe())
     with functorch_config.patch(donated_buffer=True), torch._dynamo.config.patch(suppress_errors=False):
-        compilation.compile_model(torch.nn.Linear(1, 1), torch.device("cuda"), plan, Mesh(pp=pp))
+        parallelize.divide_model(model, plan, Mesh(pp=pp), torch.device("meta"))
         assert functorch_config.donated_buffer == (pp == 1 or schedule == "1f1b")
 
 
 VOCABULARY = 512
-
-
-@pytest.fixture
-def chunks(monkeypatch):
-    """The loss of 128 rows in two chunks, as a GPU computes that of more rows; an evaluation's in parts."""
-    monkeypatch.setattr(kernels, "logits_at_once", lambda *_: (2**13, 2**15, 2**15))
 
 
 def train_and_evaluate(model, times=1):
@@ -132,106 +127,31 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("changes, mode, by_block", COMPILED)
-def test_compiled_gradients_are_those_of_eager_mode(chunks, changes, mode, by_block):
-    """
-    ChunkedLoss is in each of them, Reorder and BlockMatmul in those with experts; see test_a_function.
-    """
+def test_compiled_gradients_are_those_of_eager_mode(changes, mode, by_block):
     assert_compiles_once(changes, mode, by_block, "aot_eager")
 
 
-def rotate_on_cpu(rope, eps, x):
-    return kernels.CPURotate.apply(x, rope, eps)
-
-
-def rotate_on_gpu(rope, eps, x):
-    return kernels.Rotate.apply(x, rope, eps)
-
-
-def functions():
-    """
-    {autograd.Function: [(what eager mode calls, what torch.compile is given, inputs)]}. A CPU's kernels are
-    left to the compiler: an operator is compiled without them, and has the gradients of the Function.
-    """
-    torch.manual_seed(0)
-    rows, weight, heads = torch.randn(64, 32), torch.randn(VOCABULARY, 32) / 16, torch.randn(2, 160, 2, 8)
-    targets = torch.randint(-1, VOCABULARY, (64,))
-    order, counts = torch.randperm(64), torch.tensor([10, 0, 30, 24])
-    rope = small_gpt(**NANOCHAT, n_embd=16, vocab_size=9, block_size=160).rotary_angles(torch.arange(160))
-    eps = 1e-5
-    loss, blocks, group = kernels.ChunkedLoss.apply, experts.BlockMatmul.apply, dist.group.WORLD
-    reorder = experts.Reorder.apply
-    gather, scatter = sequence_collectives.Gather.apply, sequence_collectives.ScatterSum.apply
-    norm = kernels.RMSNorm(32, eps, elementwise_affine=False)
-    return {
-        kernels.ChunkedLoss: [
-            (loss, loss, (rows, weight, targets, cap, 2**14, 2**14)) for cap in (0.0, 15.0)
-        ],
-        experts.Reorder: [
-            (reorder, reorder, (rows, order, order.argsort())),
-            (reorder, reorder, (rows[:32], order, order.argsort(), 2)),
-        ],
-        experts.BlockMatmul: [
-            (blocks, blocks, (rows, torch.randn(4, 16, 32), *experts.blocks_of_rows(64, counts)))
-        ],
-        sequence_collectives.Gather: [(gather, gather, (heads, group))],
-        sequence_collectives.ScatterSum: [(scatter, scatter, (heads, group))],
-        kernels.CPUNormalize: [(lambda x: kernels.CPUNormalize.apply(x, eps, x.dtype), norm, (rows,))],
-        kernels.Rotate: [
-            (partial(rotate_on_gpu, rope, e), partial(rotate_on_gpu, rope, e), (heads,)) for e in (None, eps)
-        ],
-        kernels.CPURotate: [
-            (partial(rotate_on_cpu, rope, e), partial(kernels.rotate, rope=rope, eps=e), (heads,))
-            for e in (None, eps)
-        ],
-        kernels.CPURelu2: [(kernels.CPURelu2.apply, kernels.relu2, (rows,))],
-        kernels.CPUHalfAttention: [
-            (kernels.CPUHalfAttention.apply, kernels.causal_attention, (heads, heads + 1, heads - 1, 0.0))
-        ],
-    }
-
-
-def gradients_of(function, inputs):
-    """The output's version, and output and gradients of a function."""
-    inputs = [
-        t.clone().requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t for t in inputs
-    ]
-    y = function(*inputs)
-    version = y._version
-    (y * torch.linspace(0.1, 1, y.numel()).view_as(y)).sum().backward()
-    grads = {str(i): t.grad for i, t in enumerate(inputs) if torch.is_tensor(t) and t.grad is not None}
-    return version, {"output": y.detach()} | grads
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_function_has_the_gradients_of_eager_mode(one_rank):
+def test_a_function_has_the_gradients_of_eager_mode():
     """
     torch.compile of torch 2.11 gives a Function no gradient, without a message, if forward returns what an
     operation in place has returned, or one such as contiguous() that returned its argument (pytorch #180642).
-    torch 2.13 gives the gradient: there, only the output's version tells of the first.
+    These are not in the models above: the loss in chunks, and collectives.
     """
-    for function, cases in functions().items():
-        for eager, compiled, inputs in cases:
-            torch._dynamo.reset()
-            graph = torch.compile(compiled, backend="aot_eager", fullgraph=True, dynamic=False)
-            version, expected = gradients_of(eager, inputs)
-            _, actual = gradients_of(graph, inputs)
-            assert len(expected) > 1
-            assert_same(actual, expected)
-            # the collectives write to a view
-            assert version == 0 or eager is not compiled or function.__module__.endswith("collectives")
-
-
-def test_every_function_is_compared(one_rank):
-    """Of isogpt/ and model.py. A new one belongs in `functions`."""
-    sources = [path.read_text() for path in [REPO / "model.py", *(REPO / "isogpt").glob("**/*.py")]]
-    defined = re.findall(r"^class (\w+)\([\w.]*Function\):", "\n".join(sources), re.MULTILINE)
-    assert {*defined} == {function.__name__ for function in functions()}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    heads, rows, weight = torch.randn(2, 160, 2, 8), torch.randn(64, 32), torch.randn(VOCABULARY, 32) / 16
+    chunks = [(rows, weight, torch.randint(-1, VOCABULARY, (64,)), cap, 2**14, 2**14) for cap in (0.0, 15.0)]
+    cases = [(kernels.ChunkedLoss, inputs) for inputs in chunks]
+    cases += [(f, (heads, dist.group.WORLD)) for f in (Gather, ScatterSum)]
+    for function, (x, *others) in cases:
+        graph = torch.compile(function.apply, backend="aot_eager", fullgraph=True, dynamic=False)
+        results = []
+        for call in (function.apply, graph):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf, *others)
+            (y * torch.linspace(0.1, 1, y.numel()).view_as(y)).sum().backward()
+            results.append({"output": y.detach(), "gradient": leaf.grad})
+        assert_same(*results)
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("changes", [{}, NANOCHAT, LLAMA | {"n_expert": 4}])
@@ -266,18 +186,16 @@ def test_generation_that_is_not_compiled_says_so(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)
-    compilation.trial_compilation.cache_clear()
     model, meta = small_gpt(), torch.device("meta")
     for device, splits_model in ((torch.device("cpu"), False), (meta, True)):
         assert compile_generation(model, device, splits_model).startswith("compile: off, since ")
     note = compile_generation(model, meta, splits_model=False)
     assert note.endswith(", going on without it (slower): RuntimeError: no compiler")
     assert model.seams.advance is None
-    compilation.trial_compilation.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_experts_compile_once_in_16_bits(chunks, dtype):
+def test_experts_compile_once_in_16_bits(dtype):
     """Without waiting for counts: the same graphs for any."""
     model = small_gpt(seed=2, n_expert=4)  # with seed 1, rounding sends a token to another expert
     autocast = torch.autocast("cpu", dtype)
@@ -291,7 +209,7 @@ def test_experts_compile_once_in_16_bits(chunks, dtype):
 
 
 @pytest.mark.slow
-def test_inductor(chunks):
+def test_inductor():
     """The compiler itself, with recomputation."""
     with torch._inductor.config.patch(compile_threads=1):  # a pool's processes would import torch
         assert_compiles_once({}, "full", True, "inductor")
@@ -331,7 +249,8 @@ def accumulated_gradients(model, cuda_graphs):
     model.zero_grad()
     ids = torch.randint(0, VOCABULARY, (6, 2, 64), generator=torch.Generator().manual_seed(0))
     plan = default_plan(model_args=model.describe(), cuda_graphs=cuda_graphs)
-    sums = FloatSums(model, model, Mesh(), plan, share_of_whole(6, 0, 1, 2))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    sums = make_sums(model, model, Mesh(), plan, share_of_whole(6, 0, 1, 2), scaler)
     sums.allocate(ids[0], ids[0], nullcontext())
     for step in range(2):
         sums.start_step()
@@ -340,7 +259,7 @@ def accumulated_gradients(model, cuda_graphs):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def test_accumulation_with_graphs_that_reuse_their_memory(chunks):
+def test_accumulation_with_graphs_that_reuse_their_memory():
     """As with cuda_graphs, which keeps the gradients' memory."""
     model = small_gpt()
     expected = accumulated_gradients(model, False)
@@ -351,43 +270,33 @@ def test_accumulation_with_graphs_that_reuse_their_memory(chunks):
     assert not any(torch.allclose(overwritten[name], grad, rtol=0.1) for name, grad in expected.items())
 
 
-def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(chunks, monkeypatch):
-    """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
-    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
-    model = small_gpt()
-    expected = train_and_evaluate(model)
-    own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]
-    assert None not in (mask for _, mask in own)
-    ranks = context.ContextRanks(None, torch.arange(64), [0, 1], own)
-    replace_seams(model, attention=partial(context.context_attention, ranks))
-    compile_parts(model, by_block=False, backend="aot_eager", fullgraph=True)
-    assert_same(train_and_evaluate(model, times=2), expected)
-    assert compile_report() == "compile: 2 graphs, 0 graph breaks"
-
-
-# model, settings of a layout: one of each
+# model, settings of a layout of two processes: one of each
 LAYOUTS = [
-    ({"bias": True, "n_embd": 128}, {}),  # DDP, whose buckets divide the graph
-    (LLAMA | EXPERTS, {"zero": 2, "activation_checkpointing": "selective"}),
-    (NANOCHAT, {"zero": 3, "activation_checkpointing": "every:2"}),
-    (LLAMA | {"n_kv_head": 2}, {"tp": 2, "activation_checkpointing": "full"}),
-    (NANOCHAT, {"cp": 2}),
-    (EXPERTS, {"ep": 2}),
-    ({"n_layer": 4}, {"pp": 2, "pp_schedule": "zero_bubble"}),
-    ({}, {"exact": True}),
+    ("gpt2-bias", "--n_layer=2 --n_embd=128"),  # DDP, whose buckets divide the graph
+    ("nanochat", "--n_layer=2 --zero=3 --activation_checkpointing=every:2"),
+    ("llama", "--n_layer=2 --tp=2 --activation_checkpointing=full"),
+    ("nanochat", "--n_layer=2 --cp=2"),
+    ("gpt2-moe", "--n_layer=2 --ep=2"),
+    ("gpt2", "--pp=2 --pp_schedule=zero_bubble"),
+    ("gpt2", "--n_layer=2 --exact=True --zero=3"),
 ]
+# what train.py compiles on a GPU, with a compiler that needs none
+COMPILE = """
+from dataclasses import replace
+from functools import partial
+from isogpt.parallel import compilation
+torch.compile = partial(torch.compile, backend="aot_eager")
+compilation.compile_model(raw_model, torch.device("meta"), replace(plan, compile=True), mesh)
+autocast ="""
 
 
 @pytest.mark.slow
-def test_compiled_gradients_of_each_layout_are_those_of_eager_mode(zygote, tmp_path):
-    """Collectives are in the graphs: Gather and ScatterSum with tp and cp. The loss is computed in chunks."""
-    path = tmp_path / "layouts.json"
-    path.write_text(json.dumps(LAYOUTS))
-    zygote.start([path], tmp_path, 2, "tests/compiled_layouts.py").wait(900)
-    for rank in range(2):
-        found = json.loads(path.with_suffix(f".rank{rank}").read_text())
-        for layout, (difference, name, report) in zip(LAYOUTS, found, strict=True):
-            assert difference <= 1e-5, (layout, name)
-            assert report.startswith("compile: ") and "failed" not in report, layout
-            if "tp" in layout[1]:  # by block: all blocks share it
-                assert report == "compile: 1 graph, 0 graph breaks"
+@pytest.mark.parametrize(("model", "flags"), LAYOUTS)
+def test_a_compiled_run_of_each_layout_has_the_curve_of_one_process(zygote, work, model, flags):
+    args = [*args_of(model), "--max_iters=1", "--eval_iters=1"]
+    args += [flag for flag in flags.split() if flag.startswith("--n_")]
+    zygote.train([*args, "--out_dir=one"], work)
+    edited_train(work, ("\nautocast =", COMPILE), ("bucket_cap_mb=25", "bucket_cap_mb=1"))
+    text = zygote.train([*args, *flags.split(), "--out_dir=compiled"], work, 2, repo=work).text()
+    compare(work / "one", work / "compiled")
+    assert re.search(r"^compile: \d+ graph", text, re.M) and "failed" not in text

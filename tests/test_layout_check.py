@@ -2,18 +2,14 @@
 
 import json
 import re
-import signal
-from dataclasses import asdict
-from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
 from breaks import BREAKS
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
-from runs import FORKED, REPO, TINY, assert_same_curve, train_defaults
+from runs import FORKED, REPO, TINY, assert_same_curve
 
-from isogpt.check import comparisons
-from isogpt.check.comparisons import COMBINED, LAYOUTS, in_processes
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.parallelize import materialize
@@ -32,39 +28,53 @@ def compare(zygote, work, items, nproc=2, folder=REPO):
     What is found of {case: [model settings, layout settings, break or None, name of an edit or ""]} with the
     isoGPT in a folder, of those that are not equal to one process.
     """
-    path, results = work / "items.json", []
-    while len(results) < len(items):  # once more after each crash
-        path.write_text(json.dumps([*items.values()][len(results) :]))
-        path.with_suffix(".out").unlink(missing_ok=True)
-        zygote.start([path, folder], work, nproc, script="tests/layout_worker.py").wait(600)
-        results += json.loads(path.with_suffix(".out").read_text())
+    path = work / "items.json"
+    path.write_text(json.dumps([*items.values()]))
+    zygote.start([path, folder], work, nproc, script="tests/layout_worker.py").wait(600)
+    results = json.loads(path.with_suffix(".out").read_text())
     return {case: text for case, text in zip(items, results, strict=True) if text}
 
 
-# besides those of bench.py --check; more ways are in test_layouts.py
+# the layouts of bench.py --check: {its name: settings}
+LAYOUTS = {
+    "ddp": {},
+    **{f"zero {stage}": {"zero": stage} for stage in (1, 2, 3)},
+    **{f"{name} 2": {name: 2} for name in ("tp", "cp", "ep", "islands")},
+    **{
+        f"pp 2, {schedule}": {"pp": 2, "pp_schedule": schedule}
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+    },
+    "exact": {"exact": True},
+    "exact, zero 3": {"exact": True, "zero": 3},
+    **{f"recompute {what}": {"activation_checkpointing": what} for what in ("full", "selective")},
+}
+# besides these, by number of processes; more ways are in test_layouts.py
 MORE = {
     2: {
         "zero 2, last": {"zero": 2, "grad_sync": "last"},
         "zero 3, offload": {"zero": 3, "cpu_offload": True, "activation_checkpointing": "every:2"},
         "ep 2, every": {"ep": 2, "grad_sync": "every", "activation_checkpointing": "full"},
     },
-    4: COMBINED
-    | {
+    4: {
+        **{
+            f"{one}, {other}": LAYOUTS[one] | LAYOUTS[other]
+            for one, other in combinations(("zero 3", "tp 2", "cp 2", "ep 2", "pp 2, 1f1b"), 2)
+        },
+        "zero 3, dp_replicate 2": {"zero": 3, "dp_replicate": 2},
         "pp 4": {"pp": 4},
         "zero 3, pp 2, zbv": {"zero": 3, "pp": 2, "pp_schedule": "zbv"},
         "zero 2, pp 2": {"zero": 2, "pp": 2},
         "islands of 2": {"islands": 2},
     },
 }
-SLOW_MODELS = ["nanochat", "llama", "experts"]
 
 
 @pytest.mark.parametrize(
     ("models", "nproc"),
     [
         (["gpt2", "llama-experts"], 2),
-        pytest.param(SLOW_MODELS, 2, marks=pytest.mark.slow),
-        pytest.param([*MODELS], 4, marks=pytest.mark.slow),
+        pytest.param(["nanochat", "llama", "experts"], 2, marks=pytest.mark.slow),
+        pytest.param(["gpt2", "nanochat", "llama-experts"], 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -118,7 +128,9 @@ def test_what_would_be_lost_is_refused_on_one_process(message):
 
 
 def test_rows_that_mix_are_seen_where_ranks_read_parts_of_a_micro_batch(zygote, work):
-    items = {n: [{}, {"batch_size": 4, "gradient_accumulation_steps": n}, None, "rows"] for n in (2, 1)}
+    items = {
+        n: [{}, {"batch_size": 4, "gradient_accumulation_steps": n}, None, "rows that mix"] for n in (2, 1)
+    }
     found = compare(zygote, work, items)
     assert [*found] == [1] and found[1].startswith("differs")
 
@@ -154,15 +166,13 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
     assert "---------------" in run.text()
 
 
-def test_a_comparison_that_fails_is_refused_with_the_reason(at):
-    zbv, args = {"pp": 2, "pp_schedule": "zbv"}, asdict(GPTConfig(n_layer=1))
-    plan = comparisons.plan_with(zbv, train_defaults(), args, 2)
-    state, text = in_processes(2, partial(comparisons.compare_layout, torch.nn.Module, plan, {}))
-    assert state == "refused" and text.startswith("pp_schedule 'zbv' makes 4 stages")
-    state, text = in_processes(1, partial(json.loads, "x"))
-    assert state == "refused" and text.startswith("it cannot be computed: JSONDecodeError: Expecting")
-    at.set(comparisons, "LIMIT_S", 0.5)
-    assert in_processes(2, signal.pause) == ("refused", "no result within 0 s"), "it does not end"
+@pytest.mark.slow
+def test_a_comparison_that_crashes_is_refused_with_the_reason(zygote, work):
+    repo = apply("crash", work / "edited")
+    run = zygote.start(["--check=True"], work, script="bench.py", repo=repo)
+    run.until(lambda text: "\ninitial values " in text)
+    run.kill()
+    assert re.search(r"^one process +refused .*RuntimeError: a bug \(model.py, line \d+\)", run.text(), re.M)
 
 
 WHOLE = "Sliding windows in alternate layers"  # with a check of generation, which fails
@@ -181,7 +191,7 @@ def change(heading, work):
 @pytest.mark.parametrize("heading", [heading for heading in documented() if heading != WHOLE])
 def test_a_documented_change_holds_on_the_layouts_of_its_page(zygote, work, heading):
     repo, section, optimizer = change(heading, work)
-    items = {way: [{"optimizer": optimizer}, LAYOUTS[way], None, ""] for way in LAYOUTS if way != "ep 2"}
+    items = {way: [{"optimizer": optimizer}, LAYOUTS[way], None, ""] for way in TRIED}
     named = {line[:24].strip() for line in blocks(section, "text").splitlines()}
     assert compare(zygote, work, items, folder=repo).keys() == named & items.keys()
 

@@ -6,15 +6,14 @@ shares: test_layouts.py.
 import itertools
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from edits import edited_train
 from runs import TINY, assert_same_run, column, script_that_fails, start_changed, tiny_data
 
-from isogpt.monitor.banner import about_step
-from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
+from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, share_of
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=5", "--eval_interval=3"]
 
@@ -60,7 +59,9 @@ DIVIDED = {
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_rows_are_in_proportion_to_the_weights(case):
-    assert divide_rows(*case) == DIVIDED[case]
+    sequences, weights, batch_size = case
+    share = share_of(sequences, 0, len(weights), batch_size, speeds=weights)
+    assert (share.micro_steps, share.rows_of) == DIVIDED[case]
 
 
 @pytest.mark.parametrize("weights", [(2, 1), (1, 3), (3, 1, 1), (1.5, 4, 1, 2.25), (16, 1), (1,) * 9 + (2,)])
@@ -81,11 +82,11 @@ def test_shares_add_up_to_the_batch(weights):
 @pytest.mark.parametrize("weights", [(2, 1), (3, 1, 1), (1.5, 4, 1)])
 def test_no_other_rows_of_a_micro_step_take_less_time(weights):
     for total in range(len(weights), 20):
-        micro_steps, rows = divide_rows(total, weights, total)
-        assert micro_steps == 1 and sum(rows) == total
+        share = share_of(total, 0, len(weights), total, speeds=weights)
+        assert share.micro_steps == 1 and sum(share.rows_of) == total
         splits = (r for r in np.ndindex(*(total + 1,) * len(weights)) if sum(r) == total and min(r) >= 1)
         fastest = min(max(n / w for n, w in zip(r, weights, strict=True)) for r in splits)
-        assert max(n / w for n, w in zip(rows, weights, strict=True)) == fastest
+        assert max(n / w for n, w in zip(share.rows_of, weights, strict=True)) == fastest
 
 
 def test_equal_weights_are_equal_shares():
@@ -114,27 +115,19 @@ def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
     assert all(parts == found[0] for found in reads.values() for parts in found)
 
 
-def test_the_banner_and_the_padding():
-    share, plan = share_of(16, 0, 2, 4, speeds=(2, 1)), SimpleNamespace(batch_size=4, pp=1)
-    reader = SimpleNamespace(share=share, block_size=32, plan=plan)
-    (line,) = about_step({"shares": "2,1"}, reader)
-    assert line.endswith("on each rank 3 micro-steps x 4, 2 rows (2 rows of padding)")
-
-
 # ------------------------------------------------------------------------------------------------------------
 # measured shares
 
-# other measured seconds on each rank, and a file for each measurement
+# other measured seconds on each rank
 MEASURED = """
-from pathlib import Path
-from isogpt.speed import rank_speeds
-rank = int(os.environ["RANK"])
-def seconds_per_pass(model, reader, autocast):
-    measured = real(model, reader, autocast, budget=0.01)
-    assert measured > 0 and any(p.grad is not None for p in model.parameters())
-    Path(f"measured{len(list(Path('.').glob('measured*-' + str(rank))))}-{rank}").touch()
-    return SECONDS[rank]
-real, rank_speeds.seconds_per_pass = rank_speeds.seconds_per_pass, seconds_per_pass
+from torch.utils.benchmark import Timer
+def blocked_autorange(timer, **options):
+    measurement = timer.timeit(1)
+    assert measurement.raw_times[0] > 0
+    measurement.raw_times[:] = [SECONDS[int(os.environ["RANK"])]]
+    print("measured")
+    return measurement
+Timer.blocked_autorange = blocked_autorange
 """
 
 
@@ -142,10 +135,6 @@ def auto(zygote, cwd, args, seconds):
     """A run with shares=auto in which the ranks' passes take these seconds; returns its output."""
     changes = MEASURED.replace("SECONDS", str(seconds))
     return start_changed(zygote, changes, [*ONE, "--shares=auto", *args], cwd, len(seconds)).wait().text()
-
-
-def measurements(cwd):
-    return len(list(cwd.glob("measured*-0")))
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -156,7 +145,8 @@ def test_measured_shares_have_the_bits_of_the_list_that_is_printed(zygote, work,
     args = ["--dropout=0.1", f"--zero={zero}"]
     text = auto(zygote, work, [*args, "--out_dir=auto"], [0.52, 1.2])
     assert text.count("shares:  in proportion to measured speeds, as --shares=2.25,1\n") == 1
-    assert measurements(work) == 1
+    assert text.count("measured\n") == 2
+    assert text.count("on each rank 3 micro-steps x 6, 2 rows\n") == 1
     zygote.train([*ONE, *args, "--shares=2.25,1", "--out_dir=list"], work, 2)
     for key in ("loss", "grad_norm", "val_loss"):
         assert column(work / "auto", key) == column(work / "list", key)
@@ -165,36 +155,26 @@ def test_measured_shares_have_the_bits_of_the_list_that_is_printed(zygote, work,
 def test_a_resume_keeps_the_measured_shares_and_has_the_same_bits(zygote, work):
     """Another measurement would give other shares; with three ranks there has to be one."""
     args = ["--dropout=0.1", "--save_interval=4", "--max_iters=7"]
-    auto(zygote, work, [*args, "--out_dir=straight"], [1.0, 2.0])
-    assert measurements(work) == 1
+    assert auto(zygote, work, [*args, "--out_dir=straight"], [1.0, 2.0]).count("measured\n") == 2
     shutil.copytree(work / "straight", work / "stopped", symlinks=True)
     shutil.rmtree(work / "stopped/step_00000008")
     text = auto(zygote, work, [*args, "--init_from=resume", "--out_dir=stopped"], [5.0, 1.0])
-    assert "as --shares=2,1\n" in text and measurements(work) == 1
+    assert "as --shares=2,1\n" in text and "measured\n" not in text
     assert_same_run(work / "stopped", work / "straight")
     more = ["--init_from=resume", "--max_iters=9", "--out_dir=stopped"]
     text = auto(zygote, work, more, [1.0, 3.0, 1.0])
-    assert "as --shares=3,1,3\n" in text and measurements(work) == 2
+    assert "as --shares=3,1,3\n" in text and text.count("measured\n") == 3
     assert torch.load(work / "stopped/ckpt.pt", weights_only=True)["isogpt"]["shares"] == [3, 1, 3]
-
-
-SLOW_RANK = """
-from model import Block
-def forward(self, *args):
-    for _ in range(19):
-        once(self, *args)
-    return once(self, *args)
-once = Block.forward
-if os.environ["RANK"] == "0":
-    Block.forward = forward
-"""
 
 
 @pytest.mark.slow
 def test_a_slow_rank_gets_fewer_rows(zygote, work):
-    """One whose model computes each block twenty times is measured as several times slower."""
+    slow = (
+        "import time\nif ranks.rank == 0:\n    raw_model.register_forward_hook(lambda *_: time.sleep(0.2))\n"
+    )
+    edited_train(work, ("reader = rank_speeds", f"{slow}reader = rank_speeds"))
     args = [*ONE, "--shares=auto", "--batch_size=24", "--out_dir=out"]
-    text = start_changed(zygote, SLOW_RANK, args, work, 2).wait().text()
+    text = zygote.train(args, work, 2, repo=work).text()
     first, second = map(int, re.search(r"micro-steps? x (\d+), (\d+) rows", text).groups())
     assert 2 * first < second
 
