@@ -132,14 +132,6 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work):
-    """Groups of ranks, for instance, which other ranks would never join."""
-    (work / "own.py").write_text("import os\ntp = 1 + int(os.environ['RANK'])\n")
-    run = zygote.train([*SHORT, "own.py"], work, 2, ok=False)
-    text = "error: the ranks were started with different settings: tp is 1 on rank 0, 2 on rank 1\n"
-    assert set(run.codes) == {1} and run.text() == text
-
-
 def write_unfinished(folder, name):
     """Write a checkpoint's file in a folder; returns its manifest."""
     run = {"iter_num": 3, "best_val_loss": 9.0, "config": {}, "model_args": {}, "isogpt": {}}
@@ -354,25 +346,6 @@ def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, wo
 
 # ------------------------------------------------------------------------------------------------------------
 # code in files, and errors in blocks that ranks share
-
-
-RAISES = """
-from isogpt.data import dataset
-def fail(*args):
-    if os.environ["RANK"] in "RANKS":
-        raise KIND("what happened\\nand more")
-dataset.open_dataset = fail
-"""
-
-
-@pytest.mark.parametrize("failing, kind", [("012", "KeyError"), ("2", "KeyboardInterrupt")])
-def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, work, failing, kind):
-    """At once, with the traceback of the first rank that failed."""
-    run = start_changed(zygote, RAISES.replace("RANKS", failing).replace("KIND", kind), SHORT, work, 3)
-    text, first = run.wait(40, ok=False).text(), failing[0]
-    assert all(run.codes) and "model:" not in text
-    assert text.count(f"error: rank {failing}: {kind}: ") == (first != "0")
-    assert text.count("Traceback") == 1 and "Traceback" in Path(run.outs[int(first)]).read_text()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

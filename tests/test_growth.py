@@ -145,87 +145,6 @@ def test_newer_checkpoints_are_not_read(tmp_path):
     assert min(start_beside_newer(tmp_path / name, 2 * 10**7) for name in "ab") < 10**6
 
 
-# -- open_files, gloo
-
-
-def files_of_rank(size):
-    """Open files of a rank of a world-wide group of gloo, which communicates as a run does at its start."""
-    store, before = dist.HashStore(), len(os.listdir("/proc/self/fd"))
-
-    def connect(rank):
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=300))
-        number, numbers = torch.full((1,), float(rank)), torch.empty(size)
-        group._allgather_base(numbers, number).wait()
-        group.allreduce([number]).wait()
-        assert number.item() == numbers.sum() == size * (size - 1) / 2
-        group.broadcast(number, 0).wait()
-        return group
-
-    groups = on_each_rank(connect, size)
-    more = len(os.listdir("/proc/self/fd")) - before
-    del groups
-    gc.collect()
-    return more / size
-
-
-def test_a_rank_connects_to_few_others():
-    """In the full mesh of gloo's default, a rank has N - 1 sockets, and asks for as many addresses."""
-    few, many = files_of_rank(8), files_of_rank(24)
-    assert many <= few + 0.5 < 9
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
-def test_the_limit_of_open_files_is_raised(at):
-    raised = []
-    at.set(resource, "prlimit", lambda *arguments: raised.append(arguments) or (1024, 4096))
-    at.env("TORCHELASTIC_RUN_ID", "none")
-    network.allow_connections()
-    both = [(process, resource.RLIMIT_NOFILE, (4096, 4096)) for process in (0, os.getppid())]
-    assert raised[1::2] == both, "torchrun may serve the store"
-
-
-# -- store
-
-
-class CountingStore:
-    """A store that counts the requests of all ranks and the bytes that it answers."""
-
-    def __init__(self):
-        self.store, self.answers = dist.HashStore(), []
-
-    def __getattr__(self, name):
-        def request(*arguments):
-            answer = getattr(self.store, name)(*arguments)
-            self.answers.append(sum(map(len, answer)) if isinstance(answer, list) else len(str(answer)))
-            return answer
-
-        return request
-
-
-def start_of(size):
-    """What ranks, eight on each machine, ask of the store until they know each other, as in connect_ranks."""
-    store, keys = CountingStore(), [f"process/{rank}" for rank in range(1, size)]
-
-    def start(rank):
-        if rank == 0:  # asks again and again while it waits for the others
-            wait_for(lambda: store.store.check(keys))
-        m = rank // 8
-        name, agent = f"node-{m}.cluster.example.org {m:036} net:[4026531840]", f"node-{m} {m} {12345678 + m}"
-        process = network.Process(name, cores=2**96 - 1, agent=agent, address=f"10.77.0.{m}")
-        others = network.meet(store, rank, size, process, timeout_s=600.0)
-        assert others["machines"] == [rank // 8 for rank in range(size)]
-
-    on_each_rank(start, size)
-    return store.answers
-
-
-def test_ranks_know_each_other_by_few_bytes():
-    """Every rank used to read every rank's cores: 944 N^2 bytes."""
-    few, many = start_of(32), start_of(128)
-    assert len(many) <= 3 * 128
-    assert sum(many) < 128 * 1000 and sum(many) < 8 * sum(few)
-
-
 # -- read_ahead
 
 
@@ -407,25 +326,6 @@ def test_the_shuffle_keeps_nothing_of_the_data_set(n_tokens):
     stays, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1e6 and stays - starts.nbytes < 1000
-
-
-# -- failures
-
-
-def test_ranks_that_agree_gather_nothing(at):
-    """Neither while they wait for a disk nor when no rank has failed."""
-    at.set(together, "gather_objects", lambda value: pytest.fail("gathered"))
-    together.wait_together(None)
-    with together.exit_together():
-        pass
-
-
-def test_errors_of_many_ranks_are_a_few_lines(capsys):
-    together.print_failures({("no disk", True): [*range(1, 1024)]})
-    assert capsys.readouterr().err == "error: rank 1, 2, 3, 4, 5, 6, 7, 8 and 1,015 more: no disk\n"
-    together.print_failures({(f"no {rank}", True): [rank] for rank in range(1, 1024)})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "error: rank 1: no 1" and lines[8:] == ["error: and 1,015 more from other ranks"]
 
 
 # -- sharded_metadata

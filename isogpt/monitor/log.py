@@ -85,7 +85,7 @@ class Logger:
 
     progress: Progress
     sinks: list[Any]
-    end_s: float = END_S
+    end_s: float = END_S  # that the end of a run waits for a service
     failed_sinks: set[str] = field(default_factory=set)  # which have raised an exception
 
     def write(self, record: dict, text: str = "") -> None:
