@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,8 +18,12 @@ from torch.distributed import run as torchrun
 
 from configurator import settings_of
 from isogpt.launch import network
-from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.monitor.sink_alerts import Alerts
+from isogpt.launch.launchers import (
+    adopt_launcher_variables,
+    environment_without_launcher,
+    rank_variables,
+    start_workers,
+)
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
@@ -100,9 +105,6 @@ def test_addresses_and_ports_of_jobs_of_slurm(monkeypatch):
     assert len(ports) == 3 and ports < {*range(10000, 30000)}
 
 
-GLOOS = "an interface of its choice"
-
-
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     """torchrun would exit before the script starts; sample.py says to type `--` before a start."""
     refused = set()
@@ -117,27 +119,21 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     assert parsed.training_script == "sample.py"
 
 
-INTERFACES = [
-    ("10.0.0.1", "", "eth0 (10.0.0.7)"),
-    ("127.0.0.1", "", "lo (127.0.0.1)"),  # a single machine
-    ("10.0.0.1", "docker0", "docker0"),
-    ("", "", GLOOS),  # without IPv4
-    ("10.0.0.9", "", GLOOS),  # no route
-]
-
-
-@pytest.mark.parametrize("other, given, interface", INTERFACES)
-def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, other, given, interface):
-    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
-    monkeypatch.setattr(network, "interfaces", lambda: cards)
-    routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(network, "address_towards", routes.get)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    assert network.choose_interface(other) == interface
-    assert os.environ["GLOO_SOCKET_IFNAME"] == ("" if interface == GLOOS else interface.partition(" ")[0])
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if other == "127.0.0.1" else None)
+def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
+    """test_hosts.py has several machines."""
+    loopback, gloos = "lo (127.0.0.1)", "an interface of its choice"
+    for other, given, interface in (
+        ("127.0.0.1", "", loopback),  # a single machine
+        ("127.0.0.1", "docker0", "docker0"),
+        ("", "", gloos),  # without IPv4
+        ("255.255.255.255", "", gloos),  # no route
+    ):
+        for name, value in (("GLOO", given), ("NCCL", "")):
+            monkeypatch.setenv(f"{name}_SOCKET_IFNAME", value)
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # undone when the test ends
+        assert network.choose_interface(other) == interface
+        assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if interface == loopback else given)
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if interface == loopback else None)
 
 
 def command_of(monkeypatch, given, nproc, *arguments):
@@ -183,7 +179,7 @@ def test_variables_that_are_incomplete(monkeypatch):
             rank_variables()
 
 
-def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
+def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, zygote, work):
     """
     alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's
     number, and no interface that leads nowhere from a different machine.
@@ -192,11 +188,43 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     of_a_rank = TORCHRUN | OMPI | MPICH | dict.fromkeys((*names, "SLURM_STEP_ID"), "0")
     of_a_rank |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     variables(monkeypatch, of_a_rank | {"SLURM_JOB_ID": "17", "MAIL": "me"})
-    command = f"env > {tmp_path}/env; cat > {tmp_path}/event"
-    Alerts({"alert_command": command, "out_dir": "out"}).write({"event": "end"}, "")
-    lines = (tmp_path / "env").read_text().splitlines()
-    inherited = {line.partition("=")[0] for line in lines}
-    assert not of_a_rank.keys() & inherited and {"SLURM_JOB_ID=17", "MAIL=me"} <= {*lines}
+    inherited = environment_without_launcher()
+    assert not of_a_rank.keys() & inherited.keys()
+    assert (inherited["SLURM_JOB_ID"], inherited["MAIL"]) == ("17", "me")
+    zygote.train(["--max_iters=0", "--alert_command=env > variables"], work, 2)
+    inherited = {line.partition("=")[0] for line in (work / "variables").read_text().splitlines()}
+    assert "PATH" in inherited and not of_a_rank.keys() & inherited
+
+
+NODE = """#!/bin/sh
+case $0 in
+    */srun) mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
+    */squeue) date -d "+60 seconds" +%Y-%m-%dT%H:%M:%S ;;
+    */scontrol) echo "$@" >> asked ;;
+esac
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="slurm.sh needs bash")
+def test_slurm_sh_requeues_a_job_that_was_stopped(at):
+    """With a fake srun that stops on request, without Slurm."""
+    for name in ("srun", "scontrol", "squeue"):
+        (at.path / name).write_text(NODE)
+        (at.path / name).chmod(0o755)
+    slurm = dict(SLURM_SUBMIT_DIR=".", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_JOB_NUM_NODES="1")
+    env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
+    command = ["bash", str(REPO / "cluster" / "slurm.sh")]
+    run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr
+    # a job that is stopped before its first step again and again would be requeued for ever
+    for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
+        Path("asked").write_text("")
+        more = {"SAVING": "5", "STEPS": str(steps)}
+        run = subprocess.run([*command, "--out_dir=out"], env=env | more, capture_output=True, text=True)
+        assert run.returncode == (0 if is_requeued else 1), run.stderr
+        assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
+        assert Path("asked").read_text() == "requeue 7\n" * is_requeued
+    assert run.stderr.count("not requeued: submit it with a longer --time, and") == 1
 
 
 def pytorch_job():

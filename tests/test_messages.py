@@ -80,37 +80,3 @@ def test_an_export_keeps_what_a_user_has_put_into_the_folder(at, capsys):
         assert (f"is now {at.path / kept}\n" in said) if kept else not said
         (at.path / "hf/model.gguf").write_text("old")
     assert (at.path / "hf_1/model.gguf").exists() and (at.path / "hf_2/model.gguf").exists()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Slurm
-
-NODE = """#!/bin/sh
-case $0 in
-    */srun) mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
-    */squeue) date -d "+60 seconds" +%Y-%m-%dT%H:%M:%S ;;
-    */scontrol) echo "$@" >> asked ;;
-esac
-"""
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="slurm.sh needs bash")
-def test_messages_of_slurm_sh(at):
-    """With a fake srun that stops on request, without Slurm."""
-    for name in ("srun", "scontrol", "squeue"):
-        (at.path / name).write_text(NODE)
-        (at.path / name).chmod(0o755)
-    slurm = dict(SLURM_SUBMIT_DIR=".", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_JOB_NUM_NODES="1")
-    env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
-    command = ["bash", str(REPO / "cluster" / "slurm.sh")]
-    run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
-    assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr
-    # a job that is stopped before its first step again and again would be requeued for ever
-    for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
-        Path("asked").write_text("")
-        more = {"SAVING": "5", "STEPS": str(steps)}
-        run = subprocess.run([*command, "--out_dir=out"], env=env | more, capture_output=True, text=True)
-        assert run.returncode == (0 if is_requeued else 1), run.stderr
-        assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
-        assert Path("asked").read_text() == "requeue 7\n" * is_requeued
-    assert run.stderr.count("not requeued: submit it with a longer --time, and") == 1
