@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import FORKED, REPO, TINY, assert_same_curve, children, free_port, listening
+from runs import FORKED, REPO, TINY, assert_same_curve, children, column, free_port, listening, same
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -34,7 +34,6 @@ LAUNCHERS = {
     "--dynamo_backend=no --main_process_port=PORT",
     "deepspeed": "deepspeed --num_gpus=2 --master_port=PORT",
     "mpirun": "mpirun --allow-run-as-root --oversubscribe -n 2 PYTHON",
-    "none": "PYTHON",
 }
 
 
@@ -46,11 +45,10 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     if not shutil.which(command[0]):
         pytest.skip(f"{command[0]} is not installed")
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
-    own = ["--nproc=2"] if name == "none" else []
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command += [TRAIN, *FIVE, *own, "--out_dir=out"]
+    command += [TRAIN, *FIVE, "--out_dir=out"]
     run = subprocess.run(command, cwd=work, env=env, timeout=400, **streams)
     assert run.returncode == 0, run.stdout[-3000:]
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout
@@ -231,8 +229,11 @@ def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 
 
-def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
-    """The command and the environment of one of `nodes` pods: the manifest's, and what the operator sets."""
+def pod(args, out, nodes):
+    """
+    The command and the environment of one of `nodes` pods: the manifest's, with torchrun's workers forked,
+    and what the operator sets.
+    """
     policy = pytorch_job()["elasticPolicy"]
     (container,) = pytorch_job()["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     env = {variable["name"]: variable["value"] for variable in container["env"]} | {
@@ -249,7 +250,7 @@ def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
         "/runs/gpt2": str(out),
         "train.py config/train_gpt2.py": f"{TRAIN} {shlex.join(args)}",
         "--dataset=/data/openwebtext": "",
-        "torchrun": f"{sys.executable} {torchrun}",
+        "torchrun": f"{sys.executable} {REPO / FORKED}",
     }.items():
         script = script.replace(text, here)
     return [*shell, script], os.environ | env
@@ -268,12 +269,19 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
 
 @pytest.mark.slow
 def test_nproc_without_a_launcher(zygote, work):
-    """An error is printed once; a killed rank is named in the last line; all ports are loopback's."""
+    """
+    The losses are those of one process. An error is printed once; a killed rank is named in the last line;
+    all ports are loopback's.
+    """
+    zygote.start([*TINY, "--max_iters=20", "--out_dir=one"], work).wait()
     args = ["--nproc=2", *TINY, "--max_iters=100000", "--out_dir=out"]
     run = zygote.start([*args, "--zero=7"], work, script=FORKED).wait(ok=False)
     assert run.codes == [1] and re.fullmatch("error: zero is 7.*\n", run.text())
     run = zygote.start(args, work, script=FORKED)
     assert run.until(lambda text: "iter 20:" in text, 120)
+    assert "ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)" in run.text()
+    one, losses = (column(work / name, "loss") for name in ("one", "out"))
+    same(one, {step: losses[step] for step in one}, absolute=1e-5)
     addresses = {address for address, port in listening(run.pids[0])}
     assert addresses == {"127.0.0.1"}, "the store and gloo: no other machine can connect"
     _, rank_1 = children(run.pids[0])

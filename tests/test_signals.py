@@ -70,7 +70,7 @@ def started(zygote, receiver, work, out):
     if receiver == "mpirun":  # a longer output would make rank 0 wait
         command, env = [*MPIRUN, sys.executable, TRAIN, *args, "--log_interval=100"], {}
     else:
-        command, env = pod(args, work / out, 1, torchrun=REPO / FORKED)
+        command, env = pod(args, work / out, 1)
         command = [*NAMESPACE, *command]
     if not shutil.which(command[0]) or os.geteuid():
         pytest.skip(f"needs {command[0]} and root")

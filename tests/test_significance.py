@@ -27,7 +27,7 @@ def differences(*groups):
     return [*compare(named, 0.0)["differences"].values()]
 
 
-def seeds_needed(effect, *variances):
+def needed_for(effect, *variances):
     """The seeds that this difference needs: of pairs, or of groups with these variances."""
     spreads = [(variance / 2) ** 0.5 for variance in variances]  # of two values around their mean
     if len(variances) == 1:
@@ -42,7 +42,7 @@ def seeds_needed(effect, *variances):
 def test_the_number_of_seeds_has_a_power_of_80_percent(is_paired, spreads):
     """The chance of a run is that of its seed, which a pair shares, and one with the group's spread."""
     squares = [(spread / 1000) ** 2 for spread in spreads]
-    needed = seeds_needed(EFFECT, *([sum(squares)] if is_paired else squares))
+    needed = needed_for(EFFECT, *([sum(squares)] if is_paired else squares))
     assert needed > 5
     rng, shares = np.random.default_rng(1), []
     for seeds in (needed - 1, needed):
@@ -55,10 +55,10 @@ def test_the_number_of_seeds_has_a_power_of_80_percent(is_paired, spreads):
 
 
 def test_the_seeds_that_any_difference_needs():
-    assert seeds_needed(1e9, 1.0) == 2
-    assert seeds_needed(0.0, 1.0) is None and seeds_needed(1e-200, 1.0) is None
+    assert needed_for(1e9, 1.0) == 2
+    assert needed_for(0.0, 1.0) is None and needed_for(1e-200, 1.0) is None
     # a difference of one standard deviation: Cohen's tables
-    assert seeds_needed(1.0, 1.0) == 10 and seeds_needed(1.0, 1.0, 1.0) == 17
+    assert needed_for(1.0, 1.0) == 10 and needed_for(1.0, 1.0, 1.0) == 17
 
 
 def test_only_seeds_of_both_groups_are_pairs():

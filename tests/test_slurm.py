@@ -45,19 +45,23 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1 RealMemory=4000
 {nodes}
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=25 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 State=UP
 PartitionName=wide Nodes=ALL State=UP
 """
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=4000"
 NODES = [f"n{number}" for number in range(1, len(NAMES) + 1)]  # as many as signals
 
 
 class Slurm:
     def __init__(self, folder):
+        self.folder, self.daemons = folder, []
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.daemons = []
+
+    def begin(self):
+        """Start the daemons, and wait for the nodes."""
+        folder = self.folder
         for name in ("state", *(f"spool.{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         key = folder / "munge.key"
@@ -69,8 +73,8 @@ class Slurm:
         files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
         self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
         wait_for((folder / "munge.socket").exists)
-        nodes = "\n".join(f"NodeName={node} Port={free_port()}" for node in NODES)
         host = socket.gethostname().split(".")[0]
+        nodes = "\n".join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
         conf = CONF.format(folder=folder, host=host, port=free_port(), nodes=nodes)
         (folder / "slurm.conf").write_text(conf)
         self.start(["slurmctld", "-D", "-i"], folder)
@@ -116,7 +120,8 @@ class Slurm:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with closing(Slurm(tmp_path_factory.mktemp("slurm") / "slurm")) as cluster:
+    with closing(Slurm(tmp_path_factory.mktemp("slurm"))) as cluster:
+        cluster.begin()
         yield cluster
 
 
