@@ -264,40 +264,34 @@ torch.Tensor.matmul = fail
 """
 
 
-def test_fields_and_events_of_the_metrics(zygote, work):
+def test_fields_events_and_lines_of_a_run(zygote, work):
+    """And those of another run in the same folder, with everything missing that may be missing."""
     (work / "core.py").write_text("import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
     args = ["core.py", "--out_dir=out", "--max_iters=3", "--eval_interval=2"]
     run = start_changed(zygote, BUSY_AT_THE_START, args, work, 2, whole=True).wait()
-    lines = records(work / "out")
-    steps = [r for r in lines if "step_ms" in r]
+    found = records(work / "out")
+    steps = [r for r in found if "step_ms" in r]
     names = "iter loss grad_norm lr step_ms data_ms memory_gb tokens_per_s mfu tokens time"
     names += " step_ms_max data_ms_max memory_gb_max"
     assert set(names.split()) <= steps[0].keys() and steps[0]["tokens"] == 2 * 4 * 32
     assert events(work / "out") == ["start", "peak", "save", "save", "end"]
     assert set(column(work / "out", "val_loss")) == {0, 2, 4}
-    first, again = (r["peak_flops"] for r in lines if "peak_flops" in r)
+    first, again = (r["peak_flops"] for r in found if "peak_flops" in r)
     assert first == pytest.approx(2 * 2 * 1024**3 / 100, rel=0.1) and again > 10 * first
-    assert run.text().count("(measured matmul), measured again") == 1, "by all ranks"
     assert all(0 < r["mfu"] < 1 for r in steps)
+    for start in ("data:", "model:", "ranks:", "step:", "step 0: train loss ", "iter 0: loss ", "done:"):
+        assert re.findall(f"^{start}", run.text(), re.M) == [start], run.text()
+    for said in (
+        "(measured matmul), measured again",
+        "\nsaved out/step_00000004\n",
+        "\nthe loss curve: out/loss.png\n",
+    ):
+        assert run.text().count(said) == 1, "by all ranks"
     assert "cores:   2 processes share 1 CPU cores: " in run.text()
 
-
-def test_lines_of_a_run(zygote, work):
-    """A run, and another one in the same folder, with everything missing that may be missing."""
-    args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
-    lines = zygote.train([*args, "--eval_interval=1"], work).text().splitlines()
-    for start in ("data:", "model:", "ranks:", "step:", "step 0: train loss ", "iter 0: loss ", "done:"):
-        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
-    assert {"saved out/step_00000001", "the loss curve: out/loss.png"} < {*lines}
-
-    more = ["--compile=False", "--profile=True", "--save_checkpoint=False"]
-    text = start_changed(zygote, UNMEASURED, [*args, *more], work, whole=True).wait().text()
-    for said in (
-        "was moved to out/previous_1\n",
-        "peak:    unknown",
-        ", mfu n/a,",
-        "needs 10 steps, not 1\n",
-    ):
+    args = ["--max_iters=0", "--eval_iters=1", "--compile=False", "--profile=True", "--save_checkpoint=False"]
+    text = start_changed(zygote, UNMEASURED, [*args, "--out_dir=out"], work, whole=True).wait().text()
+    for said in ("moved to out/previous_1\n", "peak:    unknown", ", mfu n/a,", "10 steps, not 1\n"):
         assert text.count(said) == 1, text
     assert "float32; compile: off\n" in text
 
