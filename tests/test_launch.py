@@ -36,7 +36,7 @@ import torch.distributed as dist
 from isogpt.launch.process_group import connect_ranks, rank_names
 from isogpt.launch.together import exit_together
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def meet(name):  # before rank 0 leaves, whose store the others read
+def leave_together(name):  # before rank 0 leaves, whose store the others read
     Path(f"{{name}}.{{rank}}").touch()
     while len([*Path().glob(f"{{name}}.*")]) < size:
         time.sleep(0.01)
@@ -96,7 +96,7 @@ for name in ("get", "multi_get", "wait"):
     setattr(dist.PrefixStore, name, counted(getattr(dist.PrefixStore, name)))
 ranks = connect_ranks("cpu", "auto", 60)
 print(len(answered), sum(answered))
-meet("known")
+leave_together("known")
 """
 
 
@@ -233,7 +233,7 @@ soft = {resource.prlimit(process, resource.RLIMIT_NOFILE)[0] for process in (os.
 facts = [rank, ranks.rank, int(os.environ["RANK"]), torch.get_num_threads(), len(ranks.launch.agents)]
 facts += [ranks.hosts, ranks.machines, ranks.network, rank_names(ranks.hosts), soft == {most}]
 print(json.dumps(facts))
-meet("known")
+leave_together("known")
 """
 
 
@@ -268,8 +268,8 @@ for port, backend in zip(sys.argv[1:], ("auto", "gloo")):
         print(connect_ranks("cuda", backend, 60).backend)
     except ValueError as e:
         print(e)
-        meet("refused")
-meet("known")
+        leave_together("refused")
+leave_together("known")
 """
 
 

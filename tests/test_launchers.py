@@ -1,5 +1,5 @@
 """
-Every launcher starts the same training: rank variables, the order of ranks, network interfaces and cores.
+Every launcher starts the same training: rank variables, the order of ranks, the network and cores.
 """
 
 import os

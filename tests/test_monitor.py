@@ -66,24 +66,27 @@ def events(folder):
 # the console
 
 
+def receive(descriptor):
+    """What has arrived there since the last time."""
+    pieces = []
+    with suppress(OSError):  # nothing more, or every process has closed it
+        while piece := os.read(descriptor, 4096):
+            pieces.append(piece)
+    return b"".join(pieces).decode()
+
+
 def received(columns, start):
     """What a terminal receives from a run, which `start` starts on the terminal of this name."""
     master, slave = pty.openpty()
+    os.set_blocking(master, False)
     termios.tcsetwinsize(slave, (24, columns))
-    pieces = []
-
-    def read():
-        with suppress(OSError):  # every process has closed the terminal
-            while True:
-                pieces.append(os.read(master, 4096))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    start(os.ttyname(slave)).wait()
+    run, pieces = start(os.ttyname(slave)), []
+    wait_for(lambda: pieces.append(receive(master)) or run.poll())
+    pieces.append(receive(master))
+    run.wait()
     os.close(slave)
-    reader.join(30)
     os.close(master)
-    return b"".join(pieces).decode()
+    return "".join(pieces)
 
 
 # other lines are printed while a status line is shown
@@ -120,15 +123,6 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
         assert rows[-2:] == [f"try: python {sample} --out_dir=out", "the loss curve: out/loss.png"]
     assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations"
     assert not any(row.startswith("iter ") for row in rows), "the status line is removed"
-
-
-def receive(descriptor):
-    """What has arrived there since the last time."""
-    pieces = []
-    with suppress(OSError):  # nothing more, or every process has closed it
-        while piece := os.read(descriptor, 4096):
-            pieces.append(piece)
-    return b"".join(pieces).decode()
 
 
 PIPES = """
