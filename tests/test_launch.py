@@ -265,7 +265,8 @@ torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{ma
 for port, backend in zip(sys.argv[1:], ("auto", "gloo")):
     os.environ["MASTER_PORT"] = port
     try:
-        print(connect_ranks("cuda", backend, 60).backend)
+        ranks = connect_ranks("cuda", backend, 60)
+        print(ranks.backend)
     except ValueError as e:
         print(e)
         leave_together("refused")
@@ -354,7 +355,7 @@ SAID = [  # processes, those that fail, how, and what is printed
     (
         10,
         range(1, 10),
-        'ValueError(f"no {rank}")',
+        'OSError(f"no {rank}")',
         "error: rank 1: no 1\n.*error: and 1 more from other ranks\n",
     ),
     (3, range(3), 'KeyError("a bug")', ".*Traceback.*KeyError: 'a bug'\n"),

@@ -87,7 +87,6 @@ def test_the_result_of_a_run_that_stops(zygote, work):
     end = result_of(out)
     assert (end["exit_reason"], end["steps"]) == ("complete", 12)
     assert end["tokens_per_s"] == speed_of(out, slow=(0, 1, 2, steps, steps + 1, steps + 2))
-    assert end["seconds"] >= first["seconds"]
 
 
 def test_the_result_of_a_run_that_fails(zygote, work):
