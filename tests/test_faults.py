@@ -6,14 +6,12 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, start_changed, start_faulty, steps_in
+from runs import TINY, column, records, start_changed, start_faulty, steps_in
 
 import export
 from isogpt.checkpoint import folder as folder_module

@@ -8,13 +8,11 @@ import isogpt.launch.torch_import  # noqa: F401  (gloo connects on demand, as in
 import ctypes
 import gc
 import hashlib
-import json
 import mmap
 import os
 import pickle
 import random
 import re
-import resource
 import statistics
 import sys
 import threading
@@ -23,7 +21,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -32,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, train_defaults, wait_for
+from runs import column, train_defaults
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,10 +50,7 @@ from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.data.token_files import opened
 from isogpt.data.windows import Windows, shuffled_windows
-from isogpt.launch import network, together
 from isogpt.launch.launchers import Launch
-from isogpt.monitor import log
-from isogpt.monitor.sink_files import MetricsFile, Plot
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import in_buckets
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name

@@ -1,25 +1,12 @@
 """Messages that no other test raises."""
 
-import os
-import pickle
-import re
-import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, records, script_that_fails, start_changed, tiny_data
+from runs import script_that_fails
 
 import export
-from isogpt.checkpoint.progress import Progress
-from isogpt.launch.process_group import Ranks
-from isogpt.launch.start_checks import check_start
-from isogpt.monitor.log import Logger
-from isogpt.monitor.sink_files import MetricsFile
 from isogpt.monitor.watchdog import is_out_of_memory, line_of
 from model import GPT, GPTConfig
 
