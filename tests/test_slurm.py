@@ -137,8 +137,8 @@ def log_of(work, job):
 
 
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
-    zygote.start([*TINY, "--max_iters=400", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
-    job, out = slurm.submit(work, "out", steps=400), work / "out"
+    zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
+    job, out = slurm.submit(work, "out", steps=800), work / "out"
     wait_for(lambda: steps_in(out) > 10, 120)
     command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
     urgent = slurm.ask(*command, "--wrap=hostname")
