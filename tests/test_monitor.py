@@ -33,7 +33,6 @@ from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import open_sampler
-from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.speed.clock import Clock
 from model import GPT, GPTConfig
 
@@ -485,21 +484,23 @@ def test_a_log_that_is_removed_torn_or_on_a_full_disk(zygote, work):
     assert told == ["start", "sink_failed", "preempted"]
 
 
-def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch, capsys):
+FAILS_ONCE = """
+from torch.utils.tensorboard import SummaryWriter
+add_scalar = SummaryWriter.add_scalar
+def fail(*args):
+    SummaryWriter.add_scalar = add_scalar
+    raise OSError("a full disk")
+SummaryWriter.add_scalar = fail
+"""
+
+
+def test_tensorboard_begins_a_new_file_after_an_error(zygote, work):
     """At an evaluation: its thread has ended, and raises an error for ever."""
-    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    logger = Logger(Progress(1), [TensorBoard(str(tmp_path), Progress(1))])
-    step = {"loss": 1.0, "step_ms": 1.0}
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "add_scalar", Mock(side_effect=OSError("a full disk")))
-        logger.write({"iter": 0, **step})
-    for record in ({"iter": 1, **step}, {"iter": 2, "val_loss": 1.0}, {"iter": 2, **step}):
-        logger.write(record)
-    logger.event("end")
-    assert (
-        "TensorBoard failed" in capsys.readouterr().err
-        and len(list((tmp_path / "tensorboard").iterdir())) == 2
-    )
+    pytest.importorskip("torch.utils.tensorboard")
+    args = ["--tensorboard_log=True", "--eval_interval=2", "--max_iters=3", "--out_dir=out"]
+    text = start_changed(zygote, FAILS_ONCE, args, work).wait().text()
+    assert text.count("TensorBoard failed (a full disk)") == 1
+    assert len(list((work / "out/tensorboard").iterdir())) == 2
 
 
 def test_a_wandb_that_fails_is_tried_again_and_one_that_blocks_does_not_block_the_run(monkeypatch, capsys):
