@@ -3,37 +3,35 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from forks import HOME, Forked, exec_script
 
+
+class Popen(subprocess.Popen):
+    """A forked run of train.py, or a different command."""
+
+    def __new__(cls, command, stdout=None, env=None, preexec_fn=None, **options):
+        script = next((place for place, word in enumerate(command) if word.endswith("train.py")), None)
+        if script is None:
+            return super().__new__(cls)
+
+        def prepare():
+            preexec_fn()
+            if command[0] == "taskset":
+                os.sched_setaffinity(0, map(int, command[2].split(",")))
+            for descriptor in (1, 2):
+                os.dup2(stdout.fileno(), descriptor)
+
+        return Forked(command[script:], env, prepare)
+
+    def __init__(self, command, **options):
+        if command[1].endswith("compare.py"):
+            print("would run", *command[1:], flush=True)
+            command = ["true"]
+        super().__init__(command, **options)
+
+
+subprocess.Popen = Popen
 sys.path[:0] = [str(HOME)]
-
-from isogpt.lab import queue
-
-
-def forked_run(command, stdout, env, **options):
-    """In place of subprocess.Popen in queue.py."""
-    sweep, first = os.getpid(), command.index(sys.executable)
-
-    def prepare():
-        queue.end_with(sweep)
-        if command[0] == "taskset":
-            os.sched_setaffinity(0, map(int, command[2].split(",")))
-        for descriptor in (1, 2):
-            os.dup2(stdout.fileno(), descriptor)
-
-    return Forked(command[first + 1 :], env, prepare)
-
-
-def run_or_name(command, **options):
-    """Run a command; of compare.py, only print it."""
-    if not command[1].endswith("compare.py"):
-        return run(command, **options)
-    print("would run", *command[1:], flush=True)
-
-
-run = subprocess.run
-queue.subprocess, subprocess.run = SimpleNamespace(Popen=forked_run), run_or_name
 sys.argv[0] = str(HOME / "sweep.py")
 exec_script(sys.argv[0])

@@ -18,7 +18,7 @@ def forked_worker(handler, command, env):
 
 
 def become_torchrun(program, words):
-    """In place of os.execv: `python -c CODE ARGUMENTS` in this process."""
+    """In place of os.execv: `python -c ...` in this process."""
     _, option, code, *arguments = words
     assert option == "-c"
     sys.argv = [option, *arguments]

@@ -1,5 +1,5 @@
 """
-Every launcher starts the same training: rank variables, the order of ranks, network interfaces and cores.
+Every launcher starts the same training: rank variables, the order of ranks, the network and cores.
 """
 
 import os
@@ -9,16 +9,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from runs import FORKED, REPO, TINY, assert_same_curve, children, free_port, listening
+from runs import FORKED, REPO, TINY, assert_same_curve, children, column, free_port, listening, same
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
 from isogpt.launch import network
-from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
-from isogpt.monitor.sink_alerts import Alerts
+from isogpt.launch.launchers import (
+    adopt_launcher_variables,
+    environment_without_launcher,
+    rank_variables,
+    start_workers,
+)
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
@@ -29,7 +34,6 @@ LAUNCHERS = {
     "--dynamo_backend=no --main_process_port=PORT",
     "deepspeed": "deepspeed --num_gpus=2 --master_port=PORT",
     "mpirun": "mpirun --allow-run-as-root --oversubscribe -n 2 PYTHON",
-    "none": "PYTHON",
 }
 
 
@@ -41,11 +45,10 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     if not shutil.which(command[0]):
         pytest.skip(f"{command[0]} is not installed")
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
-    own = ["--nproc=2"] if name == "none" else []
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command += [TRAIN, *FIVE, *own, "--out_dir=out"]
+    command += [TRAIN, *FIVE, "--out_dir=out"]
     run = subprocess.run(command, cwd=work, env=env, timeout=400, **streams)
     assert run.returncode == 0, run.stdout[-3000:]
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout
@@ -100,9 +103,6 @@ def test_addresses_and_ports_of_jobs_of_slurm(monkeypatch):
     assert len(ports) == 3 and ports < {*range(10000, 30000)}
 
 
-GLOOS = "an interface of its choice"
-
-
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     """torchrun would exit before the script starts; sample.py says to type `--` before a start."""
     refused = set()
@@ -117,27 +117,21 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
     assert parsed.training_script == "sample.py"
 
 
-INTERFACES = [
-    ("10.0.0.1", "", "eth0 (10.0.0.7)"),
-    ("127.0.0.1", "", "lo (127.0.0.1)"),  # a single machine
-    ("10.0.0.1", "docker0", "docker0"),
-    ("", "", GLOOS),  # without IPv4
-    ("10.0.0.9", "", GLOOS),  # no route
-]
-
-
-@pytest.mark.parametrize("other, given, interface", INTERFACES)
-def test_interface_is_the_one_that_leads_to_other_machines(monkeypatch, other, given, interface):
-    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0"}
-    monkeypatch.setattr(network, "interfaces", lambda: cards)
-    routes = {"10.0.0.1": "10.0.0.7", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(network, "address_towards", routes.get)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    assert network.choose_interface(other) == interface
-    assert os.environ["GLOO_SOCKET_IFNAME"] == ("" if interface == GLOOS else interface.partition(" ")[0])
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if other == "127.0.0.1" else None)
+def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
+    """test_hosts.py has several machines."""
+    loopback, gloos = "lo (127.0.0.1)", "an interface of its choice"
+    for other, given, interface in (
+        ("127.0.0.1", "", loopback),  # a single machine
+        ("127.0.0.1", "docker0", "docker0"),
+        ("", "", gloos),  # without IPv4
+        ("255.255.255.255", "", gloos),  # no route
+    ):
+        for name, value in (("GLOO", given), ("NCCL", "")):
+            monkeypatch.setenv(f"{name}_SOCKET_IFNAME", value)
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # undone when the test ends
+        assert network.choose_interface(other) == interface
+        assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if interface == loopback else given)
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if interface == loopback else None)
 
 
 def command_of(monkeypatch, given, nproc, *arguments):
@@ -183,7 +177,7 @@ def test_variables_that_are_incomplete(monkeypatch):
             rank_variables()
 
 
-def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
+def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, zygote, work):
     """
     alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's
     number, and no interface that leads nowhere from a different machine.
@@ -192,19 +186,54 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     of_a_rank = TORCHRUN | OMPI | MPICH | dict.fromkeys((*names, "SLURM_STEP_ID"), "0")
     of_a_rank |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     variables(monkeypatch, of_a_rank | {"SLURM_JOB_ID": "17", "MAIL": "me"})
-    command = f"env > {tmp_path}/env; cat > {tmp_path}/event"
-    Alerts({"alert_command": command, "out_dir": "out"}).write({"event": "end"}, "")
-    lines = (tmp_path / "env").read_text().splitlines()
-    inherited = {line.partition("=")[0] for line in lines}
-    assert not of_a_rank.keys() & inherited and {"SLURM_JOB_ID=17", "MAIL=me"} <= {*lines}
+    inherited = environment_without_launcher()
+    assert not of_a_rank.keys() & inherited.keys()
+    assert (inherited["SLURM_JOB_ID"], inherited["MAIL"]) == ("17", "me")
+    zygote.train(["--max_iters=0", "--alert_command=env > variables"], work, 2)
+    inherited = {line.partition("=")[0] for line in (work / "variables").read_text().splitlines()}
+    assert "PATH" in inherited and not of_a_rank.keys() & inherited
+
+
+NODE = """#!/bin/sh
+case $0 in
+    */srun) mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
+    */squeue) date -d "+60 seconds" +%Y-%m-%dT%H:%M:%S ;;
+    */scontrol) echo "$@" >> asked ;;
+esac
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="slurm.sh needs bash")
+def test_slurm_sh_requeues_a_job_that_was_stopped(at):
+    """With a fake srun that stops on request, without Slurm."""
+    for name in ("srun", "scontrol", "squeue"):
+        (at.path / name).write_text(NODE)
+        (at.path / name).chmod(0o755)
+    slurm = dict(SLURM_SUBMIT_DIR=".", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_JOB_NUM_NODES="1")
+    env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
+    command = ["bash", str(REPO / "cluster" / "slurm.sh")]
+    run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr
+    # a job that is stopped before its first step again and again would be requeued for ever
+    for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
+        Path("asked").write_text("")
+        more = {"SAVING": "5", "STEPS": str(steps)}
+        run = subprocess.run([*command, "--out_dir=out"], env=env | more, capture_output=True, text=True)
+        assert run.returncode == (0 if is_requeued else 1), run.stderr
+        assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
+        assert Path("asked").read_text() == "requeue 7\n" * is_requeued
+    assert run.stderr.count("not requeued: submit it with a longer --time, and") == 1
 
 
 def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 
 
-def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
-    """The command and the environment of one of `nodes` pods: the manifest's, and what the operator sets."""
+def pod(args, out, nodes):
+    """
+    The command and the environment of one of `nodes` pods: the manifest's, with torchrun's workers forked,
+    and what the operator sets.
+    """
     policy = pytorch_job()["elasticPolicy"]
     (container,) = pytorch_job()["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     env = {variable["name"]: variable["value"] for variable in container["env"]} | {
@@ -221,7 +250,7 @@ def pod(args, out, nodes, torchrun="-m torch.distributed.run"):
         "/runs/gpt2": str(out),
         "train.py config/train_gpt2.py": f"{TRAIN} {shlex.join(args)}",
         "--dataset=/data/openwebtext": "",
-        "torchrun": f"{sys.executable} {torchrun}",
+        "torchrun": f"{sys.executable} {REPO / FORKED}",
     }.items():
         script = script.replace(text, here)
     return [*shell, script], os.environ | env
@@ -240,12 +269,19 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
 
 @pytest.mark.slow
 def test_nproc_without_a_launcher(zygote, work):
-    """An error is printed once; a killed rank is named in the last line; all ports are loopback's."""
+    """
+    The losses are those of one process. An error is printed once; a killed rank is named in the last line;
+    all ports are loopback's.
+    """
+    zygote.start([*TINY, "--max_iters=20", "--out_dir=one"], work).wait()
     args = ["--nproc=2", *TINY, "--max_iters=100000", "--out_dir=out"]
     run = zygote.start([*args, "--zero=7"], work, script=FORKED).wait(ok=False)
     assert run.codes == [1] and re.fullmatch("error: zero is 7.*\n", run.text())
     run = zygote.start(args, work, script=FORKED)
     assert run.until(lambda text: "iter 20:" in text, 120)
+    assert "ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)" in run.text()
+    one, losses = (column(work / name, "loss") for name in ("one", "out"))
+    same(one, {step: losses[step] for step in one}, absolute=1e-5)
     addresses = {address for address, port in listening(run.pids[0])}
     assert addresses == {"127.0.0.1"}, "the store and gloo: no other machine can connect"
     _, rank_1 = children(run.pids[0])

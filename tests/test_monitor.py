@@ -3,93 +3,96 @@ What a run says, and to whom: the console with its status line, samples and wait
 sinks; garbage.
 """
 
+import fcntl
 import json
 import math
 import os
+import pickle
 import pty
 import re
+import resource
 import shlex
+import shutil
 import signal
+import statistics
+import subprocess
 import sys
 import termios
 import threading
 import time
 from contextlib import nullcontext, suppress
-from types import SimpleNamespace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import REPO, TINY, column, default_plan, records, start_changed, steps_in, wait_for
+from runs import REPO, TINY, column, default_plan, records, start_changed, steps_in, tiny_data, wait_for
 
-from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
-from isogpt.common import console
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import log, sink_alerts, sink_wandb
 from isogpt.monitor.log import Logger
-from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.samples import TOKENS, open_sampler
-from isogpt.monitor.sink_console import Console
-from isogpt.monitor.sink_files import MetricsFile
-from isogpt.monitor.sink_tensorboard import TensorBoard
-from isogpt.monitor.step_policy import StepPolicy
+from isogpt.monitor.samples import open_sampler
 from isogpt.speed.clock import Clock
-from isogpt.speed.devices import Peak
-from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU, "none", hosts=("a",))
+LONG = "--max_iters=1000000"
 SAMPLED = {"sample_interval": 5, "seed": 1}
 
 
-def numbers_of(loss, grad_square, loss_scale=1.0, **more):
-    """The numbers of two ranks, the second of which computed these."""
-    facts = {name: torch.zeros(2).double() for name in StepNumbers._fields}
-    facts |= {"loss": [1.0, loss], "grad_square": [0.5, grad_square], "loss_scale": [loss_scale] * 2, **more}
-    return StepNumbers(**{name: torch.as_tensor(values).double() for name, values in facts.items()})
+def own_optimizer(work, code):
+    """The setting for an optimizer of the user: SGD, whose step begins with this code."""
+    (work / "own.py").write_text(OWN + code)
+    return f"--optimizer={work}/own.py:Own"
 
 
-def keep(told):
-    """A sink that appends what it is told to a list."""
-    return SimpleNamespace(write=lambda *args: told.append(args))
+OWN = """
+import torch
+class Own(torch.optim.SGD):
+    def step(self):
+        begin()
+        super().step()
+"""
+
+
+def events(folder):
+    return [r["event"] for r in records(folder) if "event" in r]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # the console
 
 
-def received(columns, start):
-    """What a terminal receives from a run, which `start` starts on the terminal of this name."""
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, columns))
+def receive(descriptor):
+    """What has arrived there since the last time."""
     pieces = []
-
-    def read():
-        with suppress(OSError):  # every process has closed the terminal
-            while True:
-                pieces.append(os.read(master, 4096))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    start(os.ttyname(slave)).wait()
-    os.close(slave)
-    reader.join(30)
-    os.close(master)
+    with suppress(OSError):  # nothing more, or every process has closed it
+        while piece := os.read(descriptor, 4096):
+            pieces.append(piece)
     return b"".join(pieces).decode()
 
 
-# train.py in which other lines are printed while a status line is shown
+def received(columns, start):
+    """What a terminal receives from a run, which `start` starts on the terminal of this name."""
+    master, slave = pty.openpty()
+    os.set_blocking(master, False)
+    termios.tcsetwinsize(slave, (24, columns))
+    run, pieces = start(os.ttyname(slave)), []
+    wait_for(lambda: pieces.append(receive(master)) or run.poll())
+    pieces.append(receive(master))
+    run.wait()
+    os.close(slave)
+    os.close(master)
+    return "".join(pieces)
+
+
+# other lines are printed while a status line is shown
 OTHERS = """
-from isogpt.common import console
-from isogpt.monitor import records
-format_seconds = console.duration
-def duration(seconds):
-    console.print_error("a problem")
-    return format_seconds(seconds)
-records.duration = duration
+from isogpt.common.console import print_error
+def begin():
+    print_error("a problem")
 """
 
 
@@ -99,9 +102,9 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
     Steps are shown in place, other lines stay above, and no status line is longer than a row. Where lines
     cannot be drawn again, they are plain.
     """
-    args = ["--max_iters=11", "--eval_interval=4", "--out_dir=out"]
+    args = [*TINY, "--max_iters=11", "--eval_interval=4", "--out_dir=out", own_optimizer(work, OTHERS)]
     env = {"TERM": term, "COLUMNS": ""}  # pytest-xdist sets COLUMNS
-    output = received(columns, lambda tty: start_changed(zygote, OTHERS, args, work, env=env, out=tty))
+    output = received(columns, lambda tty: zygote.start(args, work, env=env, out=tty))
     # each row is drawn after the last time that it was erased; a status line that wraps would be several
     rows = [row.rpartition("\x1b[J")[2].strip("\r") for row in output.split("\n")]
     rows = [row for row in rows if row]
@@ -113,7 +116,7 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
     if columns == 80:
         line = r"iter 11: loss \d\.\d{4}, time [\d.]+ms, mfu \S+, \d:\d\d left, [\d,]+ tokens/s"
         assert re.match(line, drawn[-1])
-        assert rows.count("error: a problem") >= 3
+        assert rows.count("error: a problem") >= 12
         assert sum(row.startswith("saved out/step_") for row in rows) == 3
         sample = shlex.quote(os.path.relpath(REPO / "sample.py", work))
         assert rows[-2:] == [f"try: python {sample} --out_dir=out", "the loss curve: out/loss.png"]
@@ -121,63 +124,57 @@ def test_a_run_on_a_terminal(zygote, work, term, columns):
     assert not any(row.startswith("iter ") for row in rows), "the status line is removed"
 
 
-def test_what_is_told_of_a_step(monkeypatch):
-    """
-    Means and maxima over the ranks and since the last logged step; the time left after ten steps. The rank
-    that arrives last waits for no other: what it spends in communication is communication.
-    """
-    now, told = 0.0, []
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    progress = Progress(64)
-    logger = Logger(progress, [keep(told)])
-    run = SimpleNamespace(config={"log_interval": 4, "max_iters": 16})
-    reader, saver = SimpleNamespace(device=CPU), SimpleNamespace(poll=lambda: None)
-    state = SimpleNamespace(progress=progress)
-    report = RunReport(run, None, state, reader, saver, None, logger, 1e9, Peak(1e11))
-    of_ranks = {"step_ms": [100, 300], "data_ms": [0, 20], "waiting": [0.4, 0.1]}
-    for progress.step in range(17):
-        now += 8.0 if progress.step == 11 else 1.0  # an evaluation takes 7 s
-        numbers = numbers_of(3.0, 15.5 + progress.step, **of_ranks)
-        report.step(numbers._replace(loss=numbers.loss + progress.step), 1e-3)
-        progress.tokens += 64
-    steps, lines = zip(*told, strict=True)
-    assert [record["loss_mean"] for record in steps] == [2, 4.5, 8.5, 12.5, 16.5]
-    assert [record["left_s"] for record in steps] == [None, None, None, pytest.approx(4 * 1.7), 0]
-    record = steps[3]
-    expected = {"iter": 12, "loss": 14, "grad_norm": 28**0.5, "lr": 1e-3, "tokens": 832, "tokens_per_s": 320}
-    expected |= {"step_ms": 200, "step_ms_max": 300, "data_ms": 10, "data_ms_max": 20, "mfu": 0.05}
-    expected |= {"data_percent": 5, "comm_percent": 10, "slowest_percent": 15}
-    assert {name: record[name] for name in expected} == pytest.approx(expected)
-    assert lines[3].startswith("iter 12: loss 14.0000, time 200.00ms, mfu 5.00%, 0:07 left, 320 tokens/s")
-    said = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
-    assert lines[3].endswith(said)
-    report.peak = Peak()
-    report.step(numbers._replace(waiting=torch.tensor([0.4, math.nan])), 0.0)
-    record, line = told[-1]
-    assert record["mfu"] is record["comm_percent"] is record["slowest_percent"] is None
-    assert "mfu n/a" in line and "waiting" not in line
+PIPES = """
+for stream in ("stdout", "stderr"):  # the zygote's are for files
+    setattr(sys, stream, open(getattr(sys, stream).fileno(), "w", buffering=1, closefd=False))
+"""
 
 
-@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["a pager", "Ctrl-S"])
-def test_a_run_does_not_wait_for_a_console_that_nobody_reads(monkeypatch, capsys, opened):
-    monkeypatch.setattr(console, "PATIENCE_S", 0.01)
-    read, write = opened()
-    os.set_blocking(write, False)  # a line that would wait raises BlockingIOError
-    if opened is os.openpty:
-        termios.tcflow(write, termios.TCOOFF)
-    logger = Logger(Progress(1), [Console()])
-    with open(write, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        for _ in range(2000):
-            logger.print("x" * 60)
-        assert capsys.readouterr().err.count("warning: Console failed (nobody reads stdout") == 1
-        if opened is os.openpty:
-            termios.tcflow(write, termios.TCOON)
-        else:
-            os.read(read, 2**20)
-        logger.print("read again")
-        assert b"read again" in os.read(read, 2**16)
-    os.close(read)
+@pytest.mark.slow
+def test_a_run_waits_neither_for_its_reader_nor_for_its_alerts(zygote, work):
+    """
+    A pager that reads no further; a terminal after Ctrl-S; a command that does not end: it is killed with
+    what it has started, which would hold the file system of the run. What it prints is not shown.
+    """
+    for name in ("pager", "held"):
+        os.mkfifo(work / name)
+    pager, held = (os.open(work / name, os.O_RDONLY | os.O_NONBLOCK) for name in ("pager", "held"))
+    fcntl.fcntl(pager, fcntl.F_SETPIPE_SZ, 2**14)
+    terminal, end = pty.openpty()
+    os.set_blocking(terminal, False)
+    command = "read line; echo $line >> told; echo much; case $line in *start*) sleep 1000 > held;; esac"
+    paged = [LONG, f"--alert_command={command}", "--save_interval=20", "--out_dir=paged"]
+    runs = {
+        "paged": start_changed(zygote, PIPES, paged, work, out=str(work / "pager")),
+        "stopped": zygote.start([*TINY, LONG, "--out_dir=stopped"], work, out=os.ttyname(end)),
+    }
+    wait_for(lambda: read_beyond(terminal, 0))
+    termios.tcflow(end, termios.TCOOFF)
+    for name in runs:
+        wait_for(lambda name=name: steps_in(work / name) > 0 and "sink_failed" in events(work / name))
+        step = steps_in(work / name)
+        wait_for(lambda name=name, step=step: steps_in(work / name) > step + 20)
+    wait_for(lambda: "sink_failed" in (work / "told").read_text())  # the first command has been killed
+    os.set_blocking(held, True)
+    assert os.read(held, 1) == b"", "nobody holds its other end any more"
+    termios.tcflow(end, termios.TCOON)
+    for (name, run), descriptor in zip(runs.items(), (pager, terminal), strict=True):
+        receive(descriptor)
+        lines = wait_for(lambda d=descriptor, step=steps_in(work / name): read_beyond(d, step))
+        assert "much" not in lines
+        run.kill(sig=signal.SIGTERM)
+        wait_for(lambda run=run, d=descriptor: receive(d) == "" and run.poll())
+        assert [r["sink"] for r in records(work / name) if r.get("event") == "sink_failed"] == ["Console"]
+    told = [json.loads(line)["event"] for line in (work / "told").read_text().splitlines()]
+    assert told == ["start", "sink_failed", "preempted"], "not the saves"
+    for descriptor in (pager, held, terminal, end):
+        os.close(descriptor)
+
+
+def read_beyond(descriptor, step):
+    """What arrives, if it contains the line of a step after this one."""
+    text = receive(descriptor)
+    return text if any(int(n) > step for n in re.findall(r"iter (\d+): loss", text)) else ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -189,8 +186,107 @@ def test_a_run_whose_output_is_on_a_full_disk(zygote, work):
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     assert run.codes == [128 + signal.SIGTERM]
-    assert [r["sink"] for r in records(work / "out") if r.get("event") == "sink_failed"] == ["Console"]
+    assert events(work / "out").count("sink_failed") == 1
     assert list((work / "out").glob("step_*/ckpt.pt"))
+
+
+ASCII = "for stream in (sys.stdout, sys.stderr): stream.reconfigure(encoding='ascii')"
+
+
+def test_what_a_console_cannot_show_ends_no_run(zygote, tmp_path):
+    """
+    On a console that knows ASCII only: names and text that are not ASCII, and a lone surrogate, which is not
+    even UTF-8.
+    """
+    meta = {"vocab_size": 2, "stoi": {"\u00e9": 0, "\ud800": 1}, "itos": ["\u00e9", "\ud800"]}
+    (tiny_data(tmp_path, vocab=2) / "meta.pkl").write_bytes(pickle.dumps(meta))
+    out = "--out_dir=r\u00e9sum\u00e9"
+    args = ["--max_iters=0", "--eval_iters=1", out]
+    train = start_changed(zygote, ASCII, args, tmp_path).wait()
+    assert r"saved r\xe9sum\xe9/step_00000001" in train.text().splitlines()
+    args = [out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu"]
+    _, *lines = start_changed(zygote, ASCII, args, tmp_path, script="sample.py").wait().samples().splitlines()
+    assert len(lines) == 6 and lines[1::2] == ["---------------"] * 3
+    assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2])
+    assert r"\ud800" in "".join(lines)
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_neither_a_run_nor_what_is_printed(work):
+    """
+    As after `| head -3`: no traceback, and nothing about an exception that is ignored at the exit, at which a
+    process of its own is needed.
+    """
+    train = [*TINY, "--max_iters=5", "--out_dir=out"]
+    generate = ["--out_dir=out", "--start=A", "--num_samples=2", "--max_new_tokens=5", "--device=cpu"]
+    commands = {"train.py": train, "sample.py": generate, "export.py": ["out"]}
+    for script, args in commands.items():
+        command = [sys.executable, str(REPO / script), *args]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = os.environ | {"PYTHONUNBUFFERED": ""}
+        with subprocess.Popen(command, cwd=work, env=env, **pipes) as run:
+            for _ in range(3 if script == "train.py" else 0):
+                run.stdout.readline()
+            run.stdout.close()
+            errors = run.stderr.read()
+        assert run.returncode == 0 and "Error" not in errors and "Traceback" not in errors, errors
+        assert errors.count("Console failed") == (script == "train.py")
+    assert (work / "out/step_00000006/ckpt.pt").exists() and (work / "out/loss.png").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# lines and records
+
+
+# a machine that was busy while it measured its peak: in the first matmul, 100 s pass
+BUSY_AT_THE_START = """
+import time, torch
+clock, matmul, passed = time.perf_counter, torch.Tensor.matmul, [0]
+def busy(a, b):
+    torch.Tensor.matmul = matmul
+    passed[0] += 100
+    return a.matmul(b)
+torch.Tensor.matmul, time.perf_counter = busy, lambda: clock() + passed[0]
+"""
+# one on which no matmul can be measured
+UNMEASURED = """
+import torch
+def fail(*args):
+    raise RuntimeError("no matmul")
+torch.Tensor.matmul = fail
+"""
+
+
+def test_fields_events_and_lines_of_a_run(zygote, work):
+    """And those of another run in the same folder, with everything missing that may be missing."""
+    (work / "core.py").write_text("import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
+    args = ["core.py", "--out_dir=out", "--max_iters=3", "--eval_interval=2"]
+    run = start_changed(zygote, BUSY_AT_THE_START, args, work, 2, whole=True).wait()
+    found = records(work / "out")
+    steps = [r for r in found if "step_ms" in r]
+    names = "iter loss grad_norm lr step_ms data_ms memory_gb tokens_per_s mfu tokens time"
+    names += " step_ms_max data_ms_max memory_gb_max"
+    assert set(names.split()) <= steps[0].keys() and steps[0]["tokens"] == 2 * 4 * 32
+    assert events(work / "out") == ["start", "peak", "save", "save", "end"]
+    assert set(column(work / "out", "val_loss")) == {0, 2, 4}
+    first, again = (r["peak_flops"] for r in found if "peak_flops" in r)
+    assert first == pytest.approx(2 * 2 * 1024**3 / 100, rel=0.1) and again > 10 * first
+    assert all(0 < r["mfu"] < 1 for r in steps)
+    for start in ("data:", "model:", "ranks:", "step:", "step 0: train loss ", "iter 0: loss ", "done:"):
+        assert re.findall(f"^{start}", run.text(), re.M) == [start], run.text()
+    for said in (
+        "(measured matmul), measured again",
+        "\nsaved out/step_00000004\n",
+        "\nthe loss curve: out/loss.png\n",
+    ):
+        assert run.text().count(said) == 1, "by all ranks"
+    assert "cores:   2 processes share 1 CPU cores: " in run.text()
+
+    args = ["--max_iters=0", "--eval_iters=1", "--compile=False", "--profile=True", "--save_checkpoint=False"]
+    text = start_changed(zygote, UNMEASURED, [*args, "--out_dir=out"], work, whole=True).wait().text()
+    for said in ("moved to out/previous_1\n", "peak:    unknown", ", mfu n/a,", "10 steps, not 1\n"):
+        assert text.count(said) == 1, text
+    assert "float32; compile: off\n" in text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -224,7 +320,7 @@ def test_a_sample_is_what_the_model_writes(arch):
     text = open_sampler(SAMPLED, letters, default_plan(), ALONE).write(model, nullcontext())
     assert model.training and all(p.grad is None for p in model.parameters())
     idx = torch.tensor([[0]])  # the vocabulary contains no line's end
-    ids = model.eval().generate(idx, TOKENS, 0.8, 200, vocab_size=20, seed=1)
+    ids = model.eval().generate(idx, 150, 0.8, 200, vocab_size=20, seed=1)
     assert text == "".join(chr(97 + i) for i in ids[0].tolist())
 
 
@@ -271,15 +367,59 @@ def test_the_share_of_a_step_in_which_a_rank_waits(monkeypatch, laps, share):
     "nproc, layout, is_known",
     [(1, [], False), (2, [], True), (2, ["--pp=2"], True), (2, ["--zero=3"], False)],
 )
-def test_a_run_says_in_which_parts_of_a_step_ranks_wait(zygote, work, nproc, layout, is_known):
-    run = zygote.train(["--max_iters=9", "--log_interval=3", "--out_dir=out", *layout], work, nproc)
-    for name in ("comm_percent", "slowest_percent"):
-        found = [*column(work / "out", name).values()]
-        assert len(found) == 4 and found[:2] == [None] * 2, "the first step has not been timed yet"
-        assert all(0 <= value <= 100 for value in found[2:]) if is_known else found == [None] * 4
-    lines = re.findall(r"waiting: \d+% of a step for communication, \d+% for the slowest rank", run.text())
-    assert len(lines) == (3 if is_known else 0), "two steps, and the end"
-    assert all(value >= 0 for value in column(work / "out", "data_percent").values())
+def test_what_a_run_says_of_its_steps(zygote, work, nproc, layout, is_known):
+    """Also in which parts of a step ranks wait; the time left after ten steps."""
+    run = zygote.train(["--max_iters=12", "--log_interval=3", "--out_dir=out", *layout], work, nproc)
+    start, *steps = (r for r in records(work / "out") if r.get("event") == "start" or "step_ms" in r)
+    lines = re.findall(r"^iter .*", run.text(), re.M)
+    assert len(steps) == len(lines) == 5
+    for record, line in zip(steps, lines, strict=True):
+        speed = 1e3 / record["step_ms"]
+        assert record["tokens_per_s"] == pytest.approx(256 * speed)
+        assert record["mfu"] == pytest.approx(start["flops_per_step"] * speed / start["peak_flops"])
+        said = f"loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {record['mfu'] * 100:.2f}%, "
+        assert line.startswith(f"iter {record['iter']}: {said}")
+        assert f" {record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr" in line
+        for name in ("step_ms", "data_ms", "memory_gb"):
+            assert record[f"{name}_max"] >= record[name]
+        percent = [record[f"{name}_percent"] for name in ("comm", "slowest", "data")]
+        if record["iter"] < 6 or not is_known:  # the first step has not been timed yet
+            assert percent[:2] == [None] * 2 and "waiting" not in line
+        else:
+            assert all(0 <= value <= 100 for value in percent)
+            said = (
+                "waiting: {:.0f}% of a step for communication, {:.0f}% for the slowest rank, {:.0f}% for data"
+            )
+            assert said.format(*percent) in line
+    left = [record["left_s"] for record in steps]
+    assert left[:3] == [None] * 3 and left[3] > 0 == left[4] and lines[4].count(", 0:00 left, ") == 1
+    assert run.text().count("waiting:") == (4 if is_known else 0), "three steps, and the end"
+
+
+# a config file with which rank 1 takes 50 ms longer for each forward pass
+SLOW_RANK = """
+import os, time, torch
+if os.environ["RANK"] == "1":
+    from model import GPT
+    slow = lambda module, inputs: time.sleep(0.05 * isinstance(module, GPT))
+    torch.nn.modules.module.register_module_forward_pre_hook(slow)
+"""
+
+
+def test_a_slow_rank_is_named_and_the_others_wait_for_it(zygote, work):
+    """The rank that arrives last waits for no other: what it spends in communication is communication."""
+    (work / "slow.py").write_text(SLOW_RANK)
+    run = zygote.start([*TINY, "slow.py", LONG, "--out_dir=out"], work, 2)
+    assert run.until(lambda text: "warning: a slow rank: rank 1: forward ms " in text)
+    run.kill([0], signal.SIGTERM)
+    run.wait()
+    shares = [column(work / "out", f"{name}_percent") for name in ("slowest", "comm")]
+    assert statistics.median(shares[0][step] - shares[1][step] for step in range(3, 20)) > 0
+    assert "slow_rank" in events(work / "out")
+    zygote.train(["--max_iters=6", "--log_interval=3", "--out_dir=thinned"], work, 2)
+    losses, means = column(work / "out", "loss"), column(work / "thinned", "loss_mean")
+    for step in (3, 6):  # means since the last logged step
+        assert means[step] == pytest.approx(sum(losses[n] for n in (step - 2, step - 1, step)) / 3)
 
 
 def test_what_a_clock_knows_while_a_step_is_taken(monkeypatch):
@@ -287,12 +427,12 @@ def test_what_a_clock_knows_while_a_step_is_taken(monkeypatch):
     Only a step after the first is watched: compilation, an evaluation and a slow disk are no hang. With a
     profile on a GPU, parts are NVTX ranges, which begin with their names, known from the step before.
     """
-    told, watched, gpu = [], [], torch.device("cuda")
+    told, watched = [], []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
-    assert not Clock(gpu).nvtx and not Clock(CPU, nvtx=True).nvtx
-    clock = Clock(gpu, nvtx=True)
-    clock.on_gpu = False  # the times are the CPU's
+    for name in ("current_stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    clock = Clock(torch.device("cuda"), nvtx=True)
     for _ in range(2):
         watched.append(clock.expects_progress)
         clock.start()
@@ -312,44 +452,55 @@ def test_what_a_clock_knows_while_a_step_is_taken(monkeypatch):
 # sinks that fail
 
 
-def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
-    failing, working = Mock(), Mock()
-    failing.write.side_effect = [ConnectionResetError("Connection lost")] * 3 + [None, None]
-    logger = Logger(Progress(1), [failing, working])
-    for step in range(4):
-        logger.write({"iter": step})
-    seen = [call.args[0].get("event") or call.args[0]["iter"] for call in working.write.call_args_list]
-    assert seen == ["sink_failed", 0, 1, 2, 3] and failing.write.call_count == 5, "the event was lost, too"
-    said = "warning: Mock failed (Connection lost); training continues, and it is tried again\n"
-    assert capsys.readouterr().err == said
-
-
-def test_the_log_is_appended_to_by_its_name(tmp_path):
-    """A removed file is begun anew, and a line that a kill or a full disk has torn does not tear the next."""
-    path = tmp_path / "metrics.jsonl"
-    write_owner(tmp_path, "me", None)
-    logger = Logger(Progress(1), [MetricsFile(str(tmp_path), "me")])
-    logger.write({"iter": 0})
-    path.unlink()
-    logger.write({"iter": 1})
-    with open(path, "a") as file:
+def test_a_log_that_is_removed_torn_or_on_a_full_disk(zygote, work):
+    """
+    It is appended to by its name, and a torn line does not tear the next. The full disk, which is a limit on
+    the size of files, is reported once, and the log is tried again. A plot that fails is said at the end.
+    """
+    out, log = work / "out", work / "out/metrics.jsonl"
+    (out / "loss.png").mkdir(parents=True)
+    run = zygote.start([*TINY, LONG, "--alert_command=cat >> told", "--out_dir=out"], work)
+    wait_for(lambda: steps_in(out) > 3)
+    log.unlink()
+    wait_for(lambda: steps_in(out) > 3)
+    with log.open("a") as file:
         file.write('{"iter": 2, "lo')
-    logger.write({"iter": 3})
-    assert [r["iter"] for r in records(tmp_path)] == [1, 3] and not logger.failed_sinks
+    torn = steps_in(out)
+    wait_for(lambda: steps_in(out) > torn + 3)
+    _, most = resource.prlimit(run.pids[0], resource.RLIMIT_FSIZE)
+    resource.prlimit(run.pids[0], resource.RLIMIT_FSIZE, (log.stat().st_size + 1000, most))
+    assert run.until(lambda text: "warning: MetricsFile failed ([Errno 27] File too large); " in text)
+    full = steps_in(out)
+    wait_for(lambda: int(re.findall(r"iter (\d+): loss", run.text())[-1]) > full + 9)
+    resource.prlimit(run.pids[0], resource.RLIMIT_FSIZE, (most, most))
+    wait_for(lambda: steps_in(out) > full)
+    run.kill(sig=signal.SIGTERM)
+    text = run.wait(ok=False).text()
+    steps = sorted(column(out, "loss"))
+    after = next(step for step in steps if step > full)
+    assert steps == [*range(steps[0], full + 1), *range(after, steps[-1] + 1)] and after > full + 9
+    assert text.count("MetricsFile failed") == 1 and "no plot of the loss curve: " in text
+    told = [json.loads(line)["event"] for line in (work / "told").read_text().splitlines()]
+    assert told == ["start", "sink_failed", "preempted"]
 
 
-def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
+FAILS_ONCE = """
+from torch.utils.tensorboard import SummaryWriter
+add_scalar = SummaryWriter.add_scalar
+def fail(*args):
+    SummaryWriter.add_scalar = add_scalar
+    raise OSError("a full disk")
+SummaryWriter.add_scalar = fail
+"""
+
+
+def test_tensorboard_begins_a_new_file_after_an_error(zygote, work):
     """At an evaluation: its thread has ended, and raises an error for ever."""
-    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    logger = Logger(Progress(1), [TensorBoard(str(tmp_path), Progress(1))])
-    step = {"loss": 1.0, "step_ms": 1.0}
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "add_scalar", Mock(side_effect=OSError("a full disk")))
-        logger.write({"iter": 0, **step})
-    for record in ({"iter": 1, **step}, {"iter": 2, "val_loss": 1.0}, {"iter": 2, **step}):
-        logger.write(record)
-    logger.event("end")
-    assert logger.failed_sinks == {"TensorBoard"} and len(list((tmp_path / "tensorboard").iterdir())) == 2
+    pytest.importorskip("torch.utils.tensorboard")
+    args = ["--tensorboard_log=True", "--eval_interval=2", "--max_iters=3", "--out_dir=out"]
+    text = start_changed(zygote, FAILS_ONCE, args, work).wait().text()
+    assert text.count("TensorBoard failed (a full disk)") == 1
+    assert len(list((work / "out/tensorboard").iterdir())) == 2
 
 
 def test_a_wandb_that_fails_is_tried_again_and_one_that_blocks_does_not_block_the_run(monkeypatch, capsys):
@@ -358,70 +509,86 @@ def test_a_wandb_that_fails_is_tried_again_and_one_that_blocks_does_not_block_th
     run.id, run.log.side_effect = "new", [None, lost, None]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = {"wandb_log": True, "tensorboard_log": False, "wandb_project": "p", "wandb_run_name": "n"}
-    logger = Logger(Progress(1), [Mock()])
+    logger = Logger(Progress(1), [])
     logger.start_services(config)
     for step in range(3):
         logger.write({"iter": step, "loss": 1.0})
     logger.event("end")
-    assert logger.failed_sinks == {"Wandb"} and logger.progress.wandb_id == "new"
+    assert capsys.readouterr().err.count("Wandb failed") == 1 and logger.progress.wandb_id == "new"
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 1, 2] and run.finish.called
 
-    monkeypatch.setattr(log, "WAITING", 3)
-    monkeypatch.setattr(log, "END_S", 0.1)
     run.log.side_effect = lambda *args, **options: may_log.wait()
-    logger = Logger(Progress(1), [log.InThread(sink_wandb.Wandb(config, None))])
-    for step in range(5):
-        logger.write({"iter": step, "loss": 1.0})
-    logger.event("end")
-    assert "Wandb failed (it has not taken 3 records); training continues" in capsys.readouterr().err
+    blocked = Logger(Progress(1), [], end_s=0.1)
+    blocked.start_services(config)
+    for step in range(10_002):
+        blocked.write({"iter": step, "loss": 1.0})
+    blocked.event("end")
+    assert capsys.readouterr().err.count("Wandb failed (it has not taken 10,000 records)") == 1
     may_log.set()  # the thread ends
 
 
-def test_alert_commands_that_do_not_end_are_killed_with_what_they_have_started(monkeypatch, capfd, tmp_path):
-    """They would go on after the run, with the file system of its log. Neither saves nor samples are told."""
-    monkeypatch.setattr(sink_alerts, "LIMIT_S", 0.1)
-    fifo, told = tmp_path / "fifo", tmp_path / "told"
-    os.mkfifo(fifo)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    command = f"cat >> {told}; echo much; sleep 1000 > {fifo}; exit"
-    alerts = sink_alerts.Alerts({"alert_command": command, "out_dir": "out"})
-    for event in ("start", "save", "sample", "end"):
-        alerts.write({"event": event}, "")
-    os.set_blocking(reader, True)
-    assert os.read(reader, 1) == b"", "nobody holds its other end any more"
-    assert sorted(json.loads(line)["event"] for line in open(told)) == ["end", "start"]
-    assert capfd.readouterr() == ("", "")
+HELD_PLOT = """
+import os, time
+import matplotlib.figure
+def save_slowly(figure, file, **options):
+    print("draws", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    file.write(b"\\x89PNG")
+matplotlib.figure.Figure.savefig = save_slowly
+def begin():
+    pass
+"""
 
 
-def test_an_overflow_in_float16_is_the_gradient_s_and_not_the_loss_s():
-    state = SimpleNamespace(step=7, progress=Progress(64))
-    policy = StepPolicy("nan", state, None, SimpleNamespace(saver=None, logger=None))
-    for loss, loss_scale, is_overflow in ((3.0, 256.0, True), (math.nan, 256.0, False), (3.0, 1.0, False)):
-        assert policy.decide(numbers_of(loss, math.inf, loss_scale)) is is_overflow
+def test_a_slow_plot_delays_no_step_and_the_next_one_waits_until_the_end(zygote, work):
+    args = [*TINY, LONG, "--eval_interval=5", "--keep_last=1", "--out_dir=out"]
+    run = zygote.start([*args, own_optimizer(work, HELD_PLOT)], work)
+    assert run.until(lambda text: text.count("saved out/step_") == 4)
+    run.kill(sig=signal.SIGTERM)
+    assert run.until(lambda text: "stopped on request" in text)
+    (work / "go").touch()
+    text = run.wait(ok=False).text()
+    assert text.count("draws\n") == 2 and text.endswith("the loss curve: out/loss.png\n")
 
 
-# Every step leaves 50 objects that refer to themselves
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_training_reads_as_much_of_a_long_log_as_of_a_short_one(zygote, work):
+    """At a resume and at the evaluations after it; the plot, which reads all of it, has its own thread."""
+    zygote.train(["--max_iters=4", "--out_dir=short"], work)
+    shutil.copytree(work / "short", work / "long", symlinks=True)
+    log, read = work / "long/metrics.jsonl", {}
+    first, *others = log.read_text().splitlines(keepends=True)
+    log.write_text(first + 10_000 * others[-2] + "".join(others))
+    for name in ("short", "long"):
+        args = [*TINY, LONG, "--eval_interval=3", "--init_from=resume", f"--out_dir={name}"]
+        run = zygote.start(args, work)
+        assert run.until(lambda text: "iter 12:" in text)
+        io = Path(f"/proc/{run.pids[0]}/task/{run.pids[0]}/io").read_text()
+        read[name] = int(re.search(r"rchar: (\d+)", io)[1])
+        run.kill()
+        run.gone(10)
+    assert log.stat().st_size > 1.5e6 and abs(read["long"] - read["short"]) < 3e5
+
+
+# every step leaves 50 objects that refer to themselves
 CYCLES = """
 import gc, weakref
-from isogpt.training import precision
-seed_step, collected, alive = precision.seed_step, [], weakref.WeakSet()
+collected, alive = [], weakref.WeakSet()
 class Cycle:
     def __init__(self):
         self.itself = self
         alive.add(self)
-def noted(seed, step, rank):
-    print("before step", step, "left", len(alive), "collections", collected, flush=True)
+def begin():
+    print("a step: left", len(alive), "collections", collected, flush=True)
     collected.clear()
     for _ in range(50):
         Cycle()
-    seed_step(seed, step, rank)
-precision.seed_step = noted
 gc.callbacks.append(lambda phase, info: phase == "start" and collected.append(info["generation"]))
 """
 
 
 def test_garbage_is_collected_once_in_each_step_and_does_not_grow(zygote, work):
     """Where the host waits for a GPU, and not when Python's counters of allocations say so."""
-    text = start_changed(zygote, CYCLES, ["--max_iters=9"], work).wait().text()
-    for step in range(2, 10):
-        assert f"before step {step} left 0 collections [1]" in text
+    text = zygote.train(["--max_iters=9", own_optimizer(work, CYCLES)], work).text()
+    assert text.count("a step: left 0 collections [1]\n") >= 8

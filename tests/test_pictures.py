@@ -11,7 +11,6 @@ from test_compare import write_run
 
 from isogpt.lab.pictures import losses_figure, write
 from isogpt.lab.runs import Group, Run, read_run
-from isogpt.lab.significance import difference
 
 
 def run(seed=1, offset=0.0, last=10, ending="end"):
@@ -56,8 +55,8 @@ def test_seeds_are_a_mean_with_a_band_and_pairs(at):
     *by_seed, zero, mean = differences.lines
     assert [line.get_ydata()[-1] for line in by_seed] == approx([-0.02, -0.03, -0.04])
     assert not any(zero.get_ydata()) and mean.get_ydata() == approx(-0.03)
-    result = difference(*(dict(enumerate(losses[:, -1])) for losses in (before, after)))
-    assert band(differences)[:, -1] == approx([result.low, result.high])
+    interval = stats.ttest_rel(after[:, -1], before[:, -1]).confidence_interval(0.95)
+    assert band(differences)[:, -1] == approx([*interval])
     minus, interval = legend(differences)
     assert minus == "(z_loss=0.0001) minus (z_loss=0.0): -0.0300"
     assert interval == "95% interval, paired t-test over 3 seeds"

@@ -3,7 +3,6 @@ Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preem
 """
 
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -16,8 +15,7 @@ from contextlib import closing
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
 from test_launchers import FORKED
-
-from isogpt.launch.launchers import STOP_SIGNALS
+from test_signals import NAMES
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
@@ -47,18 +45,24 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=4000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=1 RealMemory=4000
+{nodes}
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=25 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 State=UP
+PartitionName=wide Nodes=ALL State=UP
 """
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=4000"
+NODES = [f"n{number}" for number in range(1, len(NAMES) + 1)]  # as many as signals
 
 
 class Slurm:
     def __init__(self, folder):
+        self.folder, self.daemons = folder, []
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.daemons = []
-        for name in ("state", "spool.n1", "spool.n2"):
+
+    def begin(self):
+        """Start the daemons, and wait for the nodes."""
+        folder = self.folder
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -69,13 +73,14 @@ class Slurm:
         files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
         self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
         wait_for((folder / "munge.socket").exists)
-        ports = dict(port=free_port(), one=free_port(), two=free_port())
-        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports)
+        host = socket.gethostname().split(".")[0]
+        nodes = "\n".join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
+        conf = CONF.format(folder=folder, host=host, port=free_port(), nodes=nodes)
         (folder / "slurm.conf").write_text(conf)
         self.start(["slurmctld", "-D", "-i"], folder)
-        for node in ("n1", "n2"):
+        for node in NODES:
             self.start(["slurmd", "-D", "-N", node], folder)
-        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%t %D", "-p", "low") == "idle 2", 60)
+        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%t %D", "-p", "wide") == f"idle {len(NODES)}", 60)
 
     def start(self, command, folder):
         log = open(folder / f"{command[0]}.out", "a")
@@ -92,12 +97,13 @@ class Slurm:
         Submit cluster/slurm.sh on both nodes with TINY; returns the job's number. Its interpreter takes the
         options of torchrun, as if it were `python -m torch.distributed.run`, and forks its workers.
         """
-        python = work / "python"
+        python = work / out / "python"
+        python.parent.mkdir()
         python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {REPO / FORKED} "$@"\n')
         python.chmod(0o755)
         env |= {"PYTHON": str(python), "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1"}
         script = str(REPO / "cluster/slurm.sh")
-        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script, *TINY]
+        command = ["sbatch", "--parsable", *(args or TWO), script, *TINY]
         command += [f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"]
         return self.ask(*command, cwd=work, **env)
 
@@ -112,10 +118,14 @@ class Slurm:
             daemon.wait(30)
 
 
-@pytest.fixture
-def slurm(tmp_path):
-    with closing(Slurm(tmp_path / "slurm")) as cluster:
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with closing(Slurm(tmp_path_factory.mktemp("slurm"))) as cluster:
+        cluster.begin()
         yield cluster
+
+
+TWO = ["--nodes=2", "-p", "low"]
 
 
 def events(folder):
@@ -129,7 +139,7 @@ def log_of(work, job):
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
     zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
     job, out = slurm.submit(work, "out", steps=800), work / "out"
-    wait_for(lambda: steps_in(out) > 100, 120)
+    wait_for(lambda: steps_in(out) > 10, 120)
     command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
     urgent = slurm.ask(*command, "--wrap=hostname")
     wait_for(lambda: slurm.state(urgent) in ("COMPLETED", "GONE"), 120)
@@ -150,8 +160,8 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert "ranks:   2 = " in printed and printed.count("iter 4:") == 1
     assert_same_curve(work / "srun", work / "five")
 
-    # two minutes, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
-    job, out = slurm.submit(work, "limit", "--time=2", steps=100000, SAVING="30"), work / "limit"
+    # a minute, of which 25 seconds are for saving: the job stops itself and is requeued until it is done
+    job, out = slurm.submit(work, "limit", "--time=1", *TWO, steps=100000, SAVING="25"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 240)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 240)
@@ -164,24 +174,30 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert events(out)[-1] == "preempted" and (out / f"step_{last + 1:08d}").is_dir(), log_of(work, job)
 
 
-@pytest.mark.timeout(1200)
 def test_each_signal_to_a_job(slurm, work):
     """
     To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
+    All at the same time, a job for each, since Slurm takes its time.
     """
-    names = [name for name in STOP_SIGNALS if name != "TERM"]
-    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
-    in_turn = zip(names, itertools.cycle([[], ["--batch"]]))
-    for name, flags in [*in_turn, ("USR1", [])]:  # the usual one in both ways
-        step = steps_in(out)
-        wait_for(lambda: steps_in(out) > step + 5, 300)
+    names = [name for name in NAMES if name != "TERM"]
+    signals = [*zip(names, itertools.cycle([[], ["--batch"]])), ("USR1", [])]  # the usual one in both ways
+    jobs = {}
+    for number, (name, flags) in enumerate(signals):
+        job = slurm.submit(work, f"out{number}", "--nodes=1", "-p", "wide", steps=1000000)
+        jobs[job] = name, flags, work / f"out{number}"
+    for job, (name, flags, out) in jobs.items():
+        wait_for(lambda out=out: steps_in(out) > 5, 300)
         number = int(getattr(signal, f"SIG{name}"))  # scancel does not know the name PWR
         slurm.ask("scancel", *flags, f"--signal={number}", job)
-        wait_for((out / "PREEMPTED").exists)
-        mark = json.loads((out / "PREEMPTED").read_text())
-        assert mark["reason"] == f"SIG{name}" and (out / f"step_{mark['iter']:08d}").is_dir()
-    slurm.ask("scancel", job)
-    wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"))
+    for job, (name, _, out) in jobs.items():
+        wait_for(lambda out=out: "preempted" in events(out), 120)
+        (stop,) = (r for r in records(out) if r.get("event") == "preempted")
+        wait_for(lambda out=out: "resume" in events(out), 240)
+        resumed = next(r["iter"] for r in records(out) if r.get("event") == "resume")
+        assert stop["reason"] == f"SIG{name}" and resumed == stop["iter"] > 5, log_of(work, job)
+        slurm.ask("scancel", job)
+    for job in jobs:
+        wait_for(lambda job=job: slurm.state(job) in ("CANCELLED", "GONE"))
 
 
 def test_the_tasks_of_an_array_job_train_each_run_of_a_sweep_once(slurm, work):

@@ -4,14 +4,15 @@ import json
 import os
 import random
 import signal
+import sys
 from contextlib import suppress
 
 import pytest
 import torch
 from runs import TINY, assert_same_run, children, records, script, script_that_fails, steps_in, tiny_data
 
-from isogpt.lab import queue
 from isogpt.lab.combinations import folder_name, part_of_task, points_of, read_lists
+from isogpt.lab.queue import make_slots
 
 FORKED = "tests/forked_sweep.py"
 LISTS = ["--learning_rate=1e-3,3e-3", "--seed=1,2", "--out_dir=out"]
@@ -51,18 +52,20 @@ def test_the_tasks_of_an_array_job_divide_the_runs():
         part_of_task([5, 6], array | {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "3"})
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="taskset is Linux's")
 def test_runs_have_separate_cores_and_gpus(at):
-    at.set(queue, "own_cores", lambda: [0, 2, 4, 6, 8])
+    at.set(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6, 8})
     for jobs, shares in ((1, []), (2, ["0,2", "4,6"]), (9, ["0", "2", "4", "6", "8"])):
-        assert queue.make_slots(jobs, 1, "cpu") == ([["taskset", "-c", share] for share in shares] or [[]])
-    at.set(queue, "pick_device", lambda *args: torch.device("cuda"))
+        assert make_slots(jobs, 1, "cpu") == ([["taskset", "-c", share] for share in shares] or [[]])
+    at.set(torch.cuda, "is_available", lambda: True)
+    at.set(torch.cuda, "device_count", lambda: 5)
     visible = "CUDA_VISIBLE_DEVICES"
     at.env(visible, "0,1,3,5,6")
     for jobs, groups in ((0, ["0,1", "3,5"]), (1, ["0,1"]), (3, ["0,1", "3,5"])):
-        assert queue.make_slots(jobs, 2, "auto") == [["env", f"{visible}={group}"] for group in groups]
-    assert queue.make_slots(0, 5, "cuda") == [[]] and queue.make_slots(3, 1, "cuda:1") == [[]] * 3
+        assert make_slots(jobs, 2, "auto") == [["env", f"{visible}={group}"] for group in groups]
+    assert make_slots(0, 5, "cuda") == [[]] and make_slots(3, 1, "cuda:1") == [[]] * 3
     with pytest.raises(ValueError, match="set --nproc=5"):
-        queue.make_slots(0, 6, "auto")
+        make_slots(0, 6, "auto")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def test_a_sweep_continues_after_a_signal(zygote, work):
 @pytest.mark.slow
 def test_two_sweeps_at_once_divide_the_runs(zygote, work):
     """Without forks; two processes in each run."""
-    args = [*TINY, "--max_iters=30", "--nproc=2", "--seed=1,2,3", "--out_dir=out"]
+    args = [*TINY, "--max_iters=9", "--nproc=2", "--seed=1,2,3", "--out_dir=out"]
     both = [zygote.start(args, work, script="sweep.py") for _ in range(2)]
     text = "".join(run.wait(300).text() for run in both)
     for folder in ("out/seed=1", "out/seed=2", "out/seed=3"):
@@ -168,16 +171,16 @@ def test_two_sweeps_at_once_divide_the_runs(zygote, work):
 
 @pytest.mark.slow
 def test_a_killed_sweep_has_the_bits_of_an_undisturbed_one(zygote, work):
-    """Killed ten times, twice with its runs."""
+    """Killed six times, twice with its runs."""
     args = [*TINY, "--dropout=0.1", "--eval_interval=20", "--save_interval=5", "--max_iters=39"]
     args += [*LISTS, "--jobs=2"]
     rng, straight, killed = random.Random(1), work / "straight", work / "killed"
     zygote.start([*args, f"--out_dir={straight}"], work, script=FORKED).wait(300)
-    for kill, moment in enumerate(sorted(rng.randrange(4 * 40) for _ in range(10))):
+    for kill, moment in enumerate(sorted(rng.randrange(4 * 40) for _ in range(6))):
         sweep = zygote.start([*args, f"--out_dir={killed}"], work, script=FORKED)
         # until its runs have logged so many steps
         sweep.until(lambda _, n=moment: sum(steps_in(run) + 1 for run in killed.glob("*")) >= n, 300)
-        runs = children(sweep.pids[0]) if kill in (3, 7) and not sweep.poll() else []
+        runs = children(sweep.pids[0]) if kill in (2, 4) and not sweep.poll() else []
         sweep.kill()
         for run in runs:
             with suppress(ProcessLookupError):

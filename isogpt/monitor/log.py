@@ -30,8 +30,8 @@ class InThread:
     memory of one thread for the next.
     """
 
-    def __init__(self, sink: Any) -> None:
-        self.sink = sink
+    def __init__(self, sink: Any, end_s: float = END_S) -> None:
+        self.sink, self.end_s = sink, end_s
         self.records: Queue[tuple[dict, str]] = Queue(WAITING)
         self.failure = ""  # why the sink has lost a record
         self.thread = threading.Thread(target=self.pass_on, daemon=True)
@@ -41,11 +41,11 @@ class InThread:
         """Pass a record to the thread; at the end of the run, wait for it. Raises why it has lost one."""
         is_last = record.get("event") in FINAL
         try:
-            self.records.put((record, text), timeout=END_S if is_last else 0)
+            self.records.put((record, text), timeout=self.end_s if is_last else 0)
         except Full:
             raise TimeoutError(f"it has not taken {WAITING:,} records") from None
         if is_last:
-            within(END_S, self.thread.join)
+            within(self.end_s, self.thread.join)
         if self.failure:
             raise RuntimeError(self.failure)
 
@@ -85,6 +85,7 @@ class Logger:
 
     progress: Progress
     sinks: list[Any]
+    end_s: float = END_S  # that the end of a run waits for a service
     failed_sinks: set[str] = field(default_factory=set)  # which have raised an exception
 
     def write(self, record: dict, text: str = "") -> None:
@@ -131,7 +132,7 @@ class Logger:
         if is_main() and config["wandb_log"]:
             service = Wandb(config, self.progress.wandb_id)
             self.progress.wandb_id = service.run.id
-            self.sinks.insert(-1, InThread(service))
+            self.sinks.insert(-1, InThread(service, self.end_s))
 
     def open_files(self, config: dict, owner: str, data: Dataset) -> None:
         """
