@@ -389,17 +389,6 @@ def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, work, failing, k
     assert text.count("Traceback") == 1 and "Traceback" in Path(run.outs[int(first)]).read_text()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
-    """The user is told, and the folder is not touched."""
-    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
-    run = zygote.train(args, work, nproc, ok=False)
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert run.text().count("out of memory while the model was allocated") == 1
-    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
-    assert re.search('"event": "failed".*allocate memory', (work / "told.jsonl").read_text())
-
-
 def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(place):
     """
     Through a link, nanoGPT's train.py would overwrite the checkpoint. Without step folders it is read, and

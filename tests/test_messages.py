@@ -20,7 +20,6 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.log import Logger
 from isogpt.monitor.sink_files import MetricsFile
-from isogpt.monitor.watchdog import is_out_of_memory, line_of
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------------
@@ -56,29 +55,6 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
     assert [record["iter"] for record in records(tmp_path)] == [1, 3]
     said = "warning: MetricsFile failed ([Errno 27] File too large); training continues"
     assert capsys.readouterr().err.count(said) == 1
-
-
-# ------------------------------------------------------------------------------------------------------------
-# memory
-
-
-NCCL = "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed.\nLast error:"
-FORMS = [
-    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
-    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other"),
-    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    (dist.DistBackendError, f"{NCCL}\nCuda failure 2 'out of memory'"),
-    (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried"),
-    (RuntimeError, "MPS backend out of memory (MPS allocated: 5.00 GB, other allocations: 2.00 GB)"),
-]
-
-
-def test_forms_of_running_out_of_memory():
-    """test_memory.py tests what a run then says and does."""
-    for kind, text in FORMS:
-        line = f"{kind.__name__}: {text}".splitlines()[0]
-        line = "Cuda failure 2 'out of memory'" if "NCCL" in text else line
-        assert is_out_of_memory(kind(text)) and line_of(kind(text)) == line
 
 
 # ------------------------------------------------------------------------------------------------------------
