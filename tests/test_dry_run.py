@@ -56,20 +56,21 @@ def test_what_cannot_be_dry_run_is_refused(settings, message):
         dry_run.start(check_training(train_defaults(**settings)), "train.py")
 
 
-# a user's optimizer, which is made after the run has begun to count
+# a user's optimizer, which says that the first of two steps has been counted
 BEGUN = """
 import os, torch
 class Begun(torch.optim.SGD):
-    def __init__(self, params, lr=0.1):
-        os.write(2, b"begun")
-        super().__init__(params, lr)
+    def step(self):
+        if self.param_groups[0]["params"][0].numel() > 1000:  # else train.py tries it
+            os.write(2, b"begun")
+        super().step()
 """
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_a_dry_run_at_once(zygote, work, name):
     (work / "begun.py").write_text(BEGUN)
-    args = [*SMALL, *NO_DATA, "--dry_run_ranks=2", "--gradient_accumulation_steps=2000", "--out_dir=dry"]
+    args = [*SMALL, *NO_DATA, "--dry_run_ranks=2", "--gradient_accumulation_steps=60", "--out_dir=dry"]
     run = zygote.start([*args, "--optimizer=begun.py:Begun"], work, env={"TMPDIR": str(work)})
     assert run.until(lambda text: "begun" in text)
     run.kill(sig=getattr(signal, name))
