@@ -200,7 +200,7 @@ pinned = torch.zeros(4).pin_memory()
 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 for event in events:
     event.record()
-print("mixed", error_of(lambda: x + torch.ones(4, 4)))
+print("devices", error_of(lambda: x + torch.ones(4, 4)))
 print("scalar", error_of(lambda: x + torch.tensor(1.0)))
 print("numpy", error_of(x.numpy))
 print("timing", error_of(lambda: events[0].elapsed_time(events[1])))
@@ -221,7 +221,7 @@ def test_mistakes_that_a_gpu_punishes_are_found(pretended, work):
     (work / "mistakes.py").write_text(MISTAKES)
     run, (report,) = run_pretended(pretended, work, work / "mistakes.py", [], Case(""))
     text = run.text()
-    assert "mixed RuntimeError: Expected all tensors to be on the same device" in text
+    assert "devices RuntimeError: Expected all tensors to be on the same device" in text
     assert "scalar nothing was raised" in text
     assert "numpy TypeError: can't convert cuda:0" in text
     assert "timing RuntimeError: CUDA error: device not ready" in text
