@@ -176,7 +176,7 @@ class Zygote:
     ):
         """
         Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1.
-        `whole`: with the measured peak and a plot that is drawn. `out`: a terminal in place of the files.
+        `whole`: with a plot that is drawn. `out`: a terminal in place of the files.
         """
         n, size = next(self.number), str(nproc)
         base = {"PYTHONUNBUFFERED": "1", **(env or {})}
@@ -333,14 +333,12 @@ def add_documents(folder):
 
 def records(out_dir):
     """
-    The records of a run's metrics.jsonl that count: without steps that a resume has repeated, torn lines, and
-    a line that the run is writing now.
+    The records of a run's metrics.jsonl that count: without steps that a resume has repeated, and torn lines.
     """
-    from isogpt.common.files import as_record
+    from isogpt.common.files import read_records
 
-    text = (Path(out_dir) / "metrics.jsonl").read_text()
     found = []
-    for record in filter(None, map(as_record, text[: text.rfind("\n") + 1].splitlines())):
+    for record in read_records(Path(out_dir) / "metrics.jsonl"):
         if record.get("event") == "resume":
             found = [r for r in found if "event" in r or r["iter"] < record["iter"] + ("val_loss" in r)]
         found.append(record)

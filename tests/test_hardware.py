@@ -1,23 +1,19 @@
 """Devices: what is known of them, how precisely they compute, and the memory of a process."""
 
 import os
+import re
 import subprocess
 import sys
-from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, default_plan
+from runs import REPO, default_plan, script, script_that_fails
 
-from isogpt.launch import signals
 from isogpt.launch.device import collectives_timeout
 from isogpt.launch.signals import Stop
 from isogpt.launch.together import is_connection_lost
-from isogpt.nn import kernels
-from isogpt.parallel import context, mesh
-from isogpt.speed.devices import HARDWARE, changed_hardware, hardware_of
+from isogpt.speed.devices import HARDWARE, find_peak
 from isogpt.training import precision
 
 # what drivers call the cards
@@ -41,65 +37,88 @@ def gpu(monkeypatch):
     """What the driver says of the GPU."""
     gpu = SimpleNamespace(capability=(9, 0), gcnArchName="gfx906:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu.name)
     return gpu
 
 
-def plan_for(card):
-    return hardware_of(card, GPU, "bfloat16", 4)
+def test_a_card_is_known_by_its_name(gpu):
+    assert NAMES.keys() == HARDWARE.keys() - {"cpu"}
+    for card, gpu.name in NAMES.items():
+        assert find_peak(GPU, "bfloat16") == (HARDWARE[card].tflops * 1e12, "data sheet")
 
 
-@pytest.mark.parametrize("card", [card for card in HARDWARE if card != "cpu"])
-def test_a_card_in_the_machine_is_planned_like_that_of_its_name(gpu, card):
-    usual = plan_for(card)
-    gpu.name, gpu.total_memory = NAMES[card], usual.memory_gb * 1e9
-    assert plan_for("this") == usual == replace(HARDWARE[card], per_node=4)
-    gpu.total_memory = 12e9
-    assert plan_for("this") == replace(usual, memory_gb=12)
+@pytest.fixture
+def machine(at, gpu):
+    """A machine with this GPU, on which bench.py computes nothing."""
+    gpu.name, gpu.total_memory = NAMES["h100"], 12 * 10**9
+    at.set(torch.cuda, "is_available", lambda: True)
+    at.set(torch.cuda, "device_count", lambda: 1)
+    at.set(torch.cuda, "set_device", lambda device: None)
+    at.set(torch.cuda, "mem_get_info", lambda device: (0, gpu.total_memory))
+    return at
+
+
+PLAN = ["--plan", "--devices=2", "--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=65"]
+
+
+def test_a_card_in_the_machine_is_planned_with_its_memory(machine):
+    here, there = (
+        script(machine, "bench.py", [*PLAN, *flags])["result"]["plan"]["plans"]
+        for flags in ([], ["--hardware=h100", "--device_memory_gb=12"])
+    )
+    assert [step["total_s"] for step in here] == [step["total_s"] for step in there] and len(here) > 8
 
 
 @pytest.mark.parametrize("name", ["A100-SXM4-40GB MIG 1g.5gb", "GeForce RTX 4090 Laptop GPU", "T400"])
-def test_a_card_that_is_not_known_is_refused(gpu, name):
+def test_a_card_that_is_not_known_is_refused(machine, capsys, gpu, name):
     """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""
     gpu.name = f"NVIDIA {name}"
-    with pytest.raises(ValueError, match=f"{name} is not a known card: .* from h100, .*, cpu, this; to desc"):
-        plan_for("this")
+    error = script_that_fails(machine, capsys, "bench.py", PLAN).err
+    assert f"{name} is not a known card" in error and "choose --hardware= from h100, " in error
 
 
-def test_a_card_that_is_described():
-    """It reaches the fraction of its peak that the card of this name reaches."""
-    card = HARDWARE["4090"]
-    assert changed_hardware(card, 0, 48, 100) == replace(card, memory_gb=48, tflops=100)
-    assert changed_hardware(card, 10, 0, 100).matmul == 0.85 * 100e12
-    assert changed_hardware(card, 10, 0, 0).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
+def test_a_micro_batch_that_is_not_set_fills_four_fifths_of_the_memory(machine, capsys, gpu):
+    def estimate(*args):
+        with pytest.raises(SystemExit):
+            script(machine, "bench.py", ["--estimate_world_size=1", "--vocab_size=50304", *args])
+        text = capsys.readouterr().out
+        names, numbers = (line.split() for line in text.splitlines()[-2:])
+        return int(re.search(r"micro-batches of (\d+)", text)[1]), float(numbers[names.index("total")])
+
+    sizes = []
+    for gpu.total_memory in (10**8, 24 * 10**9, 80 * 10**9, 10**15):
+        rows, gb = estimate()
+        sizes.append(rows)
+        if 1 < rows < 256:
+            assert gb <= 0.8 * gpu.total_memory / 1e9 < estimate(f"--batch_size={2 * rows}")[1]
+    assert sizes[0] == 1 and sizes[-1] == 256 and sizes == sorted({*sizes})
 
 
 def test_dtypes_of_gpus(monkeypatch, gpu):
     """
     ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16.
     """
-    assert precision.best_dtype(GPU) == "bfloat16" and precision.resolve_dtype("tf32", GPU) == "tf32"
+    assert (
+        precision.resolve_dtype("auto", GPU) == "bfloat16" and precision.resolve_dtype("tf32", GPU) == "tf32"
+    )
     gpu.capability = (7, 5)
     assert precision.resolve_dtype("auto", GPU, previous="tf32") == "float16", "a T4"
     gpu.capability = (9, 0)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert precision.best_dtype(GPU) == "float16"
+    assert precision.resolve_dtype("auto", GPU) == "float16"
     with pytest.raises(ValueError, match="'tf32' needs an NVIDIA GPU"):
         precision.resolve_dtype("tf32", GPU)
     with pytest.raises(ValueError, match="'float16' cannot be trained on mps"):
         precision.resolve_dtype("float16", torch.device("mps"))
     gpu.gcnArchName = "gfx942:sramecc+:xnack-"
-    assert precision.best_dtype(GPU) == "bfloat16"
+    assert precision.resolve_dtype("auto", GPU) == "bfloat16"
 
 
-@pytest.mark.parametrize("backend, seconds", [("cpu:gloo,cuda:nccl", 90), ("cpu:gloo", 60)])
-def test_nccl_waits_longer_than_the_watchdog(monkeypatch, backend, seconds):
+def test_nccl_waits_longer_than_the_watchdog():
     """NCCL's timeout ends the process: the watchdog reports before, whichever group hangs."""
-    limits = []
-    monkeypatch.setattr(mesh, "_set_pg_timeout", lambda timeout, group: limits.append(timeout))
-    monkeypatch.setattr(mesh, "get_backend_config", lambda group: backend)
-    mesh.Mesh(timeout_s=60).limit("group")
-    assert limits == [timedelta(seconds=seconds)] == [collectives_timeout(60, backend)]
+    seconds = [collectives_timeout(60, backend).seconds for backend in ("cpu:gloo,cuda:nccl", "cpu:gloo")]
+    assert seconds == [90, 60]
     assert is_connection_lost(RuntimeError("NCCL communicator was aborted on rank 1. Original reason: x"))
 
 
@@ -159,57 +178,44 @@ def test_a_process_that_is_new(tmp_path):
     assert float(read_gb) < 0.1, "of 0.4 GB"
 
 
-def test_flash_attention_3_is_used_where_it_fits(monkeypatch, gpu):
+@pytest.fixture
+def switches(monkeypatch):
+    """The process-wide switches are as they were when the test ends."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(name, ":4096:8" if name.startswith("CUBLAS") else "1")
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_flash_attention_3_is_used_where_it_fits(monkeypatch, tmp_path, gpu, switches):
     """A stand-in for the package, and PyTorch tries cuDNN no more."""
-    calls, package = [], "flash_attn_interface"
-    monkeypatch.setattr(precision, "set_numerics", lambda *_: None)
-    monkeypatch.setitem(sys.modules, package, None)  # it cannot be imported
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
 
     def notes(device="cuda", deterministic=False, dtype="bfloat16", dropout=0.0):
         plan = default_plan(dtype=dtype, model_args={"dropout": dropout})
         return precision.set_up(torch.device(device), plan, deterministic, None)
 
     assert notes() == []
-    monkeypatch.setattr(precision.importlib.util, "find_spec", package.__eq__)
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('made for another PyTorch')")
+    monkeypatch.syspath_prepend(tmp_path)
     (note,) = notes()
-    assert note.startswith("FlashAttention-3 is installed, but cannot be used: ModuleNotFoundError: ")
-    monkeypatch.setattr(precision.attention, "activate_flash_attention_impl", calls.append)
+    assert "FlashAttention-3" in note and "made for another PyTorch" in note
+    calls = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", calls.append)
     assert notes("cpu") == notes(dtype="tf32") == notes(dropout=0.1) == []
     assert notes(deterministic=True) == calls == []  # its backward pass may vary
-    assert notes() == ["attention uses FlashAttention-3"] and calls == ["FA3", False]
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert "FlashAttention-3" in notes()[0] and calls == ["FA3"]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     gpu.capability = (10, 0)
     assert notes() == []
 
 
-def test_attention_with_dropout_does_not_run_on_cudnn(monkeypatch):
-    """It would drop another share of the weights. Nor does the attention of cp."""
-    used, choose = [], kernels.attention_backends
-
-    def attention(q, *args, **kwargs):
-        used.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-        return q
-
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
-    for module in (kernels, context):
-        monkeypatch.setattr(module, "attention_backends", lambda p, _, *grows: choose(p, GPU, *grows))
-    q = torch.zeros(1, 8, 2, 4)
-    for dropout in (0.0, 0.1):
-        kernels.causal_attention(q, q, q, dropout)
-        context.attend_chunk(q, q, q, None, dropout)
-    # nor that of single tokens with a growing cache, for each length of which cuDNN would make a plan
-    cache = kernels.KVCache(rows=1, size=16)
-    for tokens in (q, q[:, :1], q[:, :1]):
-        kernels.causal_attention(tokens, tokens, tokens, 0.0, cache)
-    assert used == [(True, True)] * 2 + [(False, True)] * 2 + [(True, True)] + [(False, True)] * 2
-
-
-def test_an_evaluation_on_a_gpu_asks_for_a_stop(monkeypatch):
+def test_an_evaluation_on_a_gpu_rarely_asks_for_a_stop():
     """Each time, it waits for the queued work."""
-    asked, stop = [], Stop()
-    monkeypatch.setattr(
-        signals, "gather_number", lambda code, _: asked.append(code) or torch.tensor([code, 0])
-    )
-    assert not any(stop.in_evaluation(i, GPU, 0.0) for i in range(16)) and asked == [0, 0]
-    stop.signal = 15
-    assert not stop.in_evaluation(17, GPU, 0.0) and stop.in_evaluation(24, GPU, 0.0) and stop.agreed == 15
+    stop = Stop(signal=15)
+    assert not any(stop.in_evaluation(i, GPU, 0.0) for i in range(1, 8)) and not stop.agreed
+    assert stop.in_evaluation(1, torch.device("cpu"), 0.0) and stop.agreed == 15

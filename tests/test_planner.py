@@ -3,25 +3,28 @@
 import csv
 import json
 import math
+import re
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import cache
-from itertools import chain, combinations, pairwise, product
+from itertools import combinations, pairwise, product
 from math import ceil, log2
 from statistics import median
 
 import pytest
 import torch
 from edits import COUNTED_SHAPE, edited_gpt
-from runs import REPO, column, default_plan, settings_of_train, train_defaults
+from runs import REPO, column, script, script_that_fails, settings_of_train, train_defaults
 
 from isogpt.nn.counts import count_on_meta
-from isogpt.parallel.mesh import AXES, Mesh, Role, make_mesh
-from isogpt.parallel.pipeline import cut_evenly, split_layers
+from isogpt.parallel.mesh import AXES, make_mesh
+from isogpt.parallel.parallelize import divide_model
+from isogpt.parallel.pipeline import cut_evenly
 from isogpt.parallel.plan import plan_of
 from isogpt.parallel.shares import about_unused_ranks, share_of
-from isogpt.speed import memory, planner, prediction
-from isogpt.speed.devices import HARDWARE, Link, changed_hardware
-from isogpt.training.settings import check_training
+from isogpt.speed import memory, prediction
+from isogpt.speed.devices import HARDWARE
+from isogpt.training.settings import check_plan, check_training
 from model import GPT, GPTConfig
 
 DEFAULTS = train_defaults()
@@ -31,7 +34,7 @@ LLAMA_7B = {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hid
 LLAMA_7B |= {"vocab_size": 32000, "block_size": 4096}
 LLAMA_8B = LLAMA_7B | {"n_kv_head": 8, "n_hidden": 14336, "vocab_size": 128256, "block_size": 8192}
 H100 = HARDWARE["h100"]
-LOCAL, NETWORK = Link(1e-6, 1e11), Link(1e-5, 8e10)
+LOCAL, NETWORK = (replace(H100.local, latency_s=s, bytes_per_s=b) for s, b in ((1e-6, 1e11), (1e-5, 8e10)))
 SIMPLE = replace(H100, tflops=141, tb_per_s=1.2, local=LOCAL, network=NETWORK, half=100)
 
 
@@ -48,36 +51,54 @@ def counts_of(model_class, *args):
     return count_on_meta(model_class, dict(args))
 
 
-RINGS = [("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")]
+def plans_of_bench(at, model, *args):
+    """What bench.py plans on H100s for a model."""
+    flags = [f"--{name}={value}" for name, value in model.items()]
+    more = ["--plan=True", "--hardware=h100", "--dtype=bfloat16", "--dataset=not_there"]
+    return script(at, "bench.py", [*more, *flags, *args])["result"]["plan"]["plans"]
 
 
 @pytest.mark.parametrize(
-    "devices, settings",
-    [(4, {}), (32, {}), (4, {"tp": 4}), (32, {"tp": 8, "pp": 2}), (8, {"cp": 2, "tp": 2})]
-    + [(8, {"zero": 3, "dp_replicate": 4}), (32, {"zero": 3, "dp_replicate": 4})],
+    "devices, settings, axis, messages",
+    [
+        (4, {}, "dp_replicate", 19),  # buckets of 25 MiB
+        (32, {}, "dp_replicate", 19),
+        (32, {"tp": 8}, "dp_replicate", 3),
+        (32, {"zero": 3, "dp_replicate": 4}, "dp_replicate", 13),  # blocks, and the others
+        (32, {"zero": 3}, "dp_shard", 13),
+    ],
 )
-def test_a_ring_uses_the_links_of_its_ranks(devices, settings):
-    """Against counting the ranks of each ring on each machine."""
-    mesh, per_node = make_mesh(0, default_plan(world_size=devices, **settings)), 8
-    for axes in RINGS:
-        others = [axis for axis in AXES if axis not in axes]
-        group = [r for r in range(devices) if replace(mesh, rank=r).index(*others) == 0]
-        n, on_machine = len(group), sum(r < per_node for r in group)
-        neighbours = zip(group, [*group[1:], group[0]], strict=True)
-        crossings = sum(a // per_node != b // per_node for a, b in neighbours)
-        bandwidths = [LOCAL.bytes_per_s] if on_machine > 1 else []
-        if crossings:
-            bandwidths.append(NETWORK.bytes_per_s * on_machine / min(devices, per_node))
-        bytes_s = 8e9 * (n - 1) / n / min(bandwidths) if n > 1 else 0
-        machines, local = max(1, crossings), ceil(log2(on_machine)) * 1e-6
-        latency = (machines - 1) * 1e-5 + local
-        in_trees = 2 * (bytes_s + ceil(log2(machines)) * 1e-5 + local)
-        # a gather copies, as gloo does
-        expected = {"exchange": bytes_s + 3 * latency, "gather": 2 * bytes_s + 3 * latency}
-        ring, hw = Role(mesh, axes), replace(SIMPLE, gather=2.0)
-        found = {kind: prediction.collectives_s(hw, ring, kind, 8e9, 3) for kind in expected}
-        assert found == pytest.approx(expected), (axes, group)
-        assert prediction.collectives_s(hw, ring, "reduce", 8e9) == pytest.approx(in_trees), (axes, group)
+def test_a_ring_uses_the_links_of_its_ranks(devices, settings, axis, messages):
+    """The communication of a step, against counting the ranks of its ring on each machine."""
+    plan, per_node = plan_with(GPT2, devices, 1, devices, **settings), 8
+    mesh, others = make_mesh(0, plan), [other for other in AXES if other != axis]
+    group = [r for r in range(devices) if replace(mesh, rank=r).index(*others) == 0]
+    n, on_machine = len(group), sum(r < per_node for r in group)
+    neighbours = zip(group, [*group[1:], group[0]], strict=True)
+    crossings = sum(a // per_node != b // per_node for a, b in neighbours)
+    bandwidths = [LOCAL.bytes_per_s] if on_machine > 1 else []
+    if crossings:
+        bandwidths.append(NETWORK.bytes_per_s * on_machine / min(devices, per_node))
+    local = replace(LOCAL, latency_s=0.0)  # of which other rings send nothing that counts
+    if on_machine == 1:
+        local = replace(local, bytes_per_s=1e30)
+    hw = replace(SIMPLE, local=local, overlap=0.0, gather=2.0)
+    machines, size = max(1, crossings), 4 * plan.counts.parameters / (devices // n)
+    if axis == "dp_shard":  # two gathers in 16 bits, which copy, as with gloo, and a reduce-scatter
+        rounds, hops, size = 3, machines - 1, size * (2 + 1) / 3
+    else:  # in trees
+        rounds, hops = 2, ceil(log2(machines))
+    expected = rounds * (messages * hops * 1e-5 + size * (n - 1) / n / min(bandwidths))
+    found = prediction.predict(plan, hw).seconds["communication"]
+    assert found == pytest.approx(expected, rel=0.01), group
+
+
+def parameters_of_rank(plan, rank):
+    """The parameters that are left on a rank when the model is divided: {name: number of elements}."""
+    with torch.device("meta"):
+        model = plan.counts.model_class(GPTConfig(**plan.model_args))
+    divide_model(model, plan, make_mesh(rank, plan), torch.device("cpu"))
+    return {name: p.numel() for name, p in model.named_parameters()}
 
 
 def test_layers_are_cut_as_well_as_any_cut_does():
@@ -93,28 +114,30 @@ def test_layers_are_cut_as_well_as_any_cut_does():
 @pytest.mark.parametrize("edit, first", [("", 2), ("value embeddings", 2), ("no first MLP", 3)])
 def test_layers_are_cut_by_what_their_modules_compute(edit, first):
     """Seven blocks and a small head in three stages; a first block that computes less leaves room for one."""
-    with torch.device("meta"):
-        model = (edited_gpt(edit) if edit else GPT)(GPTConfig(**COUNTED_SHAPE | {"n_layer": 7}))
-    assert list(split_layers(model, Mesh(pp=3), "1f1b")[0].blocks) == [str(i) for i in range(first)]
+    model_class = edited_gpt(edit) if edit else GPT
+    plan = plan_with(COUNTED_SHAPE | {"n_layer": 7}, 3, 1, 3, pp=3, model_class=model_class)
+    held = [name for name in parameters_of_rank(plan, 0) if ".h." in name]
+    assert {int(name.split(".h.")[1].split(".")[0]) for name in held} == {*range(first)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("edit", ["", "value embeddings", "MLPs of different width", "factorized embedding"])
-@pytest.mark.parametrize("arch, tied", [("gpt2", True), ("nanochat", False)])
-def test_an_estimate_knows_what_each_rank_of_a_pipeline_holds(schedule, edit, arch, tied):
-    """Against the parameters that are left when the layers are divided."""
+@pytest.mark.parametrize(
+    "edit, changes",
+    [
+        ("", {"tied": True}),
+        ("value embeddings", {"arch": "nanochat"}),
+        ("MLPs of different width", {"tied": True}),
+        ("factorized embedding", {}),
+    ],
+)
+def test_an_estimate_knows_what_a_rank_of_a_pipeline_holds(schedule, edit, changes):
+    """Against the parameters that are left when the layers are divided, of the rank that needs most."""
+    shape = COUNTED_SHAPE | {"n_layer": 8, "n_expert": 2} | changes
     model_class = edited_gpt(edit) if edit else GPT
-    tied = tied and edit != "factorized embedding"
-    shape = COUNTED_SHAPE | {"n_layer": 8, "arch": arch, "tied": tied, "n_expert": 2}
     plan = plan_with(shape, 3, 1, 3, pp=3, pp_schedule=schedule, model_class=model_class)
-    for rank in range(3):
-        with torch.device("meta"):
-            model = model_class(GPTConfig(**shape))
-        split_layers(model, Mesh(rank, pp=3), schedule)
-        part = memory.part_of(plan, rank)
-        held = sum(p.numel() for p in model.parameters())
-        assert part.dense + part.experts == pytest.approx(held, rel=1e-12), rank
-        assert edit == "factorized embedding" or (part.edge_matrices > 0) == part.has_loss
+    estimated = memory.memory_estimate(plan)["weights"]
+    held = [4 * sum(parameters_of_rank(plan, rank).values()) / 1e9 for rank in (0, 2)]
+    assert estimated in [pytest.approx(gb, rel=1e-12) for gb in held]
 
 
 def test_predictions_follow_an_edit_of_the_model():
@@ -133,42 +156,38 @@ def test_predictions_follow_an_edit_of_the_model():
     assert compute_s("value embeddings") == pytest.approx(usual, rel=0.02)
 
 
-def ranked(*args, **settings):
-    """The predictions of all layouts of H100s, fastest first."""
-    return sorted(chain(*planner.ranked(plan_with(*args, **settings), H100)))
-
-
-def test_plans_are_valid_and_have_the_same_global_batch():
-    wanted = plan_with(LLAMA_7B, 64, 4, 64)
-    ranking = planner.ranked(wanted, H100)
-    assert len(ranking) > 100 and ranking == [sorted(steps) for steps in sorted(ranking)]
-    steps = sorted(chain(*ranking))
-    for step in steps[:: len(steps) // 50]:
-        s = step.plan.layout_settings()
+def test_plans_are_valid_and_have_the_same_global_batch(at, capsys):
+    batch = ["--devices=64", "--batch_size=4", "--gradient_accumulation_steps=64"]
+    plans = plans_of_bench(at, LLAMA_7B, *batch)
+    assert len(plans) > 100 and not plans[0]["problem"]
+    assert re.search(r"\((compute|bubble|communication) \+[\d.]+ ms\)", capsys.readouterr().out)
+    for step in plans[:: len(plans) // 50]:
+        s = step["settings"]
         assert s["batch_size"] * s["gradient_accumulation_steps"] == 256
         check_training(DEFAULTS | s | {name: LLAMA_7B[name] for name in LLAMA_7B.keys() & DEFAULTS.keys()})
-        share = share_of(256, 0, make_mesh(0, step.plan).data_size, s["batch_size"], s["pp"])
-        assert share.rows >= 1 and bool(step.problem) == (step.gb > H100.memory_gb)
-    reasons = [planner.reason(step, steps[0]) for step in steps]
-    assert not reasons[0] and any("bubble +" in why for why in reasons)
+        plan = plan_with(LLAMA_7B, 64, s["batch_size"], s["gradient_accumulation_steps"], **s)
+        share = share_of(256, 0, make_mesh(0, plan).data_size, s["batch_size"], s["pp"])
+        assert share.rows >= 1 and bool(step["problem"]) == (step["gb"] > H100.memory_gb)
     # 16 bytes per parameter are more than 80 GB
-    assert prediction.predict(wanted, H100).problem.startswith("does not fit: ")
+    assert prediction.predict(plan_with(LLAMA_7B, 64, 4, 64), H100).problem.startswith("does not fit: ")
 
 
 @pytest.mark.parametrize("batch_size, accumulation, devices", [(12, 40, 32), (16, 32, 24), (1, 24, 8)])
-def test_train_does_not_advise_against_a_plan(batch_size, accumulation, devices):
+def test_train_does_not_advise_against_a_plan(at, batch_size, accumulation, devices):
     """A plan's batch_size divides the global batch, so a rank may compute a little less: 15 rows of 16."""
-    plan = ranked(GPT2, devices, batch_size, accumulation)[0].plan
-    share = share_of(plan.sequences, 0, make_mesh(0, plan).data_size, plan.batch_size, plan.pp)
-    assert share.rows < plan.batch_size and share.micro_steps == 1
-    assert not about_unused_ranks(share, plan.batch_size, plan.pp)
+    batch = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+    settings = plans_of_bench(at, GPT2, f"--devices={devices}", *batch)[0]["settings"]
+    plan = plan_with(GPT2, devices, batch_size, accumulation, **settings)
+    share = share_of(plan.sequences, 0, make_mesh(0, plan).data_size, settings["batch_size"], plan.pp)
+    assert share.rows < settings["batch_size"] and share.micro_steps == 1
+    assert not about_unused_ranks(share, settings["batch_size"], plan.pp)
 
 
-def test_slower_networks_change_the_choice():
+def test_slower_networks_change_the_choice(at):
     """Over 1 Gbit/s, what communicates each micro-step between machines loses."""
-    wanted, network = plan_with(GPT2, 16, 8, 16), changed_hardware(H100, 1, 0, 0)
-    fast, slow = (min(chain(*planner.ranked(wanted, hw))) for hw in (H100, network))
-    assert fast.plan.zero >= 2 and fast.plan.pp == 1 and slow.plan.pp > 1
+    batch = ["--devices=16", "--batch_size=8", "--gradient_accumulation_steps=16"]
+    fast, slow = (plans_of_bench(at, GPT2, *batch, f"--network={n}")[0]["settings"] for n in (0, 1))
+    assert fast["zero"] >= 2 and fast["pp"] == 1 and slow["pp"] > 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -251,28 +270,33 @@ def test_published_memory():
 
 
 @pytest.mark.parametrize("memory_gb", [20, 40, 80])
-def test_the_fastest_of_a_layout_is_among_its_predictions(memory_gb):
+def test_the_fastest_of_a_layout_is_among_its_predictions(at, memory_gb):
     """Against all schedules, micro-batches and recomputations: what fits does not exclude what is faster."""
-    wanted, hw = plan_with(LLAMA_7B, 32, 4, 32), replace(H100, memory_gb=memory_gb)
-    modes = "none", "selective", "full"
+    schedules = "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"
+    modes, sizes = ("none", "selective", "full"), [2**k for k in range(8)]
+    undivided = dict.fromkeys(("tp", "pp", "cp", "dp_replicate"), 1) | {"zero": 0}
     for degrees in ({"pp": 4, "tp": 2}, {"pp": 8, "zero": 1}, {"zero": 3}, {"zero": 2, "tp": 2}):
-        layout = replace(wanted, **degrees)
-        plans = [
-            replace(layout, activation_checkpointing=mode, pp_schedule=schedule, batch_size=size)
-            for mode, schedule, size in product(modes, prediction.IDLE, planner.micro_batches(wanted, layout))
-        ]
-        plans = [replace(p, gradient_accumulation_steps=wanted.sequences // p.batch_size) for p in plans]
-        fastest = min(prediction.predict(plan, hw).total_s for plan in filter(planner.is_valid, plans))
-        assert min(planner.predictions_of(wanted, layout, hw)).total_s == fastest, degrees
+        times, layout = [], undivided | degrees
+        for mode, schedule, size in product(modes, schedules, sizes):
+            settings = layout | {"activation_checkpointing": mode, "pp_schedule": schedule}
+            plan = plan_with(LLAMA_7B, 32, size, 128 // size, **settings)
+            with suppress(ValueError):
+                check_plan(plan)
+                times.append(prediction.predict(plan, replace(H100, memory_gb=memory_gb)).total_s)
+        flags = [f"--{name}={value}" for name, value in layout.items()]
+        batch = ["--devices=32", "--batch_size=4", "--gradient_accumulation_steps=32"]
+        (first, *_) = plans_of_bench(at, LLAMA_7B, *batch, *flags, f"--device_memory_gb={memory_gb}")
+        assert first["total_s"] == min(times), degrees
 
 
-def test_settings_exclude_layouts():
+def test_settings_exclude_layouts(at, capsys):
     """Shares choose the number of data-parallel ranks."""
-    plans = [step.plan for step in ranked(LLAMA_7B, 16, 4, 16, shares="2,1")]
-    assert {p.tp * p.pp * p.cp for p in plans} == {8}
-    for none in (dict(shares="2,1,1"), dict(tp=3)):
-        with pytest.raises(ValueError, match="exclude all"):
-            ranked(LLAMA_7B, 16, 4, 16, **none)
+    batch = ["--devices=16", "--batch_size=4", "--gradient_accumulation_steps=16"]
+    plans = plans_of_bench(at, LLAMA_7B, *batch, "--tp=8", "--shares=2,1")
+    assert {step["settings"]["pp"] * step["settings"]["cp"] for step in plans} == {1}
+    few = ["--plan", "--hardware=h100", "--devices=16", "--n_layer=2", "--dtype=bfloat16", "--vocab_size=64"]
+    few += ["--batch_size=1", "--gradient_accumulation_steps=1", "--pp=1", "--cp=1", "--tp=1"]
+    assert "few for 16 devices" in script_that_fails(at, capsys, "bench.py", few).err
 
 
 @pytest.mark.slow
@@ -307,8 +331,6 @@ def test_a_layout_that_cannot_be_chosen_or_read(zygote, work):
     zygote.train(["--layout=auto", "--max_iters=0"], work)
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
-    evil = json.dumps(found | {"layout": found["layout"] | {"optimizer": "evil.py:Evil"}})
-    for content in (evil, "[" * 100000):
-        path.write_text(content)
-        assert "by prediction" in zygote.train(["--layout=auto", "--max_iters=0"], work).text()
-        assert json.loads(path.read_text()) == found
+    path.write_text(json.dumps(found | {"layout": found["layout"] | {"optimizer": "evil.py:Evil"}}))
+    assert "by prediction" in zygote.train(["--layout=auto", "--max_iters=0"], work).text()
+    assert json.loads(path.read_text()) == found

@@ -200,7 +200,7 @@ pinned = torch.zeros(4).pin_memory()
 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 for event in events:
     event.record()
-print("mixed", error_of(lambda: x + torch.ones(4, 4)))
+print("devices", error_of(lambda: x + torch.ones(4, 4)))
 print("scalar", error_of(lambda: x + torch.tensor(1.0)))
 print("numpy", error_of(x.numpy))
 print("timing", error_of(lambda: events[0].elapsed_time(events[1])))
@@ -221,7 +221,7 @@ def test_mistakes_that_a_gpu_punishes_are_found(pretended, work):
     (work / "mistakes.py").write_text(MISTAKES)
     run, (report,) = run_pretended(pretended, work, work / "mistakes.py", [], Case(""))
     text = run.text()
-    assert "mixed RuntimeError: Expected all tensors to be on the same device" in text
+    assert "devices RuntimeError: Expected all tensors to be on the same device" in text
     assert "scalar nothing was raised" in text
     assert "numpy TypeError: can't convert cuda:0" in text
     assert "timing RuntimeError: CUDA error: device not ready" in text
@@ -239,25 +239,22 @@ import torch
 from pretend_gpu import GPU
 
 from isogpt.nn import generation
-from isogpt.parallel.attach import replace_seams
 from model import GPT, GPTConfig
 
 
-def advance(*args):
+def generated(model, prompts, tokens):
     before = GPU.waits.total()
-    generation.advance(*args)
-    waits.append(GPU.waits.total() - before)
+    result = model.generate(prompts, tokens, temperature=0.9, top_k=50, top_p=0.9, vocab_size=60, seed=1)
+    return result.cpu(), GPU.waits.total() - before
 
 
 for changes in (dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1, n_expert=4)):
-    shape = dict(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
-    model, prompts, waits = GPT(GPTConfig(**shape | changes), seed=1).eval(), torch.arange(15).view(3, 5), []
-    how = dict(temperature=0.9, top_k=50, top_p=0.9, vocab_size=60, seed=1)
-    expected = model.generate(prompts, 20, **how)
+    shape = dict(block_size=32, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
+    model, prompts = GPT(GPTConfig(**shape | changes), seed=1).eval(), torch.arange(15).view(3, 5)
+    expected, _ = generated(model, prompts, 25)
     generation.prepare(model.to("cuda"), torch.float32)
-    replace_seams(model, advance=advance)
-    tokens = model.generate(prompts.to("cuda"), 20, **how).cpu()
-    print("same" if torch.equal(tokens, expected) else "different", len(waits), sum(waits))
+    (_, few), (tokens, many) = (generated(model, prompts.to("cuda"), n) for n in (5, 25))
+    print("same" if torch.equal(tokens, expected) else "different", many - few)
 """
 
 
@@ -265,8 +262,57 @@ def test_the_host_waits_for_no_token_of_a_sample(pretended, work):
     """In steps of one shape, and the tokens are those of the CPU."""
     (work / "samples.py").write_text(SAMPLES)
     run, (report,) = run_pretended(pretended, work, work / "samples.py", [], Case(""))
-    assert run.text().splitlines() == ["same 11 0", *["same 19 0"] * 2]
+    assert run.text().splitlines() == ["same 0"] * 3
     assert not report["problems"]
+
+
+ATTENDS = f"""
+import sys
+
+sys.path.insert(0, {str(REPO)!r})
+import torch
+from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
+
+from isogpt.nn import kernels
+
+
+class Watched(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            dropout = args[4] if len(args) > 4 else kwargs["dropout_p"]
+            print("attends", dropout > 0, cudnn_sdp_enabled(), flash_sdp_enabled())
+        return func(*args, **kwargs or {{}})
+
+
+Watched().__enter__()
+q, cache = torch.zeros(1, 8, 2, 4, device="cuda"), kernels.KVCache(rows=1, size=16)
+kernels.causal_attention(q, q, q, 0.0)
+kernels.causal_attention(q, q, q, 0.1)
+for tokens in (q, q[:, :1], q[:, :1]):
+    kernels.causal_attention(tokens, tokens, tokens, 0.0, cache)
+__file__ = sys.argv[0] = {str(REPO / "train.py")!r}
+exec(compile(open(__file__).read(), __file__, "exec"))
+"""
+
+
+def test_attention_with_dropout_does_not_run_on_cudnn(pretended, work):
+    """
+    It would drop another share of the weights. Nor does that of single tokens with a growing cache, for each
+    length of which cuDNN would make a plan, and that of cp.
+    """
+    (work / "attends.py").write_text(ATTENDS)
+    case = Case("--cp=2 --dropout=0.1", 2)
+    args = [*SHORT, *ON_GPU, *case.flags.split(), "--out_dir=out"]
+    run, _ = run_pretended(pretended, work, work / "attends.py", args, case)
+    lines = re.findall(r"attends (.*)", Path(run.outs[0]).read_text())
+    others, all_of_them = "False True", "True True"
+    assert lines[:5] == [
+        f"False {all_of_them}",
+        f"True {others}",
+        f"False {all_of_them}",
+        *[f"False {others}"] * 2,
+    ]
+    assert {*lines[5:]} == {f"True {others}", f"False {all_of_them}"}
 
 
 @pytest.mark.slow

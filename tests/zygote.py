@@ -5,8 +5,7 @@ children are killed.
 
 No torch operation has run before a fork, so there is no thread pool that a fork would break.
 
-Unless a request says `whole`, a run saves two things that took half of a short run's time and that few tests
-look at: the matmuls that measure the peak, and the pixels of the plot.
+Unless a request says `whole`, a run does not draw the pixels of its plot, at which few tests look.
 """
 
 import gc
@@ -42,7 +41,6 @@ import torch.nn.parallel  # noqa: F401
 HOME = Path(__file__).resolve().parent.parent
 # isoGPT's modules that each run must import: they note when and how the process has started
 OF_A_PROCESS = ("isogpt.launch.torch_import", "isogpt.monitor")
-PEAKS = "isogpt.speed.devices"
 
 
 def import_isogpt():
@@ -58,13 +56,8 @@ def import_isogpt():
 def forget_isogpt():
     """For a script that replaces functions of modules before train.py imports the functions."""
     for name in [*sys.modules]:
-        if name.split(".")[0] in ("isogpt", "model", "configurator") and name != PEAKS:
+        if name.split(".")[0] in ("isogpt", "model", "configurator"):
             del sys.modules[name]
-
-
-def assumed_peak(device, dtype, budget=0.0):
-    """FLOP/s, as isogpt.speed.devices.measured_matmul returns them."""
-    return 1e11
 
 
 def save_without_drawing(figure, file, **options):
@@ -92,10 +85,8 @@ def child(job, out):
     sys.path.insert(0, os.path.dirname(script))
     if os.path.dirname(script) != str(HOME):
         forget_isogpt()
-    if not job.get("whole"):
-        sys.modules[PEAKS].measured_matmul = assumed_peak  # in place of a measurement that takes 0.15 s
-        if "matplotlib.figure" in sys.modules:
-            matplotlib.figure.Figure.savefig = save_without_drawing
+    if not job.get("whole") and "matplotlib.figure" in sys.modules:
+        matplotlib.figure.Figure.savefig = save_without_drawing
     code = 0
     try:
         # not runpy, which clears the script's globals before its excepthook can use them

@@ -174,7 +174,7 @@ def is_pinned(t: torch.Tensor) -> bool:
 
 
 def pin(t: torch.Tensor) -> torch.Tensor:
-    """Mark a CPU tensor as pinned."""
+    """Note that a CPU tensor is pinned."""
     t.is_pretended_pinned = True
     return t
 
@@ -308,7 +308,7 @@ def check(func, args: tuple, tensors: list[torch.Tensor]) -> None:
 
 
 def check_devices(func, others: list[torch.Tensor]) -> None:
-    """Raise if tensors on the CPU meet tensors on the GPU; scalars may, in operators on single elements."""
+    """Raise if an operator gets tensors on the CPU too; scalars may be, in operators on single elements."""
     name = str(func)
     if name.startswith(("fsdp.", "aten.is_same_size", "aten.detach")):
         return
