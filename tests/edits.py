@@ -1,6 +1,6 @@
 """
 Edits of model.py as users make them, each as replacements of text, and what becomes of them on each layout; and
-the changes of docs/changing-the-model.md, which are read from there.
+the changes of docs/changing-the-model.md and docs/recipes.md, which are read from there.
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-PAGE = REPO / "docs" / "changing-the-model.md"
+PAGES = REPO / "docs" / "changing-the-model.md", REPO / "docs" / "recipes.md"
 
 ATTENTION_INIT = "        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)\n"
 ATTENTION_END = "        return self.resid_dropout(self.c_proj(y))  # (B, T, C)\n"
@@ -377,8 +377,8 @@ def copy_of_repository(folder):
 
 
 def documented():
-    """{heading: section} of the changes in docs/changing-the-model.md: those that say which files they touch."""
-    sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    """{heading: section} of the changes in the docs: those that say which files they touch."""
+    sections = [section for page in PAGES for section in re.split(r"^## ", page.read_text(), flags=re.M)]
     return {section.splitlines()[0]: section for section in sections if "\nFiles: " in section}
 
 
