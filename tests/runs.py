@@ -27,42 +27,20 @@ TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_c
 SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
 CHARACTERS = sorted("\n !$&',-.3:;?" + string.ascii_letters)  # Shakespeare's, as many as a vocabulary of 65
 # a model and few steps, since steps cost most of the suite's time; the settings of a test come after these
-TINY = [
-    "--dataset=tiny",
-    "--device=cpu",
-    "--dtype=float32",
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=32",
-    "--block_size=32",
-    "--batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--learning_rate=1e-3",
-    "--warmup_iters=10",
-    "--max_iters=8",
-    "--lr_decay_iters=100",
-    "--eval_interval=1000",
-    "--eval_iters=2",
-    "--log_interval=1",
-    "--check_layout=False",  # test_layout_check.py compares the layouts
-]
+TINY = """
+--dataset=tiny --device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4
+--gradient_accumulation_steps=2 --learning_rate=1e-3 --warmup_iters=10 --max_iters=8 --lr_decay_iters=100
+--eval_interval=1000 --eval_iters=2 --log_interval=1 --check_layout=False
+""".split()  # test_layout_check.py checks the layouts
 
 # tokens of each shard: windows of 33 tokens cross several of the small ones
 SHARDS = [7000, 20, 5, 6000, 33]
 
 # nanoGPT's recipe for a CPU, with config/train_shakespeare_char.py
-CPU_RECIPE = [
-    "--compile=False",
-    "--eval_iters=20",
-    "--block_size=64",
-    "--batch_size=12",
-    "--n_layer=4",
-    "--n_head=4",
-    "--n_embd=128",
-    "--max_iters=2000",
-    "--lr_decay_iters=2000",
-    "--dropout=0.0",
-]
+CPU_RECIPE = """
+--compile=False --eval_iters=20 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
+--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
+""".split()
 
 
 def free_port():

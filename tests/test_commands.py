@@ -16,21 +16,11 @@ from runs import REPO, column, free_port, script, tiny_data
 sys.path.insert(0, str(REPO / "data"))
 import find_documents
 
-SMALL = [
-    "--dataset=tiny",
-    "--device=cpu",
-    "--dtype=float32",
-    "--compile=False",
-    "--n_layer=2",
-    "--n_head=8",
-    "--n_embd=64",
-    "--block_size=64",
-    "--eval_iters=1",
-    "--eval_interval=1000",
-    "--log_interval=1",
-    "--wandb_log=False",
-]
-SHORT = [*SMALL, "--batch_size=2", "--gradient_accumulation_steps=4", "--max_iters=2", "--lr_decay_iters=2"]
+SHORT = """
+--dataset=tiny --device=cpu --dtype=float32 --compile=False --n_layer=2 --n_head=8 --n_embd=64 --block_size=64
+--eval_iters=1 --eval_interval=1000 --log_interval=1 --wandb_log=False --batch_size=2
+--gradient_accumulation_steps=4 --max_iters=2 --lr_decay_iters=2
+""".split()
 # what a shrunk command of train.py does not keep
 OURS = tuple(f"{word.partition('=')[0]}=" for word in SHORT)
 REPLACED = (*OURS, "--nproc=", "--layout=", "--save_interval=", "--out_dir=")

@@ -132,14 +132,7 @@ sys.argv = [{script!r}, *{args}]
 runpy.run_path({script!r}, run_name="__main__")
 """
 # what takes a second or more to import, and is imported where it is used; training's optimizers use the first
-NOT_AT_A_START = (
-    "torch._dynamo",
-    "torch._inductor",
-    "sympy",
-    "torch.distributed.tensor",
-    "transformers",
-    "wandb",
-)
+NOT_AT_A_START = "torch._dynamo torch._inductor sympy torch.distributed.tensor transformers wandb".split()
 
 
 def test_samples_need_no_module_that_takes_a_second_to_import(zygote, work):
@@ -179,9 +172,9 @@ n_layer=12 n_head=12 n_embd=768 dropout=0.0 bias=False learning_rate=6e-4 max_it
 beta1=0.9 beta2=0.95 grad_clip=1.0 decay_lr warmup_iters=2000 lr_decay_iters=600000 min_lr=6e-5 backend device
 dtype compile
 """
-NANOGPT_SAMPLE = (
-    "init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile"
-)
+NANOGPT_SAMPLE = """
+init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile
+"""
 NANOGPT_BENCH = """
 --batch_size=12 --block_size=1024 --bias=False --real_data=True --seed=1337 --device=cuda --dtype=bfloat16
 --compile=True --profile=False
@@ -353,13 +346,7 @@ def test_sample_from_a_run(zygote, work):
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
     zygote.train(["--out_dir=out", "--max_iters=6", "--eval_interval=2", *ruin], work)
     (work / "prompt.txt").write_text("AB:")
-    args = [
-        "--out_dir=out",
-        "--start=FILE:prompt.txt",
-        "--num_samples=3",
-        "--max_new_tokens=40",
-        "--device=cpu",
-    ]
+    args = "--out_dir=out --start=FILE:prompt.txt --num_samples=3 --max_new_tokens=40 --device=cpu".split()
     one = zygote.start(args, work, script="sample.py").wait().samples()
     assert one.count("AB:") >= 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
@@ -368,14 +355,21 @@ def test_sample_from_a_run(zygote, work):
     )
 
 
+COMPUTED = """
+import time
+batch_size = 4 * 2
+max_iters = min(max_iters, 3)
+wandb_run_name = 'x' + str(time.time())
+dataset = 'tiny'
+n_layer, n_head, n_embd, block_size = 1, 2, 16, 16
+eval_iters = 1
+device = 'cpu'
+"""
+
+
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
     """A config next to train.py, and a config that computes, imports and reads what it overrides."""
-    (work / "mine.py").write_text(
-        "import time\nbatch_size = 4 * 2\nmax_iters = min(max_iters, 3)\nwandb_run_name = 'x' + "
-        "str(time.time())\n"
-        "dataset = 'tiny'\nn_layer, n_head, n_embd, block_size = 1, 2, 16, 16\neval_iters = 1\ndevice = "
-        "'cpu'\n"
-    )
+    (work / "mine.py").write_text(COMPUTED)
     args = ["config/train_stdlib_char.py", "mine.py", "--out_dir=out", "--log_interval=1"]
     text = zygote.start(args, work).wait().text()
     assert "8 sequences x 16" in text and "iter 3:" in text and "iter 4:" not in text
