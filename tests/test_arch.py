@@ -64,12 +64,12 @@ def test_muon_brings_singular_values_close_to_1(dtype):
     matrix is several times the largest singular value, the polynomials enlarge the smallest too little unless
     this value is bounded.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, rounding = torch.Generator().manual_seed(0), 0.05 if dtype == torch.bfloat16 else 0.02
     for shape in ((2, 48, 48), (1, 24, 96), (1, 96, 24)):
         x = torch.randn(*shape, generator=generator)
         for scale in (1e-8, 1.0, 1e3):
             found = orthogonalized(scale * x, dtype)
-            torch.testing.assert_close(found, orthogonalized(x), atol=0.02, rtol=0)
+            torch.testing.assert_close(found, orthogonalized(x), atol=rounding, rtol=0)
             values = torch.linalg.svdvals(found)
             assert values.max() < 1.66 and (values > 0.3).float().mean() > 0.95
     u, v = torch.randn(40, 1, generator=generator), torch.randn(1, 60, generator=generator)

@@ -264,10 +264,6 @@ def chunked_loss(x, weight, targets):
     return summed_loss(x, weight, targets, at_once=(0, 7 * len(weight), 3 * len(weight)))
 
 
-def loss_row_by_row(x, weight, targets):
-    return summed_loss(x, weight, targets, at_once=(0, 64, 3))
-
-
 def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
     """The loss, and its gradients times a scale (as where it is divided by the number of targets)."""
     x, weight = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
@@ -283,7 +279,7 @@ def hidden(rows, vocab, width=16):
     return x, torch.randn(vocab, width, generator=generator) * 0.5, some_targets(2, rows // 2, vocab=vocab)
 
 
-@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss, loss_row_by_row])
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss, partial(summed_loss, at_once=(0, 64, 3))])
 def test_summed_loss_is_cross_entropy(loss_of):
     """Also of logits in the thousands: the sum of their exponentials is beyond float32."""
     x, weight, targets = hidden(40, 65)
@@ -381,9 +377,8 @@ def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
     stands in for a GPU.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
-    )
+    properties = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     # it does not know the meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     x, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (rows, 50304))

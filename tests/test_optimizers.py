@@ -221,7 +221,6 @@ WRONG = {
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
     "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
     "mine.py:torch": "the optimizers in mine.py are: Adafactor, Free, LBFGS, Lion",
-    "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
     "mine.py:LBFGS": "optimizer LBFGS.* fails: TypeError: .*missing 1 required .*'closure'",
     "mine.py:Adafactor": "Adafactor is not element-wise: row_var has another shape",
 }
@@ -230,7 +229,6 @@ WRONG = {
 @pytest.mark.parametrize("value", WRONG)
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(at, value):
     (at.path / "mine.py").write_text(FILE)
-    (at.path / "bad.py").write_text("1 / 0")
     with pytest.raises(ValueError, match=WRONG[value]) as error:
         accepted("train.py", f"--optimizer={value}")
     assert "\n" not in str(error.value)
