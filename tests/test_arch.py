@@ -222,9 +222,7 @@ SHAPES = {
     "nanochat-kv-tied": dict(n_kv_head=2, tied=True),
     "llama": dict(rope_theta=5e4),
     "llama-kv-tied": dict(n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6),
-    "llama-experts": dict(
-        n_expert=5, n_expert_active=3, balance_loss=0.02, n_kv_head=1, tied=True, rope_theta=5e4
-    ),
+    "llama-experts": dict(n_expert=5, n_expert_active=3, balance_loss=0.02, n_kv_head=1, tied=True),
 }
 NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 

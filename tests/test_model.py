@@ -228,7 +228,6 @@ def test_loss_is_the_mean_over_the_targets_that_count():
     losses = [
         -logits[b, t].double().log_softmax(0)[y[b, t]] for b in range(3) for t in range(16) if y[b, t] != -1
     ]
-    assert len(losses) < 48
     assert loss.item() == pytest.approx((sum(losses) / len(losses)).item(), rel=1e-6)
     last, none = gpt(x)  # without targets
     assert none is None and last.shape == (3, 1, 65)

@@ -64,9 +64,7 @@ NOTES = {
     "min_lr 6e-05 is above .*: set --min_lr=1e-06, or --decay_lr=False": dict(learning_rate=1e-5),
     "the run ends at step 999, .*2000.*: set a smaller --warmup_iters": dict(max_iters=999),
     "the learning rate drops to min_lr .*: set --lr_decay_iters=600000, or .*": dict(lr_decay_iters=2000),
-    "from step 3000, .* is 0: set --lr_decay_iters=4000, or a smaller --max_iters": dict(
-        max_iters=4000, lr_decay_iters=3000, min_lr=0.0
-    ),
+    "from step 3000, .* --lr_decay_iters=4000, .*": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
 }
 
 

@@ -113,7 +113,6 @@ def test_the_numbers_are_those_of_a_plain_loop(zygote, work):
         optimizer.step()
         expected |= norms("update_norm", {name: p - before[name] for name, p in parameters.items()})
         if step in found:
-            assert found[step].keys() == expected.keys()
             assert found[step] == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
