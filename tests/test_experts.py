@@ -8,14 +8,12 @@ import torch
 from runs import column, same, train_defaults
 from test_layouts import ONE, WAYS, args_of, compare_routing
 from test_model import roughen
-from test_statistics import reader_of
+from test_statistics import LENGTH, reader_of
 
 from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.training import optim
 from model import GPT, GPTConfig
-
-LENGTH = 32  # tokens of a sequence
 
 
 @pytest.fixture(scope="module")
