@@ -9,7 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from runs import accepted, default_plan, records, start_changed, tensors_in, train_defaults
 from test_layouts import args_of
-from test_model import masked_attention, roughen, same_states, shift
+from test_model import masked_attention, roughen, same_states
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -57,23 +57,20 @@ def orthogonalized(gradients, dtype=torch.float32):
     return torch.stack([-p.detach() for p in params]) / max(1, rows / columns) ** 0.5
 
 
-def test_float16_keeps_the_direction_of_small_gradients():
-    x = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
-    expected, found = orthogonalized(x), orthogonalized(1e-8 * x, torch.float16)
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_muon_brings_singular_values_close_to_1(dtype):
     """
-    Also of matrices of rank 1 and of zeros, at any scale. Where the norm of a matrix is several times the
-    largest singular value, the polynomials enlarge the smallest too little unless this value is bounded.
+    Also of matrices of rank 1 and of zeros, at any scale, which leaves their direction. Where the norm of a
+    matrix is several times the largest singular value, the polynomials enlarge the smallest too little unless
+    this value is bounded.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, rounding = torch.Generator().manual_seed(0), 0.05 if dtype == torch.bfloat16 else 0.02
     for shape in ((2, 48, 48), (1, 24, 96), (1, 96, 24)):
         x = torch.randn(*shape, generator=generator)
-        for scale in (1e-6, 1.0, 1e3):
-            values = torch.linalg.svdvals(orthogonalized(scale * x, dtype))
+        for scale in (1e-8, 1.0, 1e3):
+            found = orthogonalized(scale * x, dtype)
+            torch.testing.assert_close(found, orthogonalized(x), atol=rounding, rtol=0)
+            values = torch.linalg.svdvals(found)
             assert values.max() < 1.66 and (values > 0.3).float().mean() > 0.95
     u, v = torch.randn(40, 1, generator=generator), torch.randn(1, 60, generator=generator)
     for x in (u @ v, torch.ones(40, 60)):
@@ -89,13 +86,11 @@ def test_settings_that_a_checkpoint_overrides(zygote, session_work, trained, tmp
     """A resume says what it changes; a new run from the weights reads anew."""
     source = trained(args_of("llama"))
     shutil.copytree(source, tmp_path / "out", symlinks=True)
-    of_shape = ["--n_kv_head=1", "--n_hidden=16", "--head=untied"]
-    of_curve = ["--seed=1", "--data_order=shuffle", "--block_size=16", "--beta2=0.8", "--grad_clip=0.5"]
+    of_shape = ["--n_kv_head=1", "--head=untied"]
+    of_curve = ["--seed=1", "--block_size=16"]
     said = [
-        "n_kv_head 2, n_hidden 128, head tied of the checkpoint are used, not n_kv_head 1, n_hidden 16, head "
-        "untied",
-        "this run continues with seed 1 (was 1337), data_order shuffle (was random), block_size 16 (was 32), "
-        "beta2 0.8 (was 0.95), grad_clip 0.5 (was 1.0): the loss curve changes",
+        "n_kv_head 2, head tied of the checkpoint are used, not n_kv_head 1, head untied",
+        "this run continues with seed 1 (was 1337), block_size 16 (was 32): the loss curve changes",
     ]
     for more, sentences in (
         # a longer run with the same sequences in each step
@@ -148,10 +143,8 @@ def test_the_residual_stream_in_bfloat16(arch, n_expert):
         ("bfloat16", "bfloat16", {}, "bfloat16"),
         ("bfloat16", "float32", {}, "float32"),  # sample.py --dtype=float32
         ("bfloat16", "float16", {}, "float32"),
-        ("float32", "float32", {"zero": 3}, "float32"),
         ("float32", "bfloat16", {"zero": 3}, "bfloat16"),  # fully_shard casts what it computes with
         ("float32", "bfloat16", {"zero": 3, "exact": True}, "float32"),  # autocast does
-        ("bfloat16", "bfloat16", {"zero": 3, "exact": True}, "bfloat16"),
     ],
 )
 def test_the_dtype_of_the_residual_stream_in_a_plan(stream, dtype, changes, expected):
@@ -229,10 +222,8 @@ SHAPES = {
     "nanochat-kv-tied": dict(n_kv_head=2, tied=True),
     "llama": dict(rope_theta=5e4),
     "llama-kv-tied": dict(n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6),
-    "llama-experts": dict(n_expert=4, rope_theta=5e4),
+    "llama-experts": dict(n_expert=5, n_expert_active=3, balance_loss=0.02, n_kv_head=1, tied=True),
 }
-EXPERTS = dict(n_expert=5, n_expert_active=3, balance_loss=0.02)
-SHAPES["llama-experts-kv-tied"] = SHAPES["llama-kv-tied"] | EXPERTS
 NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -244,23 +235,19 @@ def moved(name):
     return gpt
 
 
-@torch.no_grad()
-def assert_equal_to(hf, gpt):
-    """Compare logits and greedy text with a model of transformers."""
-    x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(hf.eval()(x).logits, gpt(x, x)[0], atol=1e-5, rtol=0)
-    mask = torch.ones_like(x[:, :8])
-    theirs = hf.generate(x[:, :8], attention_mask=mask, max_new_tokens=40, do_sample=False)
-    assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_same_model_in_transformers_and_back(tmp_path, name):
+    """Logits and the likeliest text."""
     from transformers import AutoModelForCausalLM
 
     gpt = moved(name)
     huggingface.save(tmp_path, gpt, NO_IDS)
-    assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(hf(x).logits, gpt(x, x)[0], atol=1e-5, rtol=0)
+    mask = torch.ones_like(x[:, :8])
+    theirs = hf.generate(x[:, :8], attention_mask=mask, max_new_tokens=40, do_sample=False)
+    assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
     back = GPT.from_pretrained(str(tmp_path))
     assert back.config == gpt.config and same_states(back.state_dict(), gpt.state_dict())
 
@@ -268,12 +255,6 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
 def window(gpt):
     """Attention to the last 40 of 48 positions."""
     replace_seams(gpt, attention=masked_attention(40))
-
-
-def hidden_buffer(gpt):
-    """A buffer that no checkpoint contains scales the logits."""
-    gpt.register_buffer("scale", torch.tensor(1.01), persistent=False)
-    gpt.lm_head.register_forward_hook(lambda module, args, logits: logits * gpt.scale)
 
 
 def layer(gpt):
@@ -286,14 +267,10 @@ def wide(gpt):
     gpt.transformer.h[0].attn.c_attn.weight.data = torch.ones(99, 32)
 
 
-DIFFERS = r"^\w+ of transformers does not compute what model.py does: the logits differ by 0\.\d+ \(their "
-UNFIT = r"^the weights of model.py do not fit \w+ of transformers: "
 EDITS = {
-    shift: DIFFERS,
-    window: DIFFERS,
-    hidden_buffer: DIFFERS,
-    layer: UNFIT + r".*Unexpected .* \"transformer\.h\.1\.attn\.c_gate\.weight\", ",
-    wide: UNFIT,
+    window: r"^\w+ of transformers does not compute what model.py does: the logits differ by 0\.\d+ \(their ",
+    layer: r"^the weights of model.py do not fit .*Unexpected .* \"transformer\.h\.1\.attn\.c_gate\.weight\"",
+    wide: "^the weights of model.py do not fit NanoChatForCausalLM of transformers: ",
 }
 
 
@@ -309,9 +286,7 @@ def test_a_model_that_transformers_does_not_compute_is_not_exported(tmp_path, na
 
 def test_an_architecture_that_transformers_lacks_is_not_exported(tmp_path):
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="nanochat", n_expert=3))
-    with pytest.raises(
-        ValueError, match="no class for arch 'nanochat' with n_expert 3, but only for gpt2, nano"
-    ):
+    with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3, but only for gpt2, "):
         huggingface.save(tmp_path, gpt, NO_IDS)
 
 
@@ -346,18 +321,13 @@ def test_export_and_import_of_a_run(zygote, session_work, trained, tmp_path, mod
     shape = GPT.from_pretrained(str(out / "hf")).describe()
     names = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "vocab_size", "bias", "n_expert")
     assert in_log == recorded and recorded.items() >= {name: shape[name] for name in names}.items()
-    weights = {
-        name.removeprefix("model."): w for name, w in tensors_in(out).items() if name.startswith("model.")
-    }
-    imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
-    assert same_states(weights, imported)
+    weights = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
+    stored = tensors_in(out)
+    assert same_states(weights, {name: stored[f"model.{name}"] for name in weights})
 
 
 MISTAKES = {
-    "--arch=gpt3": "arch is 'gpt3'; choose from gpt2, nanochat, llama",
-    "--arch=llama --n_kv_head=5": "n_kv_head is 5: it must divide n_head, 12",
     "--n_kv_head=1": "n_kv_head is 1, but needs arch llama or nanochat: set --n_kv_head=0",
-    "--head=untied": "head is 'untied', but needs arch llama or nanochat: set --head=auto",
     "--arch=llama --bias=True": "bias is True, but needs arch gpt2: set --bias=False",
     "--lr_schedule=wsd": "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=",
     "--optimizer=muon --learning_rate=0 --min_lr=0": "learning_rate is 0.0, but needs to be above 0",
@@ -377,14 +347,10 @@ def test_a_model_that_is_not_supported(tmp_path):
     for config, unsupported in (
         (MistralConfig(), "model_type is 'mistral': use a model of type gpt2 or nanochat"),
         (LlamaConfig(attention_bias=True), "this llama uses settings that are not .*: attention_bias=True"),
-        (LlamaConfig(head_dim=64), "head_dim=64"),
         (LlamaConfig(rope_parameters=linear), "rope_type=linear"),
         (NanoChatConfig(head_dim=64), "head_dim=64"),
         (MixtralConfig(hidden_act="gelu", sliding_window=8), "hidden_act=gelu, sliding_window=8"),
-        (
-            GPT2Config(activation_function="relu", scale_attn_weights=False),
-            "activation_function=relu, scale_",
-        ),
+        (GPT2Config(activation_function="relu", scale_attn_weights=False), "=relu, scale_attn_weights=False"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
         (GPT2Config(tie_word_embeddings=False), "tie_word_embeddings=False"),
     ):

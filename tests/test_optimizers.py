@@ -24,7 +24,6 @@ from isogpt.training import muon, optim, optimizer_state
 from isogpt.training.precision import make_scaler
 from model import GPT, GPTConfig
 
-FILE = (REPO / "tests/own_optimizers.py").read_text()
 CPU = torch.device("cpu")
 
 
@@ -42,9 +41,8 @@ def test_a_checkpoint_of_another_class(zygote, session_work, trained, tmp_path):
     shutil.copytree(trained(args_of("lion")), tmp_path / "out", symlinks=True)
     args = [*args_of("sgd"), "--init_from=resume", f"--out_dir={tmp_path}/out"]
     run = zygote.train(args, session_work, ok=False)
-    assert run.codes == [1] and re.search(
-        "was saved with optimizer '.*:Lion': set --optimizer=.*:Lion", run.text()
-    )
+    assert run.codes == [1]
+    assert re.search("was saved with optimizer '.*:Lion': set --optimizer=.*:Lion", run.text())
 
 
 def with_more_rows(folder, copies):
@@ -221,7 +219,6 @@ WRONG = {
     "muon+adamw": "optimizer is 'muon.adamw'; choose from",
     "none.py:Lion": "none.py of --optimizer=none.py:Lion fails: FileNotFoundError",
     "mine.py:torch": "the optimizers in mine.py are: Adafactor, Free, LBFGS, Lion",
-    "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
     "mine.py:LBFGS": "optimizer LBFGS.* fails: TypeError: .*missing 1 required .*'closure'",
     "mine.py:Adafactor": "Adafactor is not element-wise: row_var has another shape",
 }
@@ -229,15 +226,14 @@ WRONG = {
 
 @pytest.mark.parametrize("value", WRONG)
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(at, value):
-    (at.path / "mine.py").write_text(FILE)
-    (at.path / "bad.py").write_text("1 / 0")
+    shutil.copy(REPO / "tests/own_optimizers.py", "mine.py")
     with pytest.raises(ValueError, match=WRONG[value]) as error:
         accepted("train.py", f"--optimizer={value}")
     assert "\n" not in str(error.value)
 
 
 def test_what_a_class_does_not_go_with(at):
-    (at.path / "mine.py").write_text(FILE)
+    shutil.copy(REPO / "tests/own_optimizers.py", "mine.py")
     accepted("train.py", "--optimizer=mine.py:Lion", "--exact=True")
     accepted("train.py", "--optimizer=muon+mine.py:Lion", "--islands=2")
     with pytest.raises(ValueError, match="exact: zero 3 changes the bits: set --zero=0"):

@@ -22,7 +22,6 @@ from model import GPT, GPTConfig
 
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
 SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=8)
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +131,7 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
         vocabulary_of_run({"model_args": {"vocab_size": 8}}, folder)
-    huggingface.save(folder, GPT(GPTConfig(**SMALL | dict(vocab_size=4, arch="llama")), seed=1), NO_TOKENS)
+    huggingface.save(folder, GPT(GPTConfig(**SMALL | dict(vocab_size=4, arch="llama")), seed=1), {})
     kept.rename(folder / "tokenizer.json")
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
     assert said.startswith("error: the tokenizer uses 6 ids, but the model 4: set --dataset=")

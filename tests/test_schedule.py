@@ -61,17 +61,10 @@ def test_a_run_with_fractional_steps(zygote, work):
 
 
 NOTES = {
-    "min_lr 6e-05 is above learning_rate 1e-05, so rates rise after the warm-up: set --min_lr=1e-06, or "
-    "--decay_lr=False": dict(learning_rate=1e-5),
-    "the run ends at step 999, in the warm-up (warmup_iters 2000): set a smaller --warmup_iters": dict(
-        max_iters=999
-    ),
-    "the learning rate drops to min_lr after the warm-up, since warmup_iters 2000 is not smaller than "
-    "lr_decay_iters 2000: set --lr_decay_iters=600000, or a smaller --warmup_iters": dict(
-        lr_decay_iters=2000
-    ),
-    "from step 3000, lr_decay_iters, the learning rate is 0: set --lr_decay_iters=4000, or a smaller "
-    "--max_iters": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
+    "min_lr 6e-05 is above .*: set --min_lr=1e-06, or --decay_lr=False": dict(learning_rate=1e-5),
+    "the run ends at step 999, .*2000.*: set a smaller --warmup_iters": dict(max_iters=999),
+    "the learning rate drops to min_lr .*: set --lr_decay_iters=600000, or .*": dict(lr_decay_iters=2000),
+    "from step 3000, .* --lr_decay_iters=4000, .*": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
 }
 
 
@@ -79,7 +72,8 @@ NOTES = {
 def test_unusual_rates_are_noted(note):
     c = DEFAULTS | NOTES[note]
     schedule = make_schedule(c)
-    assert schedule.notes(c) == [note]
+    (found,) = schedule.notes(c)
+    assert re.fullmatch(note, found)
     quiet = c | {"eval_only": True}, c | {"decay_lr": False}
     assert all(make_schedule(other).notes(other) == [] for other in quiet)
 

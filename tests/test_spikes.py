@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from runs import column, records, start_faulty, tiny_data
+from runs import assert_same_run, column, records, start_faulty, tiny_data
 from test_statistics import reader_of
 
 from isogpt.training.recent_steps import RecentSteps
@@ -16,17 +16,12 @@ from model import GPT, GPTConfig
 WINDOW, ENOUGH = 128, 64  # steps from which the limits are computed: at most, at least
 
 
-def noise(n, mean=3.0, sigma=0.1):
-    """Losses of n steps."""
-    return np.random.default_rng(1).normal(mean, sigma, n).tolist()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the rule
 
 
 def test_the_limits_are_those_of_the_last_taken_steps():
-    recent, losses = RecentSteps(), noise(300)
+    recent, losses = RecentSteps(), np.random.default_rng(1).normal(3.0, 0.1, 300).tolist()
     for i, loss in enumerate(losses):
         window = losses[:i][-WINDOW:]
         limit = np.mean(window) + 6 * np.std(window) if i >= ENOUGH else math.inf
@@ -79,10 +74,8 @@ POISONED = [170, 175, 180, 181, 182, 184]
 SKIPPED = POISONED[:-1]  # after three in succession, the next steps are taken
 SAVED = 160
 LAST = 190
-SPIKY = [
-    *("--skip_steps=spikes", "--learning_rate=3e-3", "--warmup_iters=5", "--lr_decay_iters=1000"),
-    *(f"--max_iters={LAST}", f"--save_interval={SAVED}", "--keep_last=9"),
-]
+RATES = "--learning_rate=3e-3 --warmup_iters=5 --lr_decay_iters=1000"
+SPIKY = f"--skip_steps=spikes {RATES} --max_iters={LAST} --save_interval={SAVED} --keep_last=9".split()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +84,6 @@ def poisoned(tmp_path_factory):
     cwd, n_tokens = tmp_path_factory.mktemp("poisoned"), 1_000_000
     folder, rng = tiny_data(cwd), np.random.default_rng(0)
     ids = np.where(rng.random(n_tokens) < 0.9, 0, rng.integers(0, 8, n_tokens)).astype(np.uint16)
-    ids[:4000].tofile(folder / "val.bin")
     ids.tofile(folder / "train.bin")
     reader = reader_of(cwd, GPT(GPTConfig(32, 65, 1, 1, 8)))
     for step in POISONED:
@@ -154,22 +146,15 @@ def test_every_layout_skips_the_same_steps(zygote, poisoned, whole):
     for processes, flags, limit in [*LAYOUTS, (1, "--exact=True", ROUNDING), (3, "--exact=True", ROUNDING)]:
         found, expected = continued(zygote, whole, f"{processes}{flags}", flags, processes)
         assert found == pytest.approx(expected, abs=limit), (processes, flags)
-    one, three = (poisoned / f"{n}--exact=True" for n in (1, 3))
-    for name in ("loss", "grad_norm"):
-        assert column(one, name) == column(three, name)
-
-
-# whole runs, since a checkpoint of AdamW does not continue
-MODELS = [
-    (2, "--arch=nanochat --optimizer=muon --muon_lr=0.01 --zero=1 --n_expert=4 --ep=2"),
-    (1, "--optimizer=other.py:Other"),
-]
+    assert_same_run(*(poisoned / f"{n}--exact=True" for n in (1, 3)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "flags"), MODELS)
-def test_experts_and_every_optimizer_skip_the_same_steps(zygote, poisoned, processes, flags):
+def test_experts_and_every_optimizer_skip_the_same_steps(zygote, poisoned, tmp_path):
+    """Whole runs, since a checkpoint of AdamW does not continue."""
     (poisoned / "other.py").write_text("from torch.optim import NAdam as Other")
-    out = poisoned / flags.replace(" ", "").replace("/", "")
-    zygote.train([*SPIKY, *flags.split(), f"--out_dir={out}", "--save_checkpoint=False"], poisoned, processes)
-    assert skipped_in(out) == SKIPPED
+    muon = "--arch=nanochat --optimizer=muon --muon_lr=0.01 --zero=1 --n_expert=4 --ep=2"
+    for processes, flags in ((2, muon), (1, "--optimizer=other.py:Other")):
+        out = ["--save_checkpoint=False", f"--out_dir={tmp_path}/{processes}"]
+        zygote.train([*SPIKY, *flags.split(), *out], poisoned, processes)
+        assert skipped_in(tmp_path / str(processes)) == SKIPPED
