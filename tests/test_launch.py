@@ -129,7 +129,8 @@ def test_gloo_communicates_for_gpus_where_there_is_no_nccl(at):
 
 
 def test_dtype_choice(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    """A dtype that the CPU only emulates is noted."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"sse2": True, "avx512_bf16": True})
     assert precision.resolve_dtype("auto", CPU) == "bfloat16"
     kept = precision.resolve_dtype("auto", CPU, previous="float32")
     assert kept == "float32", "a resumed run keeps its dtype"
@@ -138,18 +139,14 @@ def test_dtype_choice(monkeypatch):
     changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
     assert precision.set_up(CPU, default_plan(dtype="float32"), False, "bfloat16") == [changed]
     assert precision.set_up(CPU, default_plan(dtype="bfloat16"), False, None) == []
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert precision.resolve_dtype("auto", CPU) == "float32"
-    assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
-
-
-def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"sse2": True, "avx512_bf16": True})
     (note,) = precision.set_up(CPU, default_plan(dtype="float16"), False, "float16")
     assert note == "this CPU only emulates float16, which is slow: set --dtype=bfloat16"
     assert not precision.is_emulated("float16", torch.device("cuda"))
     # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
     assert find_peak(CPU, "float16").source == "measured matmul in float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert precision.resolve_dtype("auto", CPU) == "float32"
+    assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
 
 
 # on the second of two ranks, nothing can be compiled
