@@ -40,10 +40,9 @@ def test_each_launcher_trains_to_the_same_losses(name, trained, work):
     if not shutil.which(command[0]):
         pytest.skip(f"{command[0]} is not installed")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command += [TRAIN, *TINY, FIVE, "--out_dir=out"]
-    run = subprocess.run(command, cwd=work, env=env, timeout=400, **streams)
-    assert run.returncode == 0, run.stdout[-3000:]
+    run = subprocess.run(command, cwd=work, env=env, timeout=400, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout
     assert_same_curve(work / "out", trained([FIVE]))
 
