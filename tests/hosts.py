@@ -6,10 +6,8 @@ rate can be limited.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 from runs import REPO
 
@@ -65,20 +63,14 @@ class Hosts:
         runs before it, whose mounts only this process sees.
         """
         cores = sorted(os.sched_getaffinity(0))
-        core = str(cores[list(self.spaces).index(host) % len(cores)])
+        on_core = ["taskset", "-c", str(cores[list(self.spaces).index(host) % len(cores)])]
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (env or {})  # docs/launchers.md
         there = f"ip netns exec {self.spaces[host]} unshare --uts --mount sh -c".split()
         there.append(f'hostname {host} && {mount} && exec "$@"')
         self.logs[host] = self.work / f"{host}.txt"
         with open(self.logs[host], "a") as log:
-            return subprocess.Popen(
-                [*there, "sh", "taskset", "-c", core, *command],
-                cwd=self.work,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=env,
-            )
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            return subprocess.Popen([*there, "sh", *on_core, *command], cwd=self.work, env=env, **streams)
 
     def train(self, args, own=None):
         """
@@ -124,9 +116,8 @@ class Hosts:
 
     def kill_all(self, host):
         """End the processes of this host."""
-        for pid in ip("netns", "pids", self.spaces[host], ok=False).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        pids = ip("netns", "pids", self.spaces[host], ok=False).split()
+        subprocess.run(["kill", "-9", *pids], capture_output=True)
 
     def text(self, host):
         return self.logs[host].read_text(errors="replace")

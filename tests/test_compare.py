@@ -215,21 +215,16 @@ def test_only_settings_that_differ_and_matter_are_shown(says):
     assert "dropout" not in says("a b")
 
 
-def test_runs_are_told_apart_by_what_was_typed(says):
+def test_runs_are_told_apart_by_what_was_typed_and_not_by_commits(says):
     for seed in (1, 2, 3):
-        write_run(f"before/{seed}", [4, 3 + seed / 10], seed=seed)
+        facts = {"code": "aaaa", "commit": f"{seed // 3}" * 10, "changed": seed == 2}
+        write_run(f"before/{seed}", [4, 3 + seed / 10], facts, seed=seed)
         write_run(f"after/{seed}", [4, 2.9 + seed / 10 + seed / 1000], seed=seed)
+    says("before", "3.2000 ± 0.0577", "00000000,00000000-changed,11111111")
     says("before after", "after has a lower validation loss than before", "paired t-test over 3 seeds")
     says("before/1 after/1", "after/1 has a lower validation loss than before/1")
     write_run("copy", [4, 3.1], seed=1)
     says("before/1 copy", "have the same validation loss, to the last digit: what differs has had no effect")
-
-
-def test_commits_alone_do_not_divide_a_group(says):
-    for seed in (1, 2, 3):
-        facts = {"code": "aaaa", "commit": f"{seed // 3}" * 10, "changed": seed == 2}
-        write_run(f"out/{seed}", [4, 3 + seed / 10], facts, seed=seed)
-    says("out", "3.2000 ± 0.0577", "00000000,00000000-changed,11111111")
 
 
 def test_runs_that_are_not_complete(says):

@@ -10,7 +10,7 @@ from datetime import datetime
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, start_faulty
+from runs import REPO, column, records, start_faulty
 
 from isogpt.lab.runs import read_run
 
@@ -72,11 +72,9 @@ def test_the_result_of_a_run_that_stops(zygote, work):
     run.wait(ok=False)
     first = result_of(out)
     expected = {"exit_reason": "preempted", "reason": "SIGTERM", "best_val_loss": column(out, "val_loss")[0]}
-    expected |= dict.fromkeys(("val_loss", "weights", "bits_per_byte"))
-    assert first == first | expected
+    assert first == first | expected | dict.fromkeys(("val_loss", "weights", "bits_per_byte"))
     steps = first["steps"]
     assert 5 <= steps < 7 and steps == max(column(out, "loss")) + 1
-
     (work / "go").unlink()
     run = start_faulty(zygote, [*args, "--init_from=resume"], work, WAIT=[steps + 1, 0])
     assert run.until(lambda text: "held by the test" in text)
@@ -123,31 +121,29 @@ def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work
 
 
 def test_the_version_of_the_code(zygote, work):
-    """A commit with an untracked file; a changed file; without git. The runs start at the same time."""
+    """A commit with an untracked file; a changed file; without git."""
+    copy = work / "copy"
 
-    def git(folder, *args):
+    def git(*args):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
-        run = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        run = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True)
         return run.stdout.strip()
 
-    copies = [work / name for name in ("untracked", "edited")]
-    for copy in copies:
-        shutil.copytree(REPO / "isogpt", copy / "isogpt")
-        for path in REPO.glob("*.py"):
-            shutil.copy(path, copy)
-        git(copy, "init")
-        (copy / "notes").write_text("a\n")
-        git(copy, "add", "notes")
-        git(copy, "commit", "-m", "a", "--no-verify")
-    commits = [git(copy, "rev-parse", "HEAD") for copy in copies]
-    (copies[0] / "more").touch()
-    (copies[1] / "notes").write_text("b\n")
-    args = [*TINY, "--max_iters=0", "--save_checkpoint=False"]
-    runs = [
-        zygote.start([*args, f"--out_dir={number}"], work, repo=repo, env=env)
-        for number, (repo, env) in enumerate([*((copy, {}) for copy in copies), (REPO, {"PATH": ""})])
-    ]
-    for run in runs:
-        run.wait()
-    versions = [(result["commit"], result["changed"]) for result in map(result_of, map(work.joinpath, "012"))]
-    assert versions == [(commits[0], False), (commits[1], True), ("", False)]
+    def version(repo, **env):
+        args = ["--max_iters=0", "--save_checkpoint=False", "--out_dir=out"]
+        zygote.train(args, work, repo=repo, env=env)
+        result = result_of(work / "out")
+        return result["commit"], result["changed"]
+
+    shutil.copytree(REPO / "isogpt", copy / "isogpt")
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, copy)
+    git("init")
+    git("add", "train.py")
+    git("commit", "-m", "a", "--no-verify")
+    commit = git("rev-parse", "HEAD")
+    assert version(copy) == (commit, False)
+    with (copy / "train.py").open("a") as file:
+        file.write("# an edit")
+    assert version(copy) == (commit, True)
+    assert version(REPO, PATH="") == ("", False)

@@ -13,17 +13,16 @@ import sys
 from contextlib import closing
 
 import pytest
-from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
-from test_launchers import FORKED
+from runs import FORKED, REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
+from test_monitor import events
 from test_signals import NAMES
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
-skipif = pytest.mark.skipif
 pytestmark = [
     pytest.mark.slow,
-    skipif(bool(MISSING), reason=f"not installed: {MISSING} (apt-get install slurm-wlm munge)"),
-    skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING} (apt-get install slurm-wlm munge)"),
+    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
 ]
 CONF = """
 ClusterName=iso
@@ -128,16 +127,11 @@ def slurm(tmp_path_factory):
 TWO = ["--nodes=2", "-p", "low"]
 
 
-def events(folder):
-    return [r["event"] for r in records(folder) if "event" in r]
-
-
 def log_of(work, job):
     return (work / f"slurm-{job}.out").read_text()
 
 
-def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
-    zygote.start([*TINY, "--max_iters=800", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
+def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(slurm, trained, work):
     job, out = slurm.submit(work, "out", steps=800), work / "out"
     wait_for(lambda: steps_in(out) > 10, 120)
     command = ["sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent")]
@@ -148,17 +142,15 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
     wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "GONE"), 240)
     assert events(out)[-1] == "end" and "resume" in events(out), log_of(work, job)
     assert {r["world_size"] for r in records(out) if r.get("event") in ("start", "resume")} == {2}
-    assert_same_curve(out, work / "one")
+    assert_same_curve(out, trained(["--max_iters=800", "--lr_decay_iters=1500"]))
 
 
-def test_srun_time_limit_and_scancel(slurm, zygote, work):
-    five = [*TINY, "--max_iters=4"]
-    zygote.start([*five, "--out_dir=five"], work).wait()
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py"), *five]
+def test_srun_time_limit_and_scancel(slurm, trained, work):
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py"), *TINY]
     # only Slurm knows the names n1 and n2
     printed = slurm.ask(*srun, "--out_dir=srun", cwd=work, MASTER_ADDR="127.0.0.1")
-    assert "ranks:   2 = " in printed and printed.count("iter 4:") == 1
-    assert_same_curve(work / "srun", work / "five")
+    assert "ranks:   2 = " in printed and printed.count("iter 8:") == 1
+    assert_same_curve(work / "srun", trained([]))
 
     # a minute, of which 25 seconds are for saving: the job stops itself and is requeued until it is done
     job, out = slurm.submit(work, "limit", "--time=1", *TWO, steps=100000, SAVING="25"), work / "limit"

@@ -128,7 +128,7 @@ def events(folder):
     return [name for name in names if name in ("start", "resume", "preempted", "end")]
 
 
-def test_runs_have_the_bits_of_train_py(zygote, work):
+def test_runs_have_the_bits_of_train_py(zygote, trained, work):
     args = [*TINY, "--max_iters=9", *LISTS]
     first = zygote.start([*args, "--learning_rate=1e-3,1e30"], work, script=FORKED).wait(ok=False)
     assert first.codes == [1] and first.text().count("1e+30,seed=1: new, failed: step 1: not finite") == 2
@@ -137,8 +137,7 @@ def test_runs_have_the_bits_of_train_py(zygote, work):
     again = zygote.start([*args, "--nproc=1"], work, script=FORKED).wait()
     assert f"end    out/{NAMES[3]}: complete, val loss" in again.text() and "runs left: 0, " in again.text()
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    zygote.train(["--max_iters=9", "--learning_rate=3e-3", "--seed=2", "--out_dir=alone"], work)
-    assert_same_run(work / "alone", work / "out" / NAMES[3])
+    assert_same_run(trained(["--max_iters=9", "--learning_rate=3e-3", "--seed=2"]), work / "out" / NAMES[3])
     assert "done: 10 steps" in (work / "out" / NAMES[3] / "train.log").read_text()
 
 
