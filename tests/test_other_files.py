@@ -133,7 +133,6 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 OTHER = {"blocks.0.attn.key.weight": torch.zeros(8, 8)}
 REFUSED = {  # files: why
     "a state_dict": (weights(), "model_args lacks"),
-    "Lightning's": ({"state_dict": weights(), "epoch": 1}, "model_args lacks"),
     "llama2.c's": (of_nanogpt(model=OTHER, model_args={"dim": 8, "n_layers": 1}), "contains block_size, dim"),
     "a fork's": (of_nanogpt(model_args=ARGS | {"use_rope": True}), "also contains use_rope)"),
     "no numbers": (of_nanogpt(model_args=ARGS | {"n_embd": None}), "NoneType"),
@@ -144,7 +143,6 @@ REFUSED = {  # files: why
     "code": (of_nanogpt(config=argparse.Namespace()), "it contains argparse.Namespace"),
     "a list": ([1], "list"),
     "Git LFS's": (b"version https://git-lfs.github.com/spec/v1", ""),
-    "nothing": (b"", ""),
 }
 
 
