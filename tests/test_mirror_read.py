@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from runs import column, script, start_changed, tensors_in, train_defaults
 from s3_server import environment, s3  # noqa: F401  (a fixture)
 from test_checkpoints import flip_a_bit as flip
-from test_hostile import seal
+from test_hostile import ALONE, seal
 from test_mirror import impatient
 
 from isogpt.checkpoint.folder import enter_folder
@@ -26,12 +26,10 @@ from isogpt.checkpoint.manifest import damage, read_manifest, steps_in
 from isogpt.checkpoint.mirror import open_mirror
 from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
-from isogpt.launch.process_group import Ranks
 from isogpt.options.values import is_url, without_credentials
 from isogpt.training.settings import check_training, without_secrets
 
 RUN = ["--eval_interval=4", "--max_iters=11", "--keep_last=0"]
-ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 
 
 def mirrored(run, folder, steps):

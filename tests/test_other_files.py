@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from runs import REPO, script_that_fails, tiny_data, train_defaults
+from test_hostile import ALONE
 
 from isogpt.checkpoint.source import check_weights
 from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.launch.process_group import Ranks
 from model import GPT, GPTConfig
 
-ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 ARGS = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
 
 

@@ -29,11 +29,7 @@ from model import GPT, GPTConfig
 @pytest.fixture
 def faulty(zygote, work):
     """Start train.py with faults."""
-
-    def start(args, nproc=1, **faults):
-        return start_faulty(zygote, args, work, nproc, **faults)
-
-    return start
+    return lambda args, nproc=1, **faults: start_faulty(zygote, args, work, nproc, **faults)
 
 
 def assert_same_tensors(folder, reference):
