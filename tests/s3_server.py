@@ -3,10 +3,9 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
-from runs import free_port, is_served
+from runs import free_port, is_served, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +29,7 @@ def s3():
         for name, value in variables.items():
             patch.setenv(name, value)
         try:
-            end = time.monotonic() + 120
-            while not is_served(port):
-                assert server.poll() is None and time.monotonic() < end, "moto's server did not start"
-                time.sleep(0.05)
+            wait_for(lambda: is_served(port) or server.poll() is not None, 120)
             import s3fs
 
             s3fs.S3FileSystem.clear_instance_cache()  # of a server before

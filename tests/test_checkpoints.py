@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from runs import TINY, column, records, start_changed, steps_in, train_defaults
@@ -200,17 +201,13 @@ def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
     assert "iter 6:" in start_changed(zygote, SLOW_DISK, args, work, 2).wait().text()
 
 
-@pytest.mark.parametrize("name", ["mkdir", "replace", "open", "rename"])
+@pytest.mark.parametrize("name", ["pathlib.Path.mkdir", "os.replace", "builtins.open", "os.rename"])
 def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name):
     """A mounted bucket cannot rename folders: such a run trained to its end, and saved nothing."""
     make_writable("out")
     assert list(at.path.iterdir()) == [at.path / "out"] and not os.listdir("out"), "nothing is left"
     refuse = Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)))
-    place = {"mkdir": "pathlib.Path", "open": "builtins"}.get(name, "os")
-    with (
-        patch(f"{place}.{name}", refuse),
-        pytest.raises(ValueError, match="^out_dir out .*Function not .*--out_dir"),
-    ):
+    with patch(name, refuse), pytest.raises(ValueError, match="^out_dir out .*Function not .*--out_dir"):
         make_writable("out")
     assert not os.listdir("out")
 
@@ -336,12 +333,8 @@ def counts_of(run, what):
 
 def sent(run):
     """The bytes that ranks send to rank 0 in the first and in the last save, and that rank 0 sends back."""
-    gathered = counts_of(run, "gather_object")
-    calls = len(gathered[0]) // 3  # of a save
-    first, last = (
-        sum(sum(of_rank[part]) for of_rank in gathered) for part in (slice(calls), slice(-calls, None))
-    )
-    return first, last, sum(counts_of(run, "broadcast_object")[0])
+    of_saves = np.reshape(counts_of(run, "gather_object"), (len(run.outs), 3, -1)).sum((0, 2))
+    return of_saves[0], of_saves[-1], sum(counts_of(run, "broadcast_object")[0])
 
 
 def test_ranks_hash_write_and_describe_their_parts(zygote, work):
@@ -400,13 +393,7 @@ def bytes_of_conversions(zygote, work, n_embd):
         p.grad = torch.zeros_like(p)
     for optimizer in optimizers:
         optimizer.step()
-    run = {
-        "model_args": model.describe(),
-        "iter_num": 5,
-        "best_val_loss": 3.0,
-        "config": config,
-        "isogpt": {},
-    }
+    run = dict(model_args=model.describe(), iter_num=5, best_val_loss=3.0, config=config, isogpt={})
     file = out / "saved/ckpt.pt"
     save = peak_of(lambda: write_file(file, nanogpt_state(run, model, optimizers, copy=True)))
     to_file = peak_of(lambda: export.convert(str(out), "ckpt.pt"))

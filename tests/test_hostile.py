@@ -157,7 +157,6 @@ def test_what_is_no_file(copy_of, check_law, kind):
         SPECIAL[kind](out / name)
         check_law(name, use, out)
         check_law(name, open_dataset, str(data), 8)
-        shutil.rmtree(out)
 
 
 def test_a_log_that_is_no_file_ends_no_run(zygote, copy_of):

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from runs import REPO, script_that_fails, tiny_data, train_defaults
+from test_hostile import ALONE
 
 from isogpt.checkpoint.source import check_weights
 from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import restore_checkpoint
-from isogpt.launch.process_group import Ranks
 from model import GPT, GPTConfig
 
-ALONE = Ranks(0, 1, torch.device("cpu"), "gloo")
 ARGS = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
 
 
@@ -133,7 +132,6 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 OTHER = {"blocks.0.attn.key.weight": torch.zeros(8, 8)}
 REFUSED = {  # files: why
     "a state_dict": (weights(), "model_args lacks"),
-    "Lightning's": ({"state_dict": weights(), "epoch": 1}, "model_args lacks"),
     "llama2.c's": (of_nanogpt(model=OTHER, model_args={"dim": 8, "n_layers": 1}), "contains block_size, dim"),
     "a fork's": (of_nanogpt(model_args=ARGS | {"use_rope": True}), "also contains use_rope)"),
     "no numbers": (of_nanogpt(model_args=ARGS | {"n_embd": None}), "NoneType"),
@@ -144,7 +142,6 @@ REFUSED = {  # files: why
     "code": (of_nanogpt(config=argparse.Namespace()), "it contains argparse.Namespace"),
     "a list": ([1], "list"),
     "Git LFS's": (b"version https://git-lfs.github.com/spec/v1", ""),
-    "nothing": (b"", ""),
 }
 
 

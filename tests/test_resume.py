@@ -20,7 +20,8 @@ def final(path):
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
-    zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
+    straight = zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
+    assert "warning" not in straight.text().lower()
     rng = random.Random(nproc)
     args = [*TINY, *DROPOUT, "--out_dir=killed", "--init_from=auto"]
     for step in (rng.randint(4, 8), rng.randint(9, 16)):
@@ -48,21 +49,9 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     assert final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
 
 
-def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
-    args = ["--max_iters=9", "--save_interval=3", "--eval_interval=5", "--keep_last=2"]
-    zygote.train([*args, "--out_dir=out"], work)
-    evals = column(work / "out", "val_loss")
-    best = min((s for s in evals if s), key=evals.get)
-    assert steps_saved(work / "out") == sorted({best, 9, 10})
-    assert (work / "out" / "ckpt.pt").resolve().parent.name == "step_00000010"
-    assert (work / "out" / "ckpt_best.pt").resolve().parent.name == f"step_{best:08d}"
-    assert not [*(work / "out").glob("*unfinished*"), *(work / "out").glob("*.tmp")]
-
-
-@pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
-def test_save_checkpoint_false_writes_none(zygote, work, flags):
+def test_save_checkpoint_false_writes_none(zygote, work):
     """The log and the plot are written, also if the command is repeated."""
-    args = ["--out_dir=out", "--save_interval=2", "--eval_interval=4", "--save_checkpoint=False", *flags]
+    args = ["--out_dir=out", "--save_interval=2", "--eval_interval=4", "--save_checkpoint=False"]
     for _ in range(2):
         zygote.train([*args, "--max_iters=5"], work)
         assert len(column(work / "out", "loss")) == 6 and (work / "out" / "loss.png").exists()
@@ -98,20 +87,15 @@ def test_resume_from_a_chosen_step(zygote, work):
     assert_same_run(out, work / "straight")
 
 
-def fresh_run(out, folder):
-    """
-    A folder to resume from at step 0 with the weights of `out` and without optimizer state: a reference for
-    --init_from=FOLDER.
-    """
-    state = {k: v for k, v in final(out).items() if k not in ("optimizer", "isogpt", "best_val_loss")}
-    folder.mkdir()
-    torch.save({**state, "iter_num": 0}, folder / "ckpt.pt")
-
-
 def test_a_new_run_from_the_weights_of_a_different_run(zygote, work):
-    """Step 0, a new optimizer, a new log."""
+    """
+    Step 0, a new optimizer, a new log: as after a resume at step 0 with these weights and no optimizer state.
+    """
     zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)
-    fresh_run(work / "source", work / "reference")
+    lacking = ("optimizer", "isogpt", "best_val_loss")
+    state = {name: value for name, value in final(work / "source").items() if name not in lacking}
+    (work / "reference").mkdir()
+    torch.save(state | {"iter_num": 0}, work / "reference/ckpt.pt")
     args = ["--max_iters=6", "--block_size=16", "--dropout=0.1", "--seed=7"]
     zygote.train([*args, "--init_from=resume", "--out_dir=reference"], work, 2)
     run = zygote.train([*args, "--init_from=source", "--out_dir=new"], work, 2)
@@ -133,24 +117,26 @@ def test_a_new_run_from_the_weights_of_a_different_run(zygote, work):
 
 
 def test_the_best_checkpoint_stays_the_best_until_evaluations_measure_something_else(zygote, work):
-    out, args = work / "out", ["--out_dir=out", "--eval_interval=5", "--keep_last=1"]
+    out, args = work / "out", ["--out_dir=out", "--eval_interval=5", "--save_interval=4", "--keep_last=2"]
     zygote.train([*args, "--max_iters=12"], work)
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
     run = zygote.train([*args, *ruin, "--max_iters=20"], work)
     losses = column(out, "val_loss")
-    assert steps_saved(out) == [13, 21] and losses[13] < min(losses[15], losses[20], losses[21])
+    assert steps_saved(out) == [13, 20, 21] and losses[13] < min(losses[15], losses[20], losses[21])
     assert f"best val loss {losses[13]:.4f} at step 13" in run.text()
-    assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000013"
+    linked = [(out / name).resolve().parent.name for name in ("ckpt_best.pt", "ckpt.pt")]
+    assert linked == ["step_00000013", "step_00000021"]
+    assert not [*out.glob("*unfinished*"), *out.glob("*.tmp")]
     run_of_best = zygote.train(["--init_from=out", "--out_dir=new", "--max_iters=1"], work)
     assert "from out/step_00000013/ckpt.pt, step 13" in run_of_best.text()
     # the micro-batch and the number of processes change nothing
     smaller = ["--batch_size=2", "--eval_iters=4", "--gradient_accumulation_steps=4"]
     run = zygote.train([*args, *ruin, "--max_iters=21", *smaller], work, 2)
-    assert "note:" not in run.text() and steps_saved(out) == [13, 22]
+    assert "note:" not in run.text() and steps_saved(out) == [13, 21, 22]
     # more sequences: a worse loss is the best of those that are comparable
     run = zygote.train([*args, *ruin, "--max_iters=22", "--eval_iters=3"], work)
     assert "evaluations measure something different: eval_iters * batch_size is 12, not 8\n" in run.text()
-    assert steps_saved(out) == [23] and column(out, "val_loss")[23] > losses[13]
+    assert steps_saved(out) == [22, 23] and column(out, "val_loss")[23] > losses[13]
 
 
 def test_tensorboard_has_each_step_once(zygote, work):
@@ -212,9 +198,7 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
 def test_eval_only_and_a_finished_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = (work / "out" / "metrics.jsonl").read_text()
-    run = zygote.train(
-        ["--out_dir=out", "--init_from=resume", "--eval_only=True", "--max_iters=4"], work, nproc=2
-    )
+    resume = ["--out_dir=out", "--init_from=resume", "--max_iters=4"]
+    run = zygote.train([*resume, "--eval_only=True"], work, nproc=2)
     assert "step 5: train loss" in run.text() and (work / "out" / "metrics.jsonl").read_text() == before
-    run = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work)
-    assert "--max_iters=" in run.text()
+    assert "--max_iters=" in zygote.train(resume, work).text()

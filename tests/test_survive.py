@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from runs import REPO, TINY, column, records, start_changed, start_faulty, tensors_in, wait_for
-from test_launchers import FORKED
+from runs import FORKED, REPO, TINY, column, records, start_changed, start_faulty, tensors_in, wait_for
 
 from isogpt.launch.signals import Stop
 from isogpt.launch.together import gather_numbers
@@ -30,16 +29,11 @@ from model import GPT, GPTConfig
 @pytest.fixture
 def faulty(zygote, work):
     """Start train.py with faults."""
-
-    def start(args, nproc=1, **faults):
-        return start_faulty(zygote, args, work, nproc, **faults)
-
-    return start
+    return lambda args, nproc=1, **faults: start_faulty(zygote, args, work, nproc, **faults)
 
 
-def different(*folders):
-    tensors, others = map(tensors_in, folders)
-    return [name for name in tensors | others if not torch.equal(tensors[name], others[name])]
+def assert_same_tensors(folder, reference):
+    torch.testing.assert_close(tensors_in(folder), tensors_in(reference), rtol=0, atol=0)
 
 
 def events(folder, name):
@@ -177,9 +171,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
             (without / "excluded_steps.json").write_text("[2, 4]")
             args = ["--max_iters=6", f"--out_dir={without}", "--init_from=resume"]
             zygote.train(args, work, nproc)
-            assert not different(out, without)
-        reference, losses = column(without, "loss"), column(out, "loss")
-        assert all(abs(reference[s] - losses[s]) < 1e-5 for s in reference if s in losses)
+            assert_same_tensors(out, without)
+        runs.assert_same_curve(out, without)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -218,7 +211,7 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
 
 def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(faulty, zygote, work):
     """By torchrun, by hand and to an older step; as if they had been left out from the start."""
-    args = ["--save_interval=3", "--max_iters=14", "--skip_steps=nan", "--keep_last=9", "--init_from=auto"]
+    args = ["--save_interval=3", "--max_iters=14", "--skip_steps=nan", "--keep_last=9"]
     nan = [[step, 1] for step in (7, 8, 9)]
     run = faulty([*args, "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     said = "; each resume leaves out steps 7, 8, 9; no checkpoint was lost: resume with --init_from=resume"
@@ -229,12 +222,12 @@ def test_three_steps_in_succession_end_the_run_and_each_resume_leaves_them_out(f
     zygote.start([*torchrun, *TINY, *args, "--out_dir=restarted"], work, script=FORKED, env=env).wait()
     zygote.train([*args, "--max_iters=4", "--out_dir=clean"], work, 2)
     shutil.copy(work / "out/excluded_steps.json", work / "clean")
-    for folder, flags in (("out", []), ("clean", []), ("out", ["--init_from=resume:6"])):
-        zygote.train([*args, f"--out_dir={folder}", *flags], work, 2)
+    for folder, start in (("out", "auto"), ("clean", "auto"), ("out", "resume:6")):
+        zygote.train([*args, f"--out_dir={folder}", f"--init_from={start}"], work, 2)
         losses = column(work / folder, "loss")
         assert sorted(losses) == [s for s in range(15) if s not in (7, 8, 9)]
         assert losses == column(work / "restarted", "loss"), folder
-        assert not different(work / folder, work / "restarted"), folder
+        assert_same_tensors(work / folder, work / "restarted")
 
 
 def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(faulty, work):
@@ -242,6 +235,7 @@ def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(fault
     run = faulty(["--skip_steps=nan", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     assert "; start again with a lower --learning_rate\n" in run.text()
+    assert not re.search(r"\b(NaN|Infinity)\b", (work / "out/metrics.jsonl").read_text()), "valid JSON"
     assert not (work / "out/excluded_steps.json").exists()
 
 
@@ -257,25 +251,18 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
 # hangs, killed processes, ranks that differ
 
 
-@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL", "stuck"])
-def test_a_rank_that_hangs_or_dies_is_named_by_all_others(faulty, work, fault):
-    """Stuck outside of a collective, in which the others wait, it also says where."""
-    patience = [] if fault == "SIGKILL" else ["--dist_timeout_s=10"]
-    run = faulty(["--out_dir=out", "--zero=3", *patience], 3, WAIT=[5, 1])
+def test_a_rank_that_hangs_is_named_by_all_others_and_says_where(faulty, work):
+    """It is outside of a collective, in which the others wait."""
+    run = faulty(["--out_dir=out", "--zero=3", "--dist_timeout_s=10"], 3, WAIT=[5, 1])
     assert run.until(lambda text: "held by the test" in text)
-    if fault != "stuck":
-        run.kill([1], getattr(signal, fault))
     wait_for(lambda: run.poll() or None not in (run.codes[0], run.codes[2]))
     run.kill([1])
     run.wait(ok=False)
     assert run.codes[0] == run.codes[2] == 1, run.text()[-2000:]
-    cause = "rank 1 does not respond, its last position was step"
-    if fault == "stuck":
-        cause = "rank 1 is at step 5, forward"
-        assert re.search("error: rank 1 at step 5, forward: no progress for 10 s; rank [02] is", run.text())
-        assert ", in wait_for_go\n" in run.text(), "its traceback"
+    assert re.search("error: rank 1 at step 5, forward: no progress for 10 s; rank [02] is", run.text())
+    assert ", in wait_for_go\n" in run.text(), "its traceback"
     for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step 5, .*; {cause}", run.text()), run.text()[-2000:]
+        assert re.search(rf"error: rank {rank} at step 5, .*; rank 1 is at step 5, forward", run.text())
     assert events(work / "out", "failed")
 
 
@@ -331,9 +318,7 @@ if os.environ["RANK"] == "1":
 
 def test_slow_ranks_are_reported_once(zygote, work):
     (work / "slow.py").write_text(SLOW)
-    text = zygote.train(
-        ["slow.py", "--out_dir=out", "--max_iters=40", "--save_checkpoint=False"], work, 3
-    ).text()
+    text = zygote.train(["slow.py", "--max_iters=40", "--save_checkpoint=False"], work, 3).text()
     assert len(re.findall(r"a slow rank: rank 1: forward ms [\d.]+, others [\d.]+", text)) == 1
     assert len(re.findall(r"a slow rank: rank 1: memory GB [\d.]+, others [\d.]+", text)) == 1
 
@@ -351,25 +336,7 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     # the steps that the first one has taken since then are not in the log of the second
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
-    assert not different(work / "out", before)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# torchrun
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
-    args = [*TINY, "--save_interval=10", "--max_iters=200"]
-    zygote.start([*args, "--out_dir=straight"], work, 2).wait()
-    torchrun = ["--standalone", "--nproc_per_node=2", "--max-restarts=3", str(REPO / "train.py")]
-    # the default is to start from scratch
-    run = zygote.start([*torchrun, *args, "--out_dir=out"], work, script=FORKED)
-    wait_for(lambda: runs.steps_in(work / "out") > 15, 180)
-    os.kill(runs.children(run.pids[0])[0], signal.SIGKILL)
-    run.wait(90)
-    assert column(work / "out", "loss") == column(work / "straight", "loss")
+    assert_same_tensors(work / "out", before)
 
 
 @pytest.mark.slow
