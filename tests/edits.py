@@ -16,16 +16,18 @@ ATTENTION_END = "        return self.resid_dropout(self.c_proj(y))  # (B, T, C)\
 ATTEND = "        y = self.seams.attention(q, k, v, self.dropout if self.training else 0.0, cache)  # (B, T, H * D)\n"
 MLP_INIT = "        self.mlp = make_mlp(config)\n"
 BLOCKS = '            self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))\n'
-NUMBERED = BLOCKS.replace("Block(config) for _", "Block(config, i) for i")
 HEAD = "            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)\n"
 EMBED_END = "        return self.transformer.drop(x)\n"
 BLOCK_INIT = "class Block(nn.Module):\n    def __init__(self, config: GPTConfig) -> None:\n"
-LAYER_INIT = BLOCK_INIT.replace("config: GPTConfig)", "config: GPTConfig, layer: int)")
+NUMBERED = [
+    (BLOCKS, BLOCKS.replace("Block(config) for _", "Block(config, i) for i")),
+    (BLOCK_INIT, BLOCK_INIT.replace("config: GPTConfig)", "config: GPTConfig, layer: int)")),
+]
 FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
+SCALED = (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n")
 RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
 LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
-ATTENTION = "        self.attn = CausalSelfAttention(config)\n"
 
 
 def rule(pattern, value):
@@ -56,9 +58,8 @@ EDITS = {
     ],
     "attention in the seam": [
         (
-            "        self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None\n        self.seams = Seams()\n",
-            "        self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None\n"
-            "        self.seams = Seams(attention=banded)\n",
+            "qk_norm else None\n        self.seams = Seams()",
+            "qk_norm else None\n        self.seams = Seams(attention=banded)",
         ),
         (
             "class CausalSelfAttention(nn.Module):\n",
@@ -68,11 +69,6 @@ EDITS = {
             "    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)\n\n\n"
             "class CausalSelfAttention(nn.Module):\n",
         ),
-    ],
-    "sandwich norm": [
-        after(MLP_INIT, "        self.ln_3, self.ln_4 = make_norm(config), make_norm(config)\n"),
-        (FIRST, "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n"),
-        (SECOND, "            return x + self.ln_4(self.mlp(self.ln_2(x)))\n"),
     ],
     "shared blocks": [
         (
@@ -85,8 +81,7 @@ EDITS = {
         after(BLOCKS, "            self.transformer.h[-1].mlp = self.transformer.h[0].mlp\n")
     ],
     "no first MLP": [
-        (BLOCKS, NUMBERED),
-        (BLOCK_INIT, LAYER_INIT),
+        *NUMBERED,
         (MLP_INIT, "        self.mlp = make_mlp(config) if layer else None\n"),
         (SECOND, "            return x + self.mlp(self.ln_2(x)) if self.mlp else x + 0 * self.ln_2(x)\n"),
     ],
@@ -100,14 +95,6 @@ EDITS = {
         (
             ATTENTION_END,
             "        return self.resid_dropout(self.c_two(F.gelu(self.c_one(self.c_proj(y)))))\n",
-        ),
-    ],
-    "n_head by layer": [
-        (BLOCKS, NUMBERED),
-        (BLOCK_INIT, LAYER_INIT),
-        (
-            ATTENTION,
-            "        self.attn = CausalSelfAttention(replace(config, n_head=config.n_head // (1 + layer % 2), n_kv_head=0))\n",
         ),
     ],
     "value embeddings": [
@@ -139,8 +126,7 @@ EDITS = {
         ("        x = self.transformer.wte(idx)\n", "        x = self.widen(self.transformer.wte(idx))\n"),
     ],
     "MLPs of different width": [
-        (BLOCKS, NUMBERED),
-        (BLOCK_INIT, LAYER_INIT),
+        *NUMBERED,
         (
             MLP_INIT,
             "        self.mlp = make_mlp(replace(config, n_hidden=config.n_hidden * (1 + layer % 2)))\n",
@@ -167,13 +153,10 @@ EDITS = {
     ],
     "zero-initialized scalar": [
         after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
-        (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
+        SCALED,
         rule(r".*\.alpha", 0.0),
     ],
-    "without a rule": [
-        after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
-        (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
-    ],
+    "without a rule": [after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"), SCALED],
     "buffer": [
         after(MLP_INIT, '        self.register_buffer("slope", torch.linspace(0.5, 1.5, config.n_embd))\n'),
         (SECOND, "            return x + self.slope * self.mlp(self.ln_2(x))\n"),
@@ -293,10 +276,8 @@ TRIED = ("zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recomput
 # settings with which an edit is tried
 SETTINGS = {
     "factorized embedding": {"arch": "llama"},
-    "one more linear": {
-        "arch": "llama",
-        "optimizer": "muon",
-    },  # whose matrix tp leaves whole, beside divided ones
+    # whose matrix tp leaves whole, beside divided ones
+    "one more linear": {"arch": "llama", "optimizer": "muon"},
     "skip from the fourth to the ninth block": {"n_layer": 12},
 }
 

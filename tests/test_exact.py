@@ -22,26 +22,19 @@ from isogpt.training.optim import AdamW
 from model import GPT, GPTConfig
 
 # rates of a recipe for short runs, at which one process and two differ by 1e-2 after 15 steps
-MUON = [
-    "--arch=nanochat",
-    "--optimizer=muon",
-    "--muon_lr=0.045",
-    "--learning_rate=1e-2",
-    "--embedding_lr=0.3",
-]
-MUON += ["--beta1=0.8", "--beta2=0.99", "--lr_schedule=linear", "--min_lr=0.0", "--warmup_iters=5"]
-# shapes that are no multiples of a vector, so that shards cut vectors
-ODD = ["--n_embd=36", "--n_head=3", "--vocab_size=67", "--bias=True"]
+MUON = (
+    "--arch=nanochat --optimizer=muon --muon_lr=0.045 --learning_rate=1e-2 --embedding_lr=0.3 --beta1=0.8 "
+    "--beta2=0.99 --lr_schedule=linear --min_lr=0.0 --warmup_iters=5"
+)
 MODELS = {
     "nanochat-muon": MUON,
-    "gpt2": ["--bias=True"],
-    "experts": ["--arch=llama", "--n_expert=4"],
-    "dropout": [*MUON, "--dropout=0.1"],
-    "bfloat16": [*MUON, "--dtype=bfloat16"],
-    "float16": ["--bias=True", "--dtype=float16"],
+    "gpt2": "--bias=True",
+    "experts": "--arch=llama --n_expert=4",
+    "dropout": f"{MUON} --dropout=0.1",
+    "bfloat16": f"{MUON} --dtype=bfloat16",
+    "float16": "--bias=True --dtype=float16",
 }
-EXACT = ["--exact=True", "--batch_size=4", "--gradient_accumulation_steps=6", "--eval_iters=5"]
-EXACT += ["--save_checkpoint=False"]
+EXACT = "--exact=True --batch_size=4 --gradient_accumulation_steps=6 --eval_iters=5 --save_checkpoint=False"
 # processes and flags; the second row is tried with one model only
 LAYOUTS = ["1", "3", "2 --zero=1", "3 --zero=3", "4 --zero=3 --dp_replicate=2", "2 --pp=2"]
 MORE_LAYOUTS = ["7", "5 --zero=1", "2 --zero=2", "1 --zero=3", "2 --zero=2 --dp_replicate=2"]
@@ -71,10 +64,13 @@ def same_numbers(folder, *others):
 
 
 def test_three_layouts_have_the_bits_of_one_process(zygote, work):
-    """Muon at the shipped rates, dropout and padding micro-batches; DDP, ZeRO-1 and 3."""
-    args = [*MUON, *ODD[:3], *EXACT, "--dropout=0.1", "--max_iters=11", "--eval_interval=6"]
+    """
+    Muon at the shipped rates, dropout and padding micro-batches; DDP, ZeRO-1 and 3. The shapes are no
+    multiples of a vector, so that shards cut vectors.
+    """
+    args = f"{MUON} {EXACT} --n_embd=36 --n_head=3 --vocab_size=67 --dropout=0.1".split()
     # without exact, 2 ranks would compute 2 micro-batches of 3 rows each, in a step and in an evaluation
-    args += ["--gradient_accumulation_steps=3", "--eval_iters=3"]
+    args += ["--gradient_accumulation_steps=3", "--eval_iters=3", "--max_iters=11", "--eval_interval=6"]
     text = zygote.train([*args, "--out_dir=one"], work).text()
     assert "may differ" not in zygote.train([*args, "--out_dir=ddp"], work, 3).text()
     zygote.train([*args, "--out_dir=zero1", "--zero=1"], work, 2)
@@ -91,7 +87,7 @@ def test_a_run_that_goes_on_on_every_layout_has_the_bits_of_one_process(
     zygote, session_work, trained, tmp_path, model
 ):
     """Two steps on each, with evaluations."""
-    args = [*EXACT, *MODELS[model], "--save_checkpoint=True", "--eval_interval=2"]
+    args = f"{EXACT} {MODELS[model]} --save_checkpoint=True --eval_interval=2".split()
     # see rules_of_exact
     takes_pp = "nanochat" in model or model == "bfloat16"
     layouts = LAYOUTS + MORE_LAYOUTS if model == "nanochat-muon" else LAYOUTS
@@ -112,7 +108,7 @@ def test_a_step_that_is_skipped_on_one_layout_is_skipped_on_all(zygote, work):
     """The gradients of micro-batch 4 of step 2 are not finite."""
     fault = "scaler.scale(loss)", "scaler.scale(loss * (float('nan') if (step, first) == (2, 4 * 4) else 1))"
     edited_train(work, fault)
-    args = [*EXACT, *MUON, "--max_iters=5", "--eval_interval=3", "--skip_steps=nan"]
+    args = f"{EXACT} {MUON} --max_iters=5 --eval_interval=3 --skip_steps=nan".split()
     layouts = ("1", "3 --zero=3", "4 --zero=1", "4 --zero=3 --dp_replicate=2")
     for layout in layouts:
         processes, *flags = layout.split()
