@@ -32,8 +32,8 @@ from model import GPT, GPTConfig
 
 @pytest.fixture(autouse=True)
 def dynamo():
-    """Nothing compiled or tried yet, and an error is an error."""
-    with torch._dynamo.config.patch(suppress_errors=False):
+    """Nothing compiled or tried yet, and an error is an error; a pool's processes would import torch."""
+    with torch._dynamo.config.patch(suppress_errors=False), torch._inductor.config.patch(compile_threads=1):
         yield
     torch._dynamo.reset()
     counters.clear()
@@ -56,7 +56,7 @@ def test_zero_bubble_schedules_are_compiled_for_two_backward_passes(monkeypatch,
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = small_gpt(n_layer=4)
     plan = default_plan(pp=pp, pp_schedule=schedule, compile=True, model_args=model.describe())
-    with functorch_config.patch(donated_buffer=True), torch._dynamo.config.patch(suppress_errors=False):
+    with functorch_config.patch(donated_buffer=True):
         parallelize.divide_model(model, plan, Mesh(pp=pp), torch.device("meta"))
         assert functorch_config.donated_buffer == (pp == 1 or schedule == "1f1b")
 
@@ -94,8 +94,23 @@ def small_gpt(seed=1, **changes):
     return GPT(GPTConfig(**shape | changes), seed)
 
 
-def assert_compiles_once(changes, mode, by_block, backend):
-    """A model has the gradients of eager mode, by the same graphs in each step."""
+NANOCHAT, LLAMA = {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}
+EXPERTS = {"n_expert": 4, "bias": True}
+# model, recomputation, compiled by block (DDP and one process compile the whole model), backend
+COMPILED = [
+    ({}, "none", False, "aot_eager"),
+    (NANOCHAT, "selective", True, "aot_eager"),
+    (LLAMA, "none", False, "aot_eager"),
+    (EXPERTS, "every:2", True, "aot_eager"),
+    pytest.param(NANOCHAT | EXPERTS, "none", False, "aot_eager", marks=pytest.mark.slow),
+    pytest.param(LLAMA | EXPERTS, "selective", False, "aot_eager", marks=pytest.mark.slow),
+    pytest.param({}, "full", True, "inductor", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("changes, mode, by_block, backend", COMPILED)
+def test_compiled_gradients_are_those_of_eager_mode(changes, mode, by_block, backend):
+    """By the same graphs in each step."""
     model = small_gpt(n_layer=2 if by_block else 1, **changes)  # two blocks share their graphs
     expected, routing = train_and_evaluate(model), model.routing
     recompute(model, mode)
@@ -111,24 +126,6 @@ def assert_compiles_once(changes, mode, by_block, backend):
         assert_same({"routing": model.routing}, {"routing": routing})
     assert counters["stats"]["unique_graphs"] == graphs, "recompiled after the second step"
     assert compile_report() == f"compile: {graphs} graphs, 0 graph breaks"
-
-
-NANOCHAT, LLAMA = {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}
-EXPERTS = {"n_expert": 4, "bias": True}
-# (model, recomputation, compiled by block): DDP and one process compile the whole model, all others blocks
-COMPILED = [
-    ({}, "none", False),
-    (NANOCHAT, "selective", True),
-    (LLAMA, "none", False),
-    (EXPERTS, "every:2", True),
-    pytest.param(NANOCHAT | EXPERTS, "none", False, marks=pytest.mark.slow),
-    pytest.param(LLAMA | EXPERTS, "selective", False, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("changes, mode, by_block", COMPILED)
-def test_compiled_gradients_are_those_of_eager_mode(changes, mode, by_block):
-    assert_compiles_once(changes, mode, by_block, "aot_eager")
 
 
 def test_a_function_has_the_gradients_of_eager_mode():
@@ -206,13 +203,6 @@ def test_experts_compile_once_in_16_bits(dtype):
     assert compile_report() == "compile: 2 graphs, 0 graph breaks"
     assert_same(actual, expected, limit=max(0.02, 5 * torch.finfo(dtype).eps))
     torch.testing.assert_close(model.routing, counted, rtol=0.02, atol=1)
-
-
-@pytest.mark.slow
-def test_inductor():
-    """The compiler itself, with recomputation."""
-    with torch._inductor.config.patch(compile_threads=1):  # a pool's processes would import torch
-        assert_compiles_once({}, "full", True, "inductor")
 
 
 def test_what_is_said_about_compilation():

@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 from breaks import BREAKS
-from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited, edited_gpt
-from runs import FORKED, REPO, TINY, assert_same_curve
+from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited_gpt
+from runs import REPO, assert_same_curve
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
@@ -111,6 +111,8 @@ def test_an_edit_holds_on_a_layout_or_the_check_says_that_it_does_not(zygote, wo
     items = {
         (name, way): [SETTINGS.get(name, {}), LAYOUTS[way], None, name] for name in names for way in TRIED
     }
+    # FSDP leaves them no gradient, of which exact sums the squares
+    items["exact"] = [{}, LAYOUTS["exact, zero 3"], None, "frozen embeddings"]
     states = {case: text.partition(":")[0] for case, text in compare(zygote, work, items).items()}
     expected = {(name, way): state for name in names for way, state in EXPECTED.get(name, {}).items()}
     assert states == expected
@@ -144,15 +146,10 @@ def test_a_run_whose_layout_differs_stops_with_one_line(zygote, work):
         "error: tp=2 does not compute what one process computes with this model.py: the"
     )
     assert "; dp and zero=3 compute the same." in message
-    (work / "edited/model.py").write_text(edited(EDITS["without a rule"], (REPO / "model.py").read_text()))
-    torchrun = ["--standalone", "--nproc_per_node=2", str(repo / "train.py"), *TINY]
-    run = zygote.start([*torchrun, "--check_layout=True", "--zero=3"], work, script=FORKED).wait(ok=False)
-    (message,) = re.findall(r"^error: .*", run.text(), flags=re.M)
-    assert "transformer.h.0.alpha" in message and run.codes == [1]
 
 
 @pytest.mark.parametrize(("name", "nproc"), [("mixture of depths", 1), ("frozen embeddings", 2)])
-def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work, name, nproc):
+def test_an_edited_run_has_the_curve_of_one_process(zygote, work, name, nproc):
     """With a module that has the name of the experts' router, and without a gradient of the embeddings."""
     repo = apply(name, work / "edited")
     checked = ["--check_layout=True", "--out_dir=out"]
@@ -161,9 +158,6 @@ def test_an_edited_run_has_the_curve_of_one_process_and_is_sampled(zygote, work,
     zygote.train([*checked, "--max_iters=2", "--init_from=resume"], work, nproc, repo=repo)
     zygote.train(["--max_iters=2", "--out_dir=one"], work, repo=repo)
     assert_same_curve(work / "out", work / "one")
-    sample = ["--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
-    run = zygote.start(sample, work, script="sample.py", repo=repo).wait(60)
-    assert "---------------" in run.text()
 
 
 @pytest.mark.slow

@@ -26,14 +26,13 @@ def test_local_sgd_of_one_step_is_ddp(zygote, shared_work):
 
 FORMULAS = """
 import sys
-from dataclasses import replace
-sys.path.insert(0, {repo!r})
+sys.path[:0] = {repo!r}, {repo!r} + "/tests"
 import torch, torch.distributed as dist
 from torch import nn
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import UNDIVIDED
 from isogpt.parallel.compression import Compression
 from isogpt.parallel.local_sgd import Islands
+from runs import default_plan
 
 dist.init_process_group("gloo", init_method="env://")
 rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -80,8 +79,7 @@ assert (means.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 
 # the outer step; step 3, at which one is due, is skipped
 model = nn.Linear(8, 5, bias=False)
-changes = dict(outer_lr=0.7, outer_momentum=0.9, grad_compression="none")
-plan = replace(UNDIVIDED, world_size=ranks, islands=ranks, local_steps=2, **changes)
+plan = default_plan(world_size=ranks, islands=ranks, local_steps=2, outer_lr=0.7, outer_momentum=0.9)
 model.weight.data = noise(1, 5, 8)
 islands = Islands(model, Mesh(rank, islands=ranks), plan)
 islands.restart()
@@ -99,7 +97,6 @@ for step in (0, 1, 2, 4, 5, 6, 7):
         inner = outer.clone()
     torch.testing.assert_close(model.weight.detach(), inner, atol=1e-5, rtol=0)
     torch.testing.assert_close(islands.weights[0], outer, atol=1e-5, rtol=0)
-print("formulas hold")
 islands = compression = None
 dist.destroy_process_group()
 """
@@ -108,8 +105,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
     (shared_work / "formulas.py").write_text(FORMULAS.format(repo=str(REPO)))
-    run = zygote.start([], shared_work, 3, script="formulas.py", repo=shared_work).wait()
-    assert run.text().count("formulas hold") == 3
+    zygote.start([], shared_work, 3, script="formulas.py", repo=shared_work).wait()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -168,7 +164,7 @@ def test_on_a_different_number_of_islands_a_run_has_the_same_loss_and_continues(
 
 MISTAKES = {
     "--grad_compression=zip": "grad_compression is 'zip'; choose from none, fp16, bf16, int8, powersgd:RANK",
-    "--grad_compression=powersgd:0": "powersgd:RANK and topk:FRACTION",
+    "--grad_compression=powersgd:0": "powersgd:RANK",
     "--grad_compression=topk:2": "topk:FRACTION, such as topk:0.01",
     "--zero=3 --grad_compression=int8": "zero 0 or 1, or dp_replicate: set --grad_compression=none",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",

@@ -1,7 +1,6 @@
 """Models that several ranks divide: faults and messages. The curves: test_layouts.py."""
 
 import re
-import signal
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +19,10 @@ from isogpt.training.settings import check_plan
 def faulty(zygote, shared_work):
     """Start train.py with faults; for one process, only if its folder does not exist yet."""
 
-    def start(model, way, out, args, **faults):
+    def start(model, way, out, args, ok=True, **faults):
         if way != "one" or not (shared_work / out).exists():
             args = [*args_of(model, way), *args, f"--out_dir={out}"]
-            return start_faulty(zygote, args, shared_work, WAYS[way][0], **faults).wait(
-                ok="DIFFER" not in faults
-            )
+            return start_faulty(zygote, args, shared_work, WAYS[way][0], **faults).wait(ok=ok)
 
     return start
 
@@ -68,7 +65,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(
 @pytest.mark.slow
 def test_weights_that_differ_across_ranks_are_detected(faulty):
     """Ranks 1 and 3 hold the same parts: either one may be right."""
-    run = faulty("gpt2", "ddp-tp2", "differ", [], DIFFER=[2, 3])
+    run = faulty("gpt2", "ddp-tp2", "differ", [], ok=False, DIFFER=[2, 3])
     assert set(run.codes) == {1} and run.text().count("error:") == 1 and "Traceback" not in run.text()
     assert re.search(
         r"step 5: weights differ across ranks: transformer\.wte\.weight differs on rank [13]\n", run.text()
@@ -88,26 +85,16 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, model, way):
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("SIGKILL", "pp2"), pytest.param("SIGSTOP", "tp2-pp2", marks=pytest.mark.slow)]
-)
-def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, name, way):
-    """Rank 1 is lost: the others name it and exit."""
-    nproc, flags = WAYS[way]
-    args = [*ONE, *flags, "--out_dir=out", "--save_interval=2"]
-    patience = ["--dist_timeout_s=15"] if name == "SIGSTOP" else []  # the ranks also meet within this time
-    run = zygote.start([*TINY, *args, *patience, "--max_iters=100000"], work, nproc)
+def test_a_pipelines_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work):
+    args = [*ONE, "--pp=2", "--out_dir=out", "--save_interval=2"]
+    run = zygote.start([*TINY, *args, "--max_iters=100000"], work, 2)
     wait_for(lambda: (work / "out/step_00000002/manifest.json").exists() or run.poll())
-    run.kill([1], getattr(signal, name))
-    others = [r for r in range(nproc) if r != 1]
-    wait_for(lambda: run.poll() or all(run.codes[r] is not None for r in others))
     run.kill([1])
     run.wait(ok=False)
-    assert [run.codes[r] for r in others] == [1] * len(others), f"{run.codes}:\n{run.text()[-2000:]}"
-    for rank in others:
-        assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
+    assert run.codes[0] == 1, f"{run.codes}:\n{run.text()[-2000:]}"
+    assert re.search(r"error: rank 0 at step \d+, .*rank 1 does not respond", run.text())
     last = max(column(work / "out", "loss")) + 1
-    zygote.train([*args, "--init_from=resume", f"--max_iters={last}"], work, nproc)
+    zygote.train([*args, "--init_from=resume", f"--max_iters={last}"], work, 2)
     assert sorted(column(work / "out", "loss")) == [*range(last + 1)]
 
 

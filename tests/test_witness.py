@@ -7,48 +7,31 @@ import numpy as np
 import pytest
 import torch
 import witness
-from runs import column, start_changed, train_defaults
+from runs import TINY, accepted, column, start_changed
 
 # each setting of an update has an effect within ten steps that is far above rounding
-SETTINGS = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 32,
-    "block_size": 32,
-    "batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 2e-3,
-    "min_lr": 5e-4,
-    "warmup_iters": 3,
-    "lr_decay_iters": 8,
-    "max_iters": 9,
-    "weight_decay": 0.5,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "grad_clip": 0.5,
-    "eval_interval": 4,
-    "eval_iters": 3,
-    "seed": 7,
-}
+SETTINGS = (
+    "--learning_rate=2e-3 --min_lr=5e-4 --warmup_iters=3 --lr_decay_iters=8 --max_iters=9 --weight_decay=0.5 "
+    "--beta1=0.8 --beta2=0.9 --grad_clip=0.5 --eval_interval=4 --eval_iters=3 --seed=7"
+)
 # name: (processes, settings)
 CASES = {
-    "adamw": (1, {}),
-    "ddp": (2, {}),
-    "exact": (1, {"exact": True}),
-    "muon": (1, {"optimizer": "muon"}),
-    "diloco": (2, {"islands": 2, "local_steps": 3}),
+    "adamw": (1, ""),
+    "ddp": (2, ""),
+    "exact": (1, "--exact=True"),
+    "muon": (1, "--optimizer=muon"),
+    "diloco": (2, "--islands=2 --local_steps=3"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_that_of_a_plain_loop(zygote, shared_work, name):
     """Losses, gradient norms, evaluations of both splits, and the weights where one process holds them."""
-    nproc, changes = CASES[name]
-    settings = SETTINGS | changes
-    args = [f"--{key}={value}" for key, value in settings.items()]
+    nproc, flags = CASES[name]
+    args = f"{SETTINGS} {flags}".split()
     zygote.train([*args, f"--out_dir={name}"], shared_work, nproc)
     splits = [np.fromfile(shared_work / f"data/tiny/{split}.bin", np.uint16) for split in ("train", "val")]
-    records, weights = witness.train(*splits, **train_defaults(vocab_size=65) | settings)
+    records, weights = witness.train(*splits, **accepted("train.py", *TINY, *args) | {"vocab_size": 65})
     for key, tolerance in (("loss", 2e-6), ("grad_norm", 2e-5), ("train_loss", 2e-6), ("val_loss", 2e-6)):
         expected = {record["iter"]: record[key] for record in records if key in record}
         assert column(shared_work / name, key) == pytest.approx(expected, abs=tolerance), key
