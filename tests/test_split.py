@@ -1,6 +1,7 @@
 """Models that several ranks divide: faults and messages. The curves: test_layouts.py."""
 
 import re
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -85,16 +86,26 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, model, way):
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 
-def test_a_pipelines_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work):
-    args = [*ONE, "--pp=2", "--out_dir=out", "--save_interval=2"]
-    run = zygote.start([*TINY, *args, "--max_iters=100000"], work, 2)
+@pytest.mark.parametrize(
+    ("name", "way"), [("SIGKILL", "pp2"), pytest.param("SIGSTOP", "tp2-pp2", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, name, way):
+    """Rank 1 is lost: the others name it and exit."""
+    nproc, flags = WAYS[way]
+    args = [*ONE, *flags, "--out_dir=out", "--save_interval=2"]
+    patience = ["--dist_timeout_s=15"] if name == "SIGSTOP" else []  # the ranks also meet within this time
+    run = zygote.start([*TINY, *args, *patience, "--max_iters=100000"], work, nproc)
     wait_for(lambda: (work / "out/step_00000002/manifest.json").exists() or run.poll())
+    run.kill([1], getattr(signal, name))
+    others = [r for r in range(nproc) if r != 1]
+    wait_for(lambda: run.poll() or all(run.codes[r] is not None for r in others))
     run.kill([1])
     run.wait(ok=False)
-    assert run.codes[0] == 1, f"{run.codes}:\n{run.text()[-2000:]}"
-    assert re.search(r"error: rank 0 at step \d+, .*rank 1 does not respond", run.text())
+    assert [run.codes[r] for r in others] == [1] * len(others), f"{run.codes}:\n{run.text()[-2000:]}"
+    for rank in others:
+        assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 does not respond", run.text())
     last = max(column(work / "out", "loss")) + 1
-    zygote.train([*args, "--init_from=resume", f"--max_iters={last}"], work, 2)
+    zygote.train([*args, "--init_from=resume", f"--max_iters={last}"], work, nproc)
     assert sorted(column(work / "out", "loss")) == [*range(last + 1)]
 
 
