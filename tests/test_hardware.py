@@ -122,19 +122,6 @@ def test_nccl_waits_longer_than_the_watchdog():
     assert is_connection_lost(RuntimeError("NCCL communicator was aborted on rank 1. Original reason: x"))
 
 
-def test_the_loss_scale_is_kept_where_the_gradients_are():
-    """
-    With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta.
-    """
-    p = torch.nn.Parameter(torch.zeros(2))
-    p.grad = torch.full((2,), 3 * 65536.0)
-    scaler = precision.make_scaler("float16", p.device)
-    assert scaler.scale(torch.ones((), device="meta")).is_meta
-    scaler.unscale_(torch.optim.AdamW([p]))
-    assert p.grad.tolist() == [3, 3] and scaler.get_scale() == 65536
-    assert not precision.make_scaler("bfloat16", p.device).is_enabled()
-
-
 FRESH = """
 import sys
 import torch

@@ -38,11 +38,12 @@ LOCAL, NETWORK = (replace(H100.local, latency_s=s, bytes_per_s=b) for s, b in ((
 SIMPLE = replace(H100, tflops=141, tb_per_s=1.2, local=LOCAL, network=NETWORK, half=100)
 
 
-def plan_with(model, devices, rows, accumulation, *, dtype="bfloat16", model_class=GPT, **settings):
-    config = DEFAULTS | settings | {"batch_size": rows, "gradient_accumulation_steps": accumulation}
+def plan_with(model, devices=1, rows=12, accumulation=40, *, islands=1, model_class=GPT, **settings):
+    """A plan of train.py's defaults for GPUs, with these settings."""
+    config = DEFAULTS | {"world_size": devices, "device_type": "cuda", "dtype": "bfloat16"} | settings
+    config |= {"batch_size": rows, "gradient_accumulation_steps": accumulation}
     args = asdict(GPTConfig(**model))
-    ranks = {"world_size": devices, "device_type": "cuda", "dtype": dtype}
-    return plan_of(config, 1, model_args=args, counts=counts_of(model_class, *args.items()), **ranks)
+    return plan_of(config, islands, model_args=args, counts=counts_of(model_class, *args.items()))
 
 
 @cache
@@ -231,9 +232,7 @@ def errors_of(name, figure, predict):
     for row, number, plan in published(name, figure):
         predicted = predict(plan, PUBLISHED[row["card"]])
         print(f"{[*row.values()]}: {predicted:,.1f}, published {number:,}")
-        length = "up to 2,048 tokens" if int(row.get("block_size", 0)) <= 2048 else "longer"
-        group = row["run"].split()[0] if "run" in row else f"{row['card']}, {length}"
-        for group in (group, "all"):
+        for group in (row.get("run", row["card"]).split()[0], "all"):
             errors.setdefault(group, []).append(predicted / number - 1)
     for group, some in errors.items():
         middle = f"median {median(map(abs, some)):.1%}"
