@@ -30,7 +30,6 @@ REAL = types.SimpleNamespace(
     thread_run=threading.Thread.run,
     exit=os._exit,
 )
-ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100"]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -61,15 +60,6 @@ class Stream:
     def synchronize(self) -> None:
         GPU.wait("Stream.synchronize")
 
-    def query(self) -> bool:
-        return GPU.done >= GPU.queued
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *args) -> None:
-        pass
-
 
 class Event:
     """torch.cuda.Event, which can be read when the host has waited for it."""
@@ -87,9 +77,6 @@ class Event:
 
     def wait(self, stream=None) -> None:
         pass
-
-    def query(self) -> bool:
-        return self.number is None or GPU.done >= self.number
 
     def synchronize(self) -> None:
         if self.number is not None:
@@ -240,22 +227,13 @@ def stand_ins() -> dict[str, object]:
         "get_device_capability": GPU.capability,
         "get_device_name": NAMES[GPU.capability],
         "mem_get_info": (GPU.memory - 10**9, GPU.memory),
-        "memory_stats": {},
         "reset_peak_memory_stats": None,
         "empty_cache": None,
         "manual_seed": None,
         "manual_seed_all": None,
-        "seed_all": None,
-        "init": None,
         "_lazy_init": None,
-        "ipc_collect": None,
         "current_stream": stream,
         "default_stream": stream,
-        "get_arch_list": ARCHITECTURES,
-        "is_tf32_supported": GPU.capability >= (8, 0),
-        "set_stream": None,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
     }
 
 
