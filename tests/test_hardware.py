@@ -99,9 +99,7 @@ def test_dtypes_of_gpus(monkeypatch, gpu):
     """
     ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16.
     """
-    assert (
-        precision.resolve_dtype("auto", GPU) == "bfloat16" and precision.resolve_dtype("tf32", GPU) == "tf32"
-    )
+    assert [precision.resolve_dtype(dtype, GPU) for dtype in ("auto", "tf32")] == ["bfloat16", "tf32"]
     gpu.capability = (7, 5)
     assert precision.resolve_dtype("auto", GPU, previous="tf32") == "float16", "a T4"
     gpu.capability = (9, 0)

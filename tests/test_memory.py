@@ -139,12 +139,8 @@ def test_what_settings_do_to_the_parts_of_an_estimate():
         assert parts(**settings)["optimizer"] == pytest.approx(total / 8 * none["optimizer"])
 
 
-@pytest.mark.parametrize(
-    "gib, compile, bytes_per_logit", [(80, False, 12), (80, True, 2), (16, False, 1.3), (16, True, 1.3)]
-)
-def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(
-    monkeypatch, gib, compile, bytes_per_logit
-):
+@pytest.mark.parametrize("gib, compile, of_a_logit", [(80, False, 12), (80, True, 2), (16, True, 1.3)])
+def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, gib, compile, of_a_logit):
     """
     16 sequences of 1,024 tokens in bfloat16: all logits at once, or five chunks, at 6 bytes per logit of a
     chunk. The card is the one that is planned for, or else this machine's.
@@ -155,7 +151,7 @@ def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(
     card = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: card)
     assert memory.memory_estimate(plan) == planned
-    assert 1e9 * planned["activations"] == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.05)
+    assert 1e9 * planned["activations"] == pytest.approx(16 * 1024 * 50304 * of_a_logit, rel=0.05)
 
 
 def bytes_of_a_block(args, **settings):

@@ -124,7 +124,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def pretended():
     """Starts runs with pretended GPUs."""
-    zygote = Zygote({"PRETEND_CUDA": "loaded", "PYTHONPATH": str(REPO / "tests/pretend_cuda")})
+    zygote = Zygote({"PRETEND_CUDA": "loaded", "PYTHONPATH": f"{REPO / 'tests/pretend_cuda'}:{REPO}"})
     yield zygote
     zygote.close()
 
@@ -219,10 +219,7 @@ def test_mistakes_that_a_gpu_punishes_are_found(pretended, work):
     assert [row[1] for row in report["waits"] if row[2] == "aten._local_scalar_dense.default"] == [1]
 
 
-SAMPLES = f"""
-import sys
-
-sys.path.insert(0, {str(REPO)!r})
+SAMPLES = """
 import torch
 from pretend_gpu import GPU
 
@@ -257,7 +254,6 @@ def test_the_host_waits_for_no_token_of_a_sample(pretended, work):
 ATTENDS = f"""
 import sys
 
-sys.path.insert(0, {str(REPO)!r})
 import torch
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 

@@ -92,9 +92,7 @@ class CudaTensor(torch.Tensor):
         self.inner = value.inner
 
     def numpy(self, *args, **kwargs):
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor first"
-        )
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy: use Tensor.cpu()")
 
     __array__ = numpy
 
