@@ -290,11 +290,10 @@ LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
     "ranks, args, messages",
     [
         (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
-        (0, ["--comm", "--tp=1,2"], ["are separate reports: type one"]),
+        (0, ["--comm", "--weak", "--tp=1,2"], ["are separate reports: type one", "needs a list of nproc"]),
         (0, ["--devices=2,x"], ["devices is '2,x': type numbers", "are for predictions: set --plan; "]),
         (0, ["--plan", "--device_memory_gb=9"], ["change a listed card"]),
         (0, ["--check", "--nproc=3"], ["nproc is 3: to check layouts, set --nproc=2, 4 or 8"]),
-        (0, ["--weak", "--tp=1,2"], ["weak scaling needs a list of nproc"]),
         (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
         (0, ["--plan", "--hardware=l4,9090", "--devices=12"], ["a multiple of per_node, 8", "'9090'"]),
         (0, LACKS, ["no layout fits on 1 device"]),

@@ -224,7 +224,6 @@ def peak_of(trace):
     return max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]") / 1e9
 
 
-SELECTIVE = "--activation_checkpointing=selective --dtype=bfloat16"
 OPTIONS = {
     "": 2,
     "--optimizer=muon --arch=nanochat --vocab_size=8192": 2,
@@ -233,7 +232,7 @@ OPTIONS = {
     "--exact=True": 2,
     "--grad_compression=int8": 2,
     "--zero=3 --dp_replicate=2 --optimizer=muon": 4,
-    SELECTIVE: 2,
+    "--activation_checkpointing=selective --dtype=bfloat16": 2,
 }
 
 

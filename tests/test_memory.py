@@ -94,8 +94,7 @@ def test_what_was_recorded_for_a_job_is_not_used_for_a_different_job():
     slow = replace(plan, outer_lr=3.0, outer_momentum=3.0)
     seconds = [prediction.predict(p, devices.HARDWARE["h100"]).seconds for p in (plan, slow)]
     assert seconds[0] == seconds[1]
-    shape = ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied")
-    for name in shape:
+    for name in args:
         assert replace(plan, model_args=args | {name: 7}).job() != job, name
     logs = dict(learning_rate=1.0, out_dir="x", wandb_log=True, seed=2)
     assert plan_with(args, 8, **logs).job() == job

@@ -300,8 +300,7 @@ def test_a_resumed_run_and_its_samples_are_those_of_the_cpu(pretended, work, cur
     train(pretended, work, case, "--max_iters=1")
     train(pretended, work, case, "--init_from=resume")
     same(column(work / "out", "loss"), curve(case), absolute=case.limit)
-    args = ["--out_dir=out", "--start=A", "--num_samples=2", "--max_new_tokens=20", "--compile=False"]
-    args.append("--dtype=float32")
+    args = ["--out_dir=out", "--start=A", "--num_samples=2", "--max_new_tokens=20", "--dtype=float32"]
     expected = zygote.start([*args, "--device=cpu"], work, script="sample.py").wait().samples()
     run, reports = run_pretended(pretended, work, "sample.py", args, Case("", case.processes))
     assert Path(run.outs[0]).read_text().startswith(expected)
