@@ -123,24 +123,20 @@ def test_a_launch_that_fails_prints_why(zygote, work):
 def launch(folder, script):
     """What a launch returns of a script in place of train.py."""
     (folder / "train.py").write_text(script)
-    return Launches(folder / "train.py", folder, rank=0, is_launched=False).run(
-        {"profile": False, "nproc": 1}, steps=3
-    )
+    launches = Launches(folder / "train.py", folder, rank=0, is_launched=False)
+    return launches.run({"profile": False, "nproc": 1}, steps=3)
 
 
 @pytest.mark.parametrize(
     "script, problem",
     [
         ("raise SystemExit(3)", "exit status 3"),
-        (
-            "import os; os.kill(os.getpid(), 9)",
-            "killed (SIGKILL), probably because the machine ran out of memory",
-        ),
+        ("import os; os.kill(os.getpid(), 9)", "killed (SIGKILL)"),
         ("raise SystemExit('[rank0]: Traceback:\\n[rank0]:  line\\n[rank0]: KeyError: 3')", "KeyError: 3"),
     ],
 )
 def test_the_reason_of_a_launch_that_failed(tmp_path, script, problem):
-    assert launch(tmp_path, script) == {"problem": problem}
+    assert launch(tmp_path, script)["problem"].split(",")[0] == problem
 
 
 RECORDS = """
@@ -230,9 +226,6 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     assert len({layout["tp"] for layout in layouts}) > 1, "what is not typed is chosen"
 
 
-LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]
-
-
 def test_a_plan_compares_devices(plan):
     """A line for each device, fastest first; the figures are those of each device's own plan."""
     large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--devices=1"]
@@ -241,15 +234,13 @@ def test_a_plan_compares_devices(plan):
     assert [row[0] for row in rows] == ["h100", "a100", "l4"] and "(does not fit: " in rows[2][1], text
     _, single = plan(*large, "--hardware=a100")
     assert [step for step in found["plans"] if step["devices"] == "1 x a100"] == single["plans"]
-    text, _ = plan(*LARGE, "--devices=2", "--hardware=a100-40gb,3090,v100,t4,l4,l40s,5090,b200,mi300x")
-    assert len(re.findall(r"^ +2 x ", text, re.M)) == 9, text
 
 
 @pytest.mark.parametrize("weak, batches", [("False", "4 4 4"), ("True", "32 8 4")])
 def test_a_plan_compares_numbers_of_devices(plan, weak, batches):
     """One global batch, or with --weak one that grows."""
-    large = [*LARGE, "--hardware=a100", "--gradient_accumulation_steps=2", f"--weak={weak}"]
-    text, _ = plan(*large, "--devices=1,2,8,2")
+    large = ["--n_layer=8", "--n_embd=512", "--dtype=bfloat16", "--gradient_accumulation_steps=2"]
+    text, _ = plan(*large, "--hardware=a100", "--devices=1,2,8,2", f"--weak={weak}")
     rows = re.findall(r"^ +(\d) x a100 +(\d+) ", text, re.M)
     assert [row[1] for row in sorted(rows, reverse=True)] == batches.split(), text
 
@@ -299,15 +290,12 @@ LACKS = ["--plan", *FINETUNE, "--hardware=4090"]
     "ranks, args, messages",
     [
         (0, ["--nproc=0,2", "--json_path=no/x"], ["nproc is '0,2': type numbers", "in a folder that exists"]),
-        (0, ["--comm", "--tp=1,2"], ["are separate reports: type one"]),
-        (0, ["--devices=2,4"], ["are for predictions: set --plan; "]),
+        (0, ["--comm", "--weak", "--tp=1,2"], ["are separate reports: type one", "needs a list of nproc"]),
+        (0, ["--devices=2,x"], ["devices is '2,x': type numbers", "are for predictions: set --plan; "]),
         (0, ["--plan", "--device_memory_gb=9"], ["change a listed card"]),
         (0, ["--check", "--nproc=3"], ["nproc is 3: to check layouts, set --nproc=2, 4 or 8"]),
-        (0, ["--weak", "--tp=1,2"], ["weak scaling needs a list of nproc"]),
         (0, ["--tune", "--hardware=l4,3090"], ["are for predictions: set --plan; "]),
-        (0, ["--plan", "--hardware=l4,9090"], ["hardware is '9090', which is not known"]),
-        (0, ["--plan", "--devices=1,2,x"], ["devices is '1,2,x': type numbers"]),
-        (0, ["--plan", "--devices=12"], ["devices is 12: type a multiple of per_node, 8"]),
+        (0, ["--plan", "--hardware=l4,9090", "--devices=12"], ["a multiple of per_node, 8", "'9090'"]),
         (0, LACKS, ["no layout fits on 1 device"]),
         (0, [*LACKS, "--init_from=."], ["init_from is '.': a plan and an estimate"]),
         (0, [*LACKS, "--dtype=float32"], ["for 4090, set --dtype=bfloat16 or float16"]),

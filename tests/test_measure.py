@@ -23,9 +23,8 @@ def test_kills_do_not_damage_checkpoints(zygote, work):
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")
 def test_a_run_over_slow_links(work):
     """The curve is that of one machine, and a step of DDP sends each gradient once."""
-    script = str(REPO / "measure" / "slow_network.py")
-    command = [sys.executable, script, "--rate=100mbit", "--hosts=2", "--", *TINY, "--max_iters=5"]
-    command += [f"--dataset={work / 'data' / 'tiny'}"]
+    command = [sys.executable, REPO / "measure" / "slow_network.py", "--rate=100mbit", "--hosts=2", "--"]
+    command += [*TINY, "--max_iters=5", f"--dataset={work / 'data' / 'tiny'}"]
     run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     (megabytes,) = re.findall(r"^6 steps on 2 hosts at 100mbit: .* ([\d.]+) MB sent", run.stdout, re.M)

@@ -30,7 +30,6 @@ REAL = types.SimpleNamespace(
     thread_run=threading.Thread.run,
     exit=os._exit,
 )
-ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100"]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -42,10 +41,6 @@ class Stream:
 
     def __init__(self, device=None, priority=0, **kwargs) -> None:
         self.device = torch.device("cuda", GPU.index)
-        self.device_index = GPU.index
-        self.device_type = 1
-        self.stream_id = 0
-        self.cuda_stream = 0
 
     def record_event(self, event=None) -> "Event":
         event = event or Event()
@@ -60,15 +55,6 @@ class Stream:
 
     def synchronize(self) -> None:
         GPU.wait("Stream.synchronize")
-
-    def query(self) -> bool:
-        return GPU.done >= GPU.queued
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *args) -> None:
-        pass
 
 
 class Event:
@@ -88,9 +74,6 @@ class Event:
     def wait(self, stream=None) -> None:
         pass
 
-    def query(self) -> bool:
-        return self.number is None or GPU.done >= self.number
-
     def synchronize(self) -> None:
         if self.number is not None:
             GPU.wait("Event.synchronize", self.number)
@@ -105,16 +88,6 @@ class Event:
                 "CUDA error: device not ready (cudaEventElapsedTime before the events were completed)"
             )
         return (end.time - self.time) * 1e3
-
-
-class DeviceContext(contextlib.AbstractContextManager):
-    """with torch.cuda.device(...) and torch.cuda.stream(...): nothing changes."""
-
-    def __init__(self, device=None) -> None:
-        pass
-
-    def __exit__(self, *args) -> None:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -240,27 +213,14 @@ def stand_ins() -> dict[str, object]:
         "get_device_capability": GPU.capability,
         "get_device_name": NAMES[GPU.capability],
         "mem_get_info": (GPU.memory - 10**9, GPU.memory),
-        "memory_stats": {},
         "reset_peak_memory_stats": None,
         "empty_cache": None,
         "manual_seed": None,
         "manual_seed_all": None,
-        "seed_all": None,
-        "init": None,
         "_lazy_init": None,
-        "ipc_collect": None,
         "current_stream": stream,
         "default_stream": stream,
-        "get_arch_list": ARCHITECTURES,
-        "is_tf32_supported": GPU.capability >= (8, 0),
-        "set_stream": None,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
     }
-
-
-def allocated(*args) -> int:
-    return GPU.allocated
 
 
 def current_device() -> int:
@@ -271,32 +231,22 @@ def synchronize(*args) -> None:
     GPU.wait("synchronize")
 
 
-def get_rng_state(*args) -> torch.Tensor:
-    return torch.random.get_rng_state()
-
-
 def install_cuda() -> None:
     """Replace what torch.cuda and torch.accelerator contain."""
     c = torch.cuda
     for name, value in stand_ins().items():
         setattr(c, name, constant(value))
     c.is_bf16_supported = is_bf16_supported
-    c.max_memory_allocated = allocated
-    c.memory_allocated = allocated
+    c.max_memory_allocated = c.memory_allocated = lambda *args: GPU.allocated
     c.current_device = current_device
     c.set_device = set_device
-    c.device = DeviceContext
-    c._DeviceGuard = DeviceContext
-    c.stream = DeviceContext
-    c.StreamContext = DeviceContext
+    c.device = c._DeviceGuard = c.stream = c.StreamContext = contextlib.nullcontext
     c.get_device_properties = properties
-    c.Stream = Stream
-    c.Event = Event
-    c.streams.Stream = Stream
-    c.streams.Event = Event
+    c.Stream = c.streams.Stream = Stream
+    c.Event = c.streams.Event = Event
     c.synchronize = synchronize
     c.utilization = utilization
-    c.get_rng_state = get_rng_state
+    c.get_rng_state = lambda *args: torch.random.get_rng_state()
     c.set_rng_state = constant(None)
     c.nvtx.mark = c.nvtx.range_push = c.nvtx.range_pop = constant(None)
     c.memory._record_memory_history = constant(None)
@@ -312,19 +262,16 @@ def install_cuda() -> None:
     torch.version.cuda = "12.8"
 
 
-def have_the_same_type(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return type(a) is type(b)
-
-
 def install() -> None:
     """From now on this process has a GPU, described by the environment."""
     GPU.configure()
     install_cuda()
-    torch._has_compatible_shallow_copy_type = have_the_same_type  # Module.to makes new parameters
+    torch._has_compatible_shallow_copy_type = lambda a, b: (
+        type(a) is type(b)
+    )  # Module.to makes new parameters
     dist.Work.get_future = get_future
     dist.is_nccl_available = constant(True)
-    dist.init_process_group = init_process_group
-    dist.distributed_c10d.init_process_group = init_process_group
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
     torch._C._set_only_lift_cpu_tensors(True)
     bias = torch.nn.attention.bias
     bias.causal_lower_right = without_mode(bias.causal_lower_right)  # makes a subclass of Tensor

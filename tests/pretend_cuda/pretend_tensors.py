@@ -92,11 +92,7 @@ class CudaTensor(torch.Tensor):
         self.inner = value.inner
 
     def numpy(self, *args, **kwargs):
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
-            "to host "
-            "memory first."
-        )
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy: use Tensor.cpu()")
 
     __array__ = numpy
 
@@ -112,14 +108,8 @@ class CudaTensor(torch.Tensor):
     def record_stream(self, stream) -> None:
         pass
 
-    def is_pinned(self, *args) -> bool:
-        return False
-
     def pin_memory(self, *args):
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-
-    def cuda(self, *args, **kwargs) -> "CudaTensor":
-        return self
 
     def __deepcopy__(self, memo: dict) -> "CudaTensor":
         made = CudaTensor(self.inner.clone()).requires_grad_(self.requires_grad)
