@@ -95,18 +95,16 @@ def test_windows_are_uniform_and_depend_on_their_arguments_alone(tmp_path):
 
 def test_every_window_is_drawn_and_none_exceeds_the_text(tmp_path):
     for n_tokens in (BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30):
-        data, windows = numbers(tmp_path, n_tokens), (n_tokens - 1) // BLOCK
-        expected = {"random": range(n_tokens - BLOCK), "shuffle": range(0, windows * BLOCK, BLOCK)}
-        for order, starts in expected.items():
-            reader = reader_of(data, order, sequences=300)
-            assert np.unique(reader.starts(3)).tolist() == [*starts]
-            x, y = next(reader.train(3, 0))
-            assert torch.equal(x + 1, y) and y.max() == starts[-1] + BLOCK  # random: the last id
+        reader = reader_of(numbers(tmp_path, n_tokens), sequences=300)
+        assert np.unique(reader.starts(3)).tolist() == [*range(n_tokens - BLOCK)]
+        x, y = next(reader.train(3, 0))
+        assert torch.equal(x + 1, y) and y.max() == n_tokens - 1
 
 
 def test_each_window_appears_once_per_epoch(tmp_path):
+    """Whatever is left of the text after the last one."""
     for n in (*range(1, 20), 63, 64, 65, 99, 4095, 4096, 4097, 99991):
-        reader = reader_of(zeros(tmp_path, n * BLOCK + 1), "shuffle", sequences=n)
+        reader = reader_of(zeros(tmp_path, n * BLOCK + 1 + n % BLOCK), "shuffle", sequences=n)
         epochs = [reader.starts(step).tolist() for step in range(3)]
         assert [sorted(epoch) for epoch in epochs] == [[*range(0, n * BLOCK, BLOCK)]] * 3, n
         assert n < 20 or epochs[0] != epochs[1] != epochs[2] != epochs[0]
@@ -190,21 +188,15 @@ def test_targets_are_the_inputs_shifted_by_one(tmp_path):
     assert [*zip(x.tolist(), y.tolist(), strict=True)] == [padding] * 2
 
 
-def loaders():
-    return [t for t in threading.enumerate() if t.name.startswith("loader")]
-
-
 def test_a_thread_reads_ahead(tmp_path):
     """Two micro-batches more than the one in use, of which each raises an error here when it is read."""
-    shape = {"block_size": BLOCK, "vocab_size": 0}
-    reader = reader_of(numbers(tmp_path, N), model_args=shape)
-    batches = reader.train(0, 0)
+    reader = reader_of(numbers(tmp_path, N), model_args={"block_size": BLOCK, "vocab_size": 0})
+    others, batches = threading.enumerate(), reader.train(0, 0)
     for number in range(2):
         next(batches)
         wait_for(lambda n=number: len(reader.problems) == 3 + n)
-    assert loaders()
     batches.close()  # waits for what has been begun
-    assert not loaders() and len(reader.problems) == 4
+    assert {*threading.enumerate()} <= {*others} and len(reader.problems) == 4
 
 
 def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path):
@@ -213,11 +205,8 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path):
     data = open_dataset(str(write(tmp_path, range(40), train=ids, vocab_size=66)), BLOCK)
     reader = reader_of(data, "shuffle", sequences=1, model_args={"block_size": BLOCK, "vocab_size": 65})
     starts = [reader.starts(step).item() // BLOCK for step in range(125)]
-    padded = [
-        starts[step]
-        for step, (x, y) in zip(range(125), reader.train(0, 0), strict=False)
-        if (y == -1).all() and not x.any()
-    ]
+    batches = zip(starts, reader.train(0, 0), strict=False)
+    padded = [place for place, (x, y) in batches if (y == -1).all() and not x.any()]
     assert sorted(padded) == [39, 40]
     assert all("train.bin holds token id 65," in str(problem) for problem in reader.problems)
     fitting = reader_of(data, "shuffle", sequences=1)
@@ -255,16 +244,9 @@ def test_windows_read_their_own_pages(tmp_path):
 def folder(tmp_path, monkeypatch):
     """data/text in the working folder: 100 and 50 tokens, highest id 89, no metadata."""
     monkeypatch.chdir(tmp_path)
-    return write_data(tmp_path / "data" / "text")
-
-
-def write_data(path, dtype=np.uint16, highest=89):
-    path.mkdir(parents=True)
-    (np.arange(100) % 40).astype(dtype).tofile(path / "train.bin")
-    val = (np.arange(50) % 40).astype(dtype)
-    val[7] = highest
-    val.tofile(path / "val.bin")
-    return path
+    folder = write(tmp_path / "data" / "text", [89, *range(49)], train=np.arange(100) % 40)
+    (folder / "meta.json").unlink()
+    return folder
 
 
 def refused(message, name="text", block_size=BLOCK, **options):
@@ -276,12 +258,11 @@ def refused(message, name="text", block_size=BLOCK, **options):
 def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     data = open_dataset("text", BLOCK)
     assert (data.vocab_size, data.highest, data.train.dtype) == (GPT2_VOCAB, 89, np.uint16)
-    assert ids_of(data.train) == [i % 40 for i in range(100)] and len(data.val) == 50
 
 
-def test_missing_files_are_named(folder, tmp_path):
+def test_missing_files_are_named(folder):
     (folder / "train.bin").unlink()
-    write_data(tmp_path / "data" / "other")
+    write(folder.parent / "other", (), train=())
     refused(rf"no train\.bin in data.text or {REPO}.data.text or text or .*; prepared data sets: .*\bother\b")
     (folder / "prepare.py").touch()
     refused(r"no train\.bin .*; run: python data.text.prepare\.py")
@@ -325,19 +306,16 @@ def test_invalid_metadata_is_refused(folder):
 
 
 def test_what_is_read_of_a_meta_pkl(folder):
-    """What nanoGPT reads; forks add entries with names of ours. A meta.json takes precedence."""
-    path = folder / "meta.pkl"
+    """
+    What nanoGPT reads; forks add entries with names of ours. A meta.json takes precedence. A pickle that
+    would run code is refused and does not run.
+    """
+    path, bad = folder / "meta.pkl", b"cos\nsystem\n(S'touch PWNED'\ntR."
     path.write_bytes(pickle.dumps({"vocab_size": 95, "stoi": {"a": 0}, "tokenizer": "own", "dtype": "int8"}))
     assert read_meta(folder) == {"vocab_size": 95, "stoi": {"a": 0}}
     (folder / "meta.json").write_text('{"vocab_size": 96}')
     assert open_dataset("text", BLOCK).vocab_size == 96
-    path.write_bytes(pickle.dumps({"a": 1})[:-3])
-    refused("meta.pkl cannot be read")
-
-
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(folder):
-    bad = b"cos\nsystem\n(S'touch PWNED'\ntR."
-    (folder / "meta.pkl").write_bytes(bad)
+    path.write_bytes(bad)
     refused(r"meta\.pkl cannot be read: .*only plain values are read")
     assert not Path("PWNED").exists()
     pickle.loads(bad)
@@ -348,11 +326,11 @@ def test_where_data_sets_are_searched(tmp_path):
     """In the working folder, then in the repository, here a copy."""
     repository, working = tmp_path / "repository", tmp_path / "working"
     shutil.copytree(REPO / "isogpt", repository / "isogpt")
-    write_data(repository / "data" / "beside", highest=44)
-    write_data(repository / "data" / "text")
-    write_data(working / "data" / "text", highest=77)
-    write_data(working / "data" / "mine" / "v2", highest=55)  # as in nanoGPT
-    elsewhere = write_data(tmp_path / "elsewhere", highest=66)
+    write(repository / "data" / "beside", [44] * 9, train=range(9))
+    write(repository / "data" / "text", [33] * 9, train=range(9))
+    write(working / "data" / "text", [77] * 9, train=range(9))
+    write(working / "data" / "mine" / "v2", [55] * 9, train=range(9))  # as in nanoGPT
+    elsewhere = write(tmp_path / "elsewhere", [66] * 9, train=range(9))
     names = ("beside", "data/beside", "text", "data/text", "mine/v2", str(elsewhere), "~/elsewhere")
     code = "import sys; from isogpt.data.dataset import open_dataset; "
     code += "print([open_dataset(name, 8).highest for name in sys.argv[1:]])"
