@@ -63,6 +63,7 @@ def prepare_with_signal(number, is_moment, source, out, *args):
 
     if not (pid := os.fork()):
         try:
+            signal.set_wakeup_fd(-1)  # with which another test's train.py watches signals
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.addaudithook(hook)
             prepare(source, out, *args)

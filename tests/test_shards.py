@@ -176,12 +176,9 @@ def test_shards_that_do_not_belong_together(folder):
     for form in "llm.c", "npy":
         paths[3].write_bytes(content(third, form) + b"1")
         refused("train_000003.bin .*, 1 bytes more")
-
-
-def test_npy_arrays_that_are_no_row_of_ids(folder):
     for array in (IDS.reshape(2, -1), IDS.astype(np.float32), IDS.astype(">u2"), np.array(7)):
-        np.save(folder / "train.npy", array)
-        refused(r"train.npy is not one row of ids")
+        np.save(folder / "train.npy", array)  # which is read instead
+        refused("train.npy is not one row of ids")
 
 
 def test_shards_that_change_during_the_run(folder):
