@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import numpy as np
@@ -125,8 +124,6 @@ def test_mixtures_that_are_refused(three):
     }.items():
         with pytest.raises(ValueError, match=message):
             open_dataset(name, BLOCK)
-    with pytest.raises(ValueError, match="data/a, data/b, data/b have the same name"):
-        open_dataset("a,b", BLOCK, 0, "b")
 
 
 def test_sources_whose_ids_mean_different_things(three):
@@ -160,9 +157,6 @@ def test_a_run_on_a_mixture_is_resumed_with_another(zygote, work):
     mixed = [*args, "--dataset=x:3,y:1", "--max_iters=29", "--tensorboard_log=True"]
     text = zygote.train(mixed, work).text()
     assert "of each 1,000 sequences data/x 750, data/y 250, 20,000 training tokens" in text
-    losses = r"train loss [\d.]+, val loss [\d.]+, [\d.]+ bits per byte"
-    losses += r", x loss [\d.]+, y loss [\d.]+"
-    assert re.search(f"^step 30: {losses}$", text, re.M)
     start, *_, last = [record for record in records(work / "out") if record.get("event") in (None, "start")]
     assert (start["val_bytes"], start["val_tokens"], start["val_text"]) == (5400, 1800, "")
     model = trained_model(work / "out/ckpt.pt")

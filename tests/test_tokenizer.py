@@ -21,8 +21,7 @@ PIECES += ["e\u0301", "👩\u200d💻", "\u2028", "\x00", "a", "Z", ".", ",,", "
 SPECIAL = {"<|endoftext|>": 2000, "<|fim|>": 2010}  # ids with a hole, as in cl100k_base
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| "
-    r"?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
-    r"|\s+(?!\S)|\s"
+    r"?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 
 
