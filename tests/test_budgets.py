@@ -12,22 +12,22 @@ from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import check_training
 
 DEFAULTS = train_defaults()  # 491,520 tokens per step
-SMALL = dict(batch_size=8, block_size=96, gradient_accumulation_steps=10)
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "others", "last", "note"),
+    ("max_tokens", "last", "note"),
     [
-        ("1e9", {}, 2034, "1,000,000,000 are 2,035 steps of 491,520 tokens"),
-        (".5", {}, 0, "0.5 are 1 step of 491,520 tokens"),
-        ("2epochs", {}, 3, "2 epochs of 1,000,000 tokens are 4 steps of 491,520 tokens"),
-        ("0.1 epochs", SMALL, 12, "0.1 epochs of 1,000,000 tokens are 13 steps of 7,680 tokens"),
+        ("1e9", 2034, "1,000,000,000 are 2,035 steps"),
+        (".5", 0, "0.5 are 1 step"),
+        ("2epochs", 40, "2 epochs of 10,000,000 tokens are 41 steps"),
+        ("0.1 epochs", 1, "0.1 epochs of 10,000,000 tokens are 2 steps"),
     ],
 )
-def test_the_steps_of_a_budget(max_tokens, others, last, note):
+def test_the_steps_of_a_budget(max_tokens, last, note):
     # a config's max_iters does not count
-    config = check_training(DEFAULTS | others | dict(max_tokens=max_tokens, max_iters=77, lr_decay_iters=8.5))
-    limits = limits_of(config, 1_000_000)
+    config = check_training(DEFAULTS | dict(max_tokens=max_tokens, max_iters=77, lr_decay_iters=8.5))
+    limits = limits_of(config, 10_000_000)
+    note += " of 491,520 tokens"
     assert limits.notes == [f"max_tokens {note}: max_iters {last}, lr_decay_iters {last}"]
     assert limits.settings() == {"max_iters": last, "lr_decay_iters": last}
 

@@ -60,9 +60,7 @@ def test_windows_have_not_changed(tmp_path):
     data, shape = zeros(tmp_path, 1_000_003, 64), {"block_size": 64, "vocab_size": 9}
     for order, seed, step, golden in (
         ("random", 1337, 600000, [650034, 261611, 224049, 96534]),
-        ("random", 7, 0, [211650, 225194, 60796, 120521]),
         ("shuffle", 1337, 5000, [709376, 173888, 933952, 940800]),
-        ("shuffle", 7, 0, [256, 205312, 736768, 300736]),
     ):
         reader = reader_of(data, order, seed=seed, model_args=shape)
         assert reader.starts(step).tolist() == golden
@@ -247,11 +245,6 @@ def refused(message, name="text", block_size=BLOCK, **options):
         open_dataset(name, block_size, **options)
 
 
-def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
-    data = open_dataset("text", BLOCK)
-    assert (data.vocab_size, data.highest, data.train.dtype) == (GPT2_VOCAB, 89, np.uint16)
-
-
 def test_missing_files_are_named(folder):
     (folder / "train.bin").unlink()
     write(folder.parent / "other", (), train=())
@@ -297,11 +290,12 @@ def test_invalid_metadata_is_refused(folder):
         refused(message)
 
 
-def test_what_is_read_of_a_meta_pkl(folder):
+def test_what_is_read_of_metadata(folder):
     """
-    What nanoGPT reads; forks add entries with names of ours. A meta.json takes precedence. A pickle that
-    would run code is refused and does not run.
+    Without any, the vocabulary is GPT-2's. Of a meta.pkl what nanoGPT reads; forks add entries with names of
+    ours. A meta.json takes precedence. A pickle that would run code is refused and does not run.
     """
+    assert open_dataset("text", BLOCK).vocab_size == GPT2_VOCAB
     path, bad = folder / "meta.pkl", b"cos\nsystem\n(S'touch PWNED'\ntR."
     path.write_bytes(pickle.dumps({"vocab_size": 95, "stoi": {"a": 0}, "tokenizer": "own", "dtype": "int8"}))
     assert read_meta(folder) == {"vocab_size": 95, "stoi": {"a": 0}}

@@ -16,7 +16,7 @@ from runs import REPO
 from test_loader import ids_of, refused
 
 from isogpt.data.data_folder import files_of, find_dataset, prepared_datasets
-from isogpt.data.dataset import open_dataset, parts_of
+from isogpt.data.dataset import open_dataset
 from isogpt.data.token_files import DataError
 
 sys.path.insert(0, str(REPO / "data"))
@@ -84,8 +84,6 @@ def test_shards_read_like_one_file(folder):
             starts = np.arange(5000 - length + 1)[::-1]
             windows = array.train.read(starts, length)
             assert windows.dtype == dtype and np.array_equal(windows, whole.train.read(starts, length))
-        parts = [part[0] for part in parts_of(array.train, 2, 4999)]
-        assert np.array_equal(np.concatenate(parts), IDS[2:4999])
 
 
 def write_many(folder):
