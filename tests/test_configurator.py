@@ -272,7 +272,6 @@ def test_help_is_printed_despite_other_mistakes(script, capsys, monkeypatch):
     assert """  --start='"\\n"'                     the prompt, or FILE: and the name of a file""" in others
     assert not any("learning_rate" in line for line in others)
     lines = printed_help("--help=all")
-    assert "  --seed=1337                        data order, initial weights" in lines
     assert "  --max_iters=600000                 steps [>= 0, fractions]" in lines
     monkeypatch.setenv("RANK", "1")
     assert printed_help("--help") == []

@@ -67,8 +67,6 @@ def test_shards_read_like_one_file(folder):
     for form, dtype, name in (
         ("bare", np.uint16, "train_{:06d}"),
         ("llm.c", np.uint16, "fineweb_train_{:06d}"),  # kjj0/fineweb10B-gpt2, modded-nanogpt
-        ("llm.c", np.uint32, "fineweb_train_{:06d}"),
-        ("npy", np.uint16, "edufineweb_train_{:06d}"),  # build-nanogpt
         ("npy", np.int64, "train-{:06d}"),
     ):
         for path in (*folder.iterdir(), *one.iterdir()):
@@ -131,7 +129,7 @@ def test_which_files_are_read_in_which_order(folder):
 
 
 def test_shards_without_a_validation_set(folder):
-    write(folder, form="npy", name="edufineweb_train_{:06d}")
+    write(folder, form="npy", name="edufineweb_train_{:06d}")  # build-nanogpt
     (folder / "val.bin").unlink()
     refused("val.bin is missing: type python .*split.py data/text$")
     with pytest.raises(ValueError, match="contains 9 files of training tokens, not one"):
