@@ -124,7 +124,6 @@ def test_which_files_are_read_in_which_order(folder):
             (folder / name).touch()
         assert [path.name for path in files_of(folder, "train")] == chosen.split()
     assert files_of(folder, "val") == [folder / "a_val_000000.bin"]
-    assert not files_of(folder / "none", "train")
     assert find_dataset("text", "val") == folder and "text" in prepared_datasets()
 
 
