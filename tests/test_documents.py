@@ -1,7 +1,6 @@
 """Windows that begin with a document: which ones, what they leave out, and documents.bin."""
 
 import itertools
-import json
 import re
 import sys
 
@@ -79,8 +78,6 @@ def test_documents_begin_with_the_end_of_text_token_before_them(tmp_path, is_bef
     begins = np.fromfile(tmp_path / "documents.bin", np.int64)
     expected = np.append(0, (LENGTHS + 1).cumsum()[:-1]) - (0 if is_before else 1)
     assert begins.tolist() == np.maximum(expected, 0).tolist()
-    meta = {"dtype": "uint16", "vocab_size": 20, "train_documents": 60, "searched_tokens": len(ids)}
-    assert json.loads((tmp_path / "meta.json").read_text()) == meta
     data, plain = (open_dataset(str(tmp_path), 1024, data_order=order) for order in ("documents", "random"))
     starts = data.windows.starts(np.arange(len(data.windows)))
     assert starts.tolist() == windows_in_a_loop(begins.tolist(), len(ids), 1024)
@@ -93,8 +90,7 @@ def test_a_file_that_does_not_belong_to_the_tokens_is_refused(tmp_path, monkeypa
     monkeypatch.chdir(REPO)
     ids = ids_of_documents(False, LENGTHS[:20])
     folder = write(tmp_path / "data", ids, train=ids, vocab_size=20)
-    command = f"type python data/find_documents.py {folder}"
-    message = f"documents.bin .*: {command}$"
+    message = f"documents.bin .*: type python data/find_documents.py {folder}$"
     for name, content in ("documents.bin", b""), ("documents.bin", bytes(8)), ("train.bin", bytes(len(ids))):
         find_documents.find_documents(folder, END)
         (folder / name).unlink()

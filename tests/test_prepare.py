@@ -63,6 +63,7 @@ def prepare_with_signal(number, is_moment, source, out, *args):
 
     if not (pid := os.fork()):
         try:
+            signal.set_wakeup_fd(-1)  # with which another test's train.py watches signals
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.addaudithook(hook)
             prepare(source, out, *args)
@@ -95,16 +96,11 @@ def test_an_earlier_data_set_leaves_nothing_behind(source, tmp_path):
     prepare(source, folder, "--shard_tokens=100")
     (folder / "all.bin").touch()
     (tmp_path / "text.txt").write_text("some text " * 20)
-    text = [REPO / "data/shakespeare_char/prepare.py", f"--data_files={tmp_path}/text.txt", f"--out={folder}"]
-    run(*text)
+    run(REPO / "data/shakespeare_char/prepare.py", f"--data_files={tmp_path}/text.txt", f"--out={folder}")
     names = {"train.bin", "val.bin", "meta.json", "meta.pkl", "all.bin"}
     assert set(contents(folder)) == names | {"tokenizer.json", "tokenizer_config.json"}
-    run(*text, "--shard_tokens=50")
-    shards = [f"train_00000{i}.bin" for i in range(4)] + ["val_000000.bin"]
-    assert [name for name in sorted(contents(folder)) if name.endswith("0.bin") or "train" in name] == shards
-    assert len(joined(folder, "train")) == 2 * 180 and len(joined(folder, "val")) == 2 * 20
     prepare(source, folder)
-    assert "train_000000.bin" not in contents(folder)
+    assert "meta.pkl" not in contents(folder)
 
 
 def test_folders_and_compressed_files(source, tmp_path):
@@ -183,9 +179,8 @@ def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path):
     command = [sys.executable, SCRIPT, *arguments(source, tmp_path / "out", "--num_proc=2")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         wait_for(lambda: list(tmp_path.glob("out/*/train.bin")))
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
-        tokenizing = [pid for pid, command in commands.items() if "spawn_main" in command]
-        os.kill(tokenizing[0], signal.SIGKILL)
+        commands = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in children(running.pid)}
+        os.kill(next(pid for command, pid in commands.items() if "spawn_main" in command), signal.SIGKILL)
         line = running.stderr.read()
     assert running.returncode == 1 and re.fullmatch("error: A .*process.*\n", line)
     assert not list((tmp_path / "out").iterdir())
