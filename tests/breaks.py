@@ -3,9 +3,9 @@ Faults in the ways of dividing the work, each as a replacement of text in a func
 wrong slice, a wrong divisor. isogpt/check/layout.py must see each of them.
 """
 
+import importlib
 import importlib.util
 import inspect
-import sys
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -102,16 +102,18 @@ def functions_in(code):
 @contextmanager
 def broken(old, new):
     """In the block, the function in isogpt/parallel/ or torch that contains a text contains another."""
-    places = "isogpt.parallel", "torch.distributed.optim.zero_redundancy_optimizer"
-    paths = [Path(importlib.util.find_spec(place).origin) for place in places]
-    sources = {path: path.read_text() for path in (*paths[0].parent.glob("*.py"), paths[1])}
+    package, other = "isogpt.parallel", "torch.distributed.optim.zero_redundancy_optimizer"
+    folder = Path(importlib.util.find_spec(package).origin).parent
+    modules = {path: f"{package}.{path.stem}" for path in folder.glob("*.py")}
+    modules[Path(importlib.util.find_spec(other).origin)] = other
+    sources = {path: path.read_text() for path in modules}
     assert sum(source.count(old) for source in sources.values()) == 1, f"not once: {old}"
     (path,) = (path for path, source in sources.items() if old in source)
     source = sources[path]
     before, after = (functions_in(compile(text, path, "exec")) for text in (source, source.replace(old, new)))
     line = source[: source.index(old)].count("\n") + 1
     _, name = max((code.co_firstlineno, name) for name, code in before.items() if code.co_firstlineno <= line)
-    (module,) = (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == str(path))
+    module = importlib.import_module(modules[path])
     function = inspect.unwrap(reduce(inspect.getattr_static, name.split("."), module))
     original, function.__code__ = function.__code__, after[name]
     try:
