@@ -405,19 +405,19 @@ def bytes_of_conversions(zygote, work, n_embd):
 def test_what_saves_and_conversions_allocate(zygote, work):
     """A save: a copy of weights and moments. A conversion: at most the state itself, once."""
     bytes_of_conversions(zygote, work, 8)  # imports what is imported when it is first used
-    save, to_file, to_hf = bytes_of_conversions(zygote, work, 384)
+    save, to_file, to_hf = bytes_of_conversions(zygote, work, 512)
     assert save < 13
-    assert to_file < 13, "24 in the commit before"
+    assert to_file < 13.5, "24 in the commit before"
     assert to_hf < 1.5, "a file's weights"
 
 
 @pytest.mark.slow
 def test_a_run_that_evaluates_and_saves_takes_no_more_memory_with_each_step(zygote, work):
     """The peak of a run can rise by a megabyte or two when its threads happen to need memory together."""
-    args = ["--compile=False", "--max_iters=1000", "--eval_interval=20", "--out_dir=out"]
+    args = ["--compile=False", "--max_iters=1500", "--eval_interval=20", "--out_dir=out"]
     zygote.train(args, work, env={"OMP_NUM_THREADS": "1"})
     memory = {step: gb * 1e9 for step, gb in column(work / "out", "memory_gb").items()}
     # memory that stays after each evaluation keeps raising the peak; threads that need it together do so once
-    rises = [memory[step + 100] - memory[step] for step in range(500, 1000, 100)]
+    rises = [memory[step + 100] - memory[step] for step in range(1000, 1500, 100)]
     assert 10 * statistics.median(rises) < 1e6, "3.5 MB in 1,000 steps in the code of e430e46"
     assert sum(rises) < 5e6
