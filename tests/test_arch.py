@@ -87,10 +87,11 @@ def test_settings_that_a_checkpoint_overrides(zygote, session_work, trained, tmp
     source = trained(args_of("llama"))
     shutil.copytree(source, tmp_path / "out", symlinks=True)
     of_shape = ["--n_kv_head=1", "--head=untied"]
-    of_curve = ["--seed=1", "--block_size=16"]
+    of_curve = "--seed=1 --data_order=shuffle --block_size=16 --beta2=0.9 --grad_clip=0.5".split()
     said = [
         "n_kv_head 2, head tied of the checkpoint are used, not n_kv_head 1, head untied",
-        "this run continues with seed 1 (was 1337), block_size 16 (was 32): the loss curve changes",
+        "this run continues with seed 1 (was 1337), data_order shuffle (was random), block_size 16 (was 32), "
+        "beta2 0.9 (was 0.95), grad_clip 0.5 (was 1.0): the loss curve changes",
     ]
     for more, sentences in (
         # a longer run with the same sequences in each step

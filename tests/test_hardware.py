@@ -11,7 +11,6 @@ import torch
 from runs import REPO, default_plan, script, script_that_fails
 
 from isogpt.launch.device import collectives_timeout
-from isogpt.launch.signals import Stop
 from isogpt.launch.together import is_connection_lost
 from isogpt.speed.devices import HARDWARE, find_peak
 from isogpt.training import precision
@@ -197,10 +196,3 @@ def test_flash_attention_3_is_used_where_it_fits(monkeypatch, tmp_path, gpu, swi
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     gpu.capability = (10, 0)
     assert notes() == []
-
-
-def test_an_evaluation_on_a_gpu_rarely_asks_for_a_stop():
-    """Each time, it waits for the queued work."""
-    stop = Stop(signal=15)
-    assert not any(stop.in_evaluation(i, GPU, 0.0) for i in range(1, 8)) and not stop.agreed
-    assert stop.in_evaluation(1, torch.device("cpu"), 0.0) and stop.agreed == 15

@@ -251,6 +251,23 @@ def test_the_host_waits_for_no_token_of_a_sample(pretended, work):
     assert not report["problems"]
 
 
+STOPS = """
+import torch
+
+from isogpt.launch.signals import Stop
+
+stop, gpu = Stop(signal=15), torch.device("cuda", 0)
+print([number for number in range(1, 25) if stop.in_evaluation(number, gpu, 0.0)])
+"""
+
+
+def test_an_evaluation_on_a_gpu_stops_at_some_micro_batches(pretended, work):
+    """Not at each: to ask the other ranks is to wait for the queued work."""
+    (work / "stops.py").write_text(STOPS)
+    run, _ = run_pretended(pretended, work, work / "stops.py", [], Case(""))
+    assert run.text() == "[8, 16, 24]\n"
+
+
 ATTENDS = f"""
 import sys
 

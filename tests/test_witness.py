@@ -20,6 +20,7 @@ CASES = {
     "ddp": (2, ""),
     "exact": (1, "--exact=True"),
     "muon": (1, "--optimizer=muon"),
+    "unclipped": (1, "--optimizer=muon --grad_clip=0"),
     "diloco": (2, "--islands=2 --local_steps=3"),
 }
 
