@@ -2,6 +2,7 @@
 Every launcher starts the same training: rank variables, the order of ranks, the network and cores.
 """
 
+import json
 import os
 import re
 import shlex
@@ -109,6 +110,7 @@ def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
     loopback, gloos = "lo (127.0.0.1)", "an interface of its choice"
     for other, given, interface in (
         ("127.0.0.1", "", loopback),  # a single machine
+        ("127.0.0.2", "", loopback),  # a different one: NCCL chooses
         ("127.0.0.1", "docker0", "docker0"),
         ("", "", gloos),  # without IPv4
         ("255.255.255.255", "", gloos),  # no route
@@ -118,7 +120,8 @@ def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # undone when the test ends
         assert network.choose_interface(other) == interface
         assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if interface == loopback else given)
-        assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if interface == loopback else None)
+        is_alone = interface == loopback and other == "127.0.0.1"
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if is_alone else None)
 
 
 def command_of(monkeypatch, given, nproc, *arguments):
@@ -173,9 +176,12 @@ def test_a_command_that_a_rank_starts_is_no_rank(zygote, work):
     of_a_rank = TORCHRUN | OMPI | MPICH | dict.fromkeys((*names, "SLURM_STEP_ID"), "0")
     of_a_rank |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     others = {"SLURM_JOB_ID": "17", "MAIL": "me"}
-    zygote.train(["--max_iters=0", "--alert_command=env > variables"], work, 2, env=of_a_rank | others)
+    command = "--alert_command=env > variables; cat >> told"
+    zygote.train(["--max_iters=0", command], work, 2, env=of_a_rank | others)
     inherited = dict(line.split("=", 1) for line in (work / "variables").read_text().splitlines())
     assert others.items() <= inherited.items() and not of_a_rank.keys() & inherited.keys()
+    told = [json.loads(line)["event"] for line in (work / "told").read_text().splitlines()]
+    assert told == ["start", "end"]
 
 
 NODE = """#!/bin/sh

@@ -75,7 +75,7 @@ def test_other_forms_of_running_out_of_memory():
 def test_out_of_memory_while_the_model_is_allocated(zygote, work):
     """The user is told, and the folder is not touched."""
     args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
-    text = zygote.train(args, work, ok=False).text()
+    text = zygote.train(args, work, 2, ok=False).text()
     assert text.count("out of memory while the model was allocated") == 1 and "Traceback" not in text
     assert "uses micro-batches of" not in text and not (work / "out").exists()
     assert re.search('"event": "failed".*allocate memory', (work / "told.jsonl").read_text())

@@ -119,6 +119,7 @@ def test_mixtures_that_are_refused(three):
         "a:0,b:1": "no train.bin in data/a:0 ",
         "a:1e999999999,b:1": "no train.bin in data/a:1e999999999 ",
         "a:1,b:1e9": r"of each 1,000 sequences, the data sets would get \[0, 1000\]: set a larger weight",
+        "a:1,data/a:2": "data/a, data/a have the same name",
     }.items():
         with pytest.raises(ValueError, match=message):
             open_dataset(name, BLOCK)
@@ -164,6 +165,8 @@ def test_a_run_on_a_mixture_is_resumed_with_another(zygote, work):
     for name, loss, bytes_per_token in zip("xy", of_sources, (2, 4), strict=True):
         expected |= {f"val_loss/{name}": loss, f"val_bpb/{name}": loss / math.log(2) / bytes_per_token}
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    printed = (last[name] for name in ("val_loss", "val_bpb", "val_loss/x", "val_loss/y"))
+    assert "val loss {:.4f}, {:.4f} bits per byte, x loss {:.4f}, y loss {:.4f}\n".format(*printed) in text
     charts = EventAccumulator(str(work / "out/tensorboard")).Reload().Tags()["scalars"]
     assert {"val/loss", "val/bpb", "val/loss_x", "val/bpb_x", "val/loss_y", "val/bpb_y"} < {*charts}
     assert read_file(work / "out/ckpt.pt")["isogpt"]["sources"]["x"]["of_1000"] == 750

@@ -275,7 +275,7 @@ def test_fields_events_and_lines_of_a_run(zygote, work):
     text = start_changed(zygote, UNMEASURED, [*args, "--out_dir=out"], work, whole=True).wait().text()
     for said in ("moved to out/previous_1\n", "peak:    unknown", ", mfu n/a,", "10 steps, not 1\n"):
         assert text.count(said) == 1, text
-    assert "float32; compile: off\n" in text
+    assert "float32; compile: off\n" in text and "cores:" not in text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ matplotlib.figure.Figure.savefig = save_slowly
 def test_a_slow_plot_delays_no_step_and_the_next_one_waits_until_the_end(zygote, work):
     args = [LONG, "--eval_interval=5", "--keep_last=1", "--out_dir=out"]
     run = start_changed(zygote, HELD_PLOT, args, work)
-    assert run.until(lambda text: text.count("saved out/step_") == 4)
+    assert run.until(lambda text: text.count("saved out/step_") >= 4)
     run.kill(sig=signal.SIGTERM)
     assert run.until(lambda text: "stopped on request" in text)
     (work / "go").touch()

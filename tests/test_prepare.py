@@ -163,8 +163,10 @@ def test_a_failure_leaves_the_earlier_files(source, tmp_path, capfd):
         assert said.startswith(f"error: {broken}, document 301: ")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    said = error_of(SCRIPT, *arguments(source, folder))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        said = error_of(SCRIPT, *arguments(source, folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said == "error: [Errno 27] File too large"
     capfd.readouterr()
     in_val = (signal.SIGINT, lambda event, name: name.endswith(".tmp/val.bin"))

@@ -93,6 +93,7 @@ def test_the_result_of_a_run_that_fails(zygote, work):
     result = result_of(work / "out")
     assert result["exit_reason"] == "failed" and result["reason"].startswith("step 3: not finite")
     assert result["tokens"] == 3 * TOKENS and result["val_loss"] is None
+    assert "start again with" in result["reason"] and "--skip_steps=nan" in result["reason"]
 
 
 def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work):

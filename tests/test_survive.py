@@ -275,7 +275,8 @@ def test_a_rank_that_hangs_is_named_by_all_others_and_says_where(faulty, work):
 OWN = """
 import os
 rank = int(os.environ["RANK"])
-out_dir, mirror, dataset = f"out{rank}", f"memory://key:secret@copies{rank}", f"data/of_{rank}"
+out_dir, mirror = f"out{rank}", f"memory://key:secret@copies{rank}"
+dataset = eval_datasets = f"data/of_{rank}/tiny"
 """
 
 
@@ -283,9 +284,9 @@ def test_ranks_must_start_with_the_same_data(zygote, work):
     """Names of folders and URLs may differ."""
     (work / "own.py").write_text(OWN)
     for rank in range(3):
-        shutil.copytree(work / "data/tiny", work / f"data/of_{rank}")
-    ids = np.fromfile(work / "data/of_2/train.bin", np.uint16)
-    ids[::-1].tofile(work / "data/of_2/train.bin")
+        shutil.copytree(work / "data/tiny", work / f"data/of_{rank}/tiny")
+    ids = np.fromfile(work / "data/of_2/tiny/train.bin", np.uint16)
+    ids[::-1].tofile(work / "data/of_2/tiny/train.bin")
     run = zygote.train(["own.py"], work, 3, ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     assert re.search(r"the data's digest is '\w+' on rank 0.*, '\w+' on rank 2", run.text())
