@@ -104,6 +104,10 @@ def test_an_exported_ckpt_pt_is_a_file_and_not_a_link(trained, tmp_path):
     for out_dir in (bare.parent, bare):
         assert export.convert(str(out_dir), "ckpt.pt") == bare and bare.stat().st_mtime_ns == written
         assert find_checkpoint(out_dir)[0].path == bare
+    assert find_checkpoint(bare)[0].val_loss == a["best_val_loss"]
+    a["isogpt"]["best_step"] = 1  # the best loss was not that of these weights
+    torch.save(a, bare)
+    assert find_checkpoint(bare)[0].val_loss is None
 
 
 TASK = """
