@@ -240,16 +240,11 @@ def test_three_steps_in_succession_before_the_first_checkpoint_end_the_run(fault
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
-    """
-    The scaler handles overflows, until 16 consecutive ones have reduced its scale to 1. Where the loss is not
-    finite, a smaller scale does not help.
-    """
+    """The scaler handles overflows, until 16 consecutive ones have reduced its scale to 1."""
     args = ["--out_dir=out", "--dtype=float16", "--max_iters=60"]
     run = faulty(args, NAN_BACKWARD=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
-    run = faulty(["--out_dir=nan", "--dtype=float16"], NAN=[[3, 0]]).wait(ok=False)
-    assert run.codes == [1] and "error: step 3: not finite on rank 0" in run.text()
 
 
 # ------------------------------------------------------------------------------------------------------------
