@@ -102,6 +102,14 @@ def parameters_of_rank(plan, rank):
     return {name: p.numel() for name, p in model.named_parameters()}
 
 
+def test_context_parallelism_repeats_the_forward_pass_of_attention():
+    """Of a long sequence: 1 + 1 + 2.5 forward passes in place of 1 + 2.5, half of each on a rank."""
+    long, roomy = GPT2 | {"block_size": 2**22}, replace(H100, memory_gb=10**6)
+    plans = [plan_with(long, cp, 1, 1, cp=cp) for cp in (1, 2)]
+    one, two = (prediction.predict(plan, roomy).seconds["compute"] for plan in plans)
+    assert 2 * two / one == pytest.approx(4.5 / 3.5, rel=0.05)
+
+
 def test_layers_are_cut_as_well_as_any_cut_does():
     costs = (3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0)
     for n in range(1, 9):
