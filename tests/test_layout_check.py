@@ -160,13 +160,26 @@ def test_an_edited_run_has_the_curve_of_one_process(zygote, work, name, nproc):
     assert_same_curve(work / "out", work / "one")
 
 
+STILL = """
+import torch
+class Still(torch.optim.SGD):
+    def step(self):
+        pass
+"""
+
+
 @pytest.mark.slow
-def test_a_comparison_that_crashes_is_refused_with_the_reason(zygote, work):
-    repo = apply("crash", work / "edited")
-    run = zygote.start(["--check=True"], work, script="bench.py", repo=repo)
-    run.until(lambda text: "\ninitial values " in text)
-    run.kill()
-    assert re.search(r"^one process +refused .*RuntimeError: a bug \(model.py, line \d+\)", run.text(), re.M)
+def test_the_check_of_one_process_says_what_crashes_and_what_is_not_updated(zygote, work):
+    (work / "still.py").write_text(STILL)
+    crash = r"refused .*RuntimeError: a bug \(model.py, line \d+\)"
+    for repo, args, said in (
+        (apply("crash", work / "edited"), [], crash),
+        (REPO, ["--optimizer=still.py:Still"], "differs .*does not change transformer"),
+    ):
+        run = zygote.start(["--check=True", *args], work, script="bench.py", repo=repo)
+        run.until(lambda text: "\ninitial values " in text)
+        run.kill()
+        assert re.search(f"^one process +{said}", run.text(), re.M), run.text()
 
 
 WHOLE = "Sliding windows in alternate layers"  # with a check of generation, which fails
