@@ -36,6 +36,7 @@ def commands_of(name):
         if args is not None and not {"--help", "--help=all"} & set(args):
             rest = without(args, *REPLACED) if name == "train.py" else args
             found.setdefault((*rest, processes_of(command)), command)
+    assert found, f"no page has a command of {name}"
     return [*found.values()]
 
 
