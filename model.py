@@ -427,11 +427,11 @@ class GPT(nn.Module):
         self, x: Tensor, targets: Tensor | None, target_count: float | None, with_logits: bool = False
     ) -> Prediction:
         """`predict` without the router's auxiliary losses."""
-        x, logits = self.transformer.ln_f(x), None
+        x = self.transformer.ln_f(x)
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
-        if target_count is None or with_logits:  # not in training, where the loss does not need them
-            logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
+        with_logits = with_logits or target_count is None  # in training, the loss does not need them
+        logits = soft_cap(self.lm_head(x), self.arch.softcap) if with_logits else None  # (B, T, V)
         count = (targets != IGNORE).sum() if target_count is None else target_count
         return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count
 
