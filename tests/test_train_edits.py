@@ -12,6 +12,7 @@ PAGE = (REPO / "docs/changing-train.md").read_text()
 SECTIONS = {section.splitlines()[0]: section for section in re.split(r"^## ", PAGE, flags=re.M)}
 NAMES = [name for name, section in SECTIONS.items() if "\nFiles: " in section]
 LAYOUTS = {"ddp": (2, []), "zero 3": (2, ["--zero=3"])}
+COMPARED = r"loss$|grad_norm|val_loss|train_loss|accuracy|gradient/"  # of the numbers in records
 KEEP_STATE = ["An average of the weights", "Freezing by step", "Noise on the gradients"]
 # a step more than the edits that depend on it need
 RUN = ["--warmup_iters=4", "--max_iters=7", "--eval_interval=4", "--gradient_accumulation_steps=4"]
@@ -34,16 +35,14 @@ def train(zygote, work, repo, out, nproc=1, *args):
 def assert_same_numbers(folder, reference):
     """All numbers of the records that do not measure this machine are equal up to rounding."""
     names = {name for record in records(reference) for name in record if "event" not in record}
-    names = {
-        name for name in names if re.match(r"loss$|grad_norm|val_loss|train_loss|accuracy|gradient/", name)
-    }
+    names = {name for name in names if re.match(COMPARED, name)}
     for name in names:
         same(column(folder, name), column(reference, name), absolute=2e-5, relative=1e-4)
     return names
 
 
 def compare(zygote, work, name, layouts):
-    """An edit computes the same on these layouts; returns the repository, and the names of what was compared."""
+    """Compare an edit on layouts with one process; returns the repository, and names of what was compared."""
     repo = edited(name, work / "edited")
     one = train(zygote, work, repo, "one")
     for number, (nproc, args) in enumerate(layouts):
@@ -80,9 +79,8 @@ def test_extra_tensors_resume_on_any_layout(zygote, work):
     """An average, saved and continued by different layouts, has all its numbers."""
     repo = edited("An average of the weights", work / "edited")
     path = repo / "train.py"
-    counted = (
-        'state.extra.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)\n    clock.step()\n'
-    )
+    count = 'state.extra.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)'
+    counted = f"{count}\n    clock.step()\n"
     path.write_text(path.read_text().replace("clock.step()\n", counted))
     train(zygote, work, repo, "first", 1, "--max_iters=2")
     layouts = {"one": (1, []), "zero1": (2, ["--zero=1"]), "zero3": (2, ["--zero=3"])}
