@@ -75,7 +75,7 @@ def test_an_edit_computes_the_same_on_all_layouts(zygote, work, name):
 def test_an_edit_that_keeps_state_resumes_to_the_bit(zygote, work, name):
     repo, _ = compare(zygote, work, name, LAYOUTS.values())
     for whole, (nproc, args) in (("one", (1, [])), ("out1", LAYOUTS["zero 3"])):
-        part = train(zygote, work, repo, f"part_{whole}", nproc, "--max_iters=2", *args)
+        part = train(zygote, work, repo, f"part_{whole}", nproc, "--max_iters=3", *args)
         train(zygote, work, repo, part.name, nproc, "--init_from=resume", *args)
         assert_same_run(part, work / whole)
 
@@ -123,7 +123,7 @@ def test_an_optimizer_that_is_made_inline(zygote, work):
     one = train(zygote, work, repo, "one")
     for name, args in (("ddp", []), ("zero1", ["--zero=1"]), ("zero3", ["--zero=3"])):
         assert_same_numbers(train(zygote, work, repo, name, 2, *args), one)
-    train(zygote, work, repo, "part", 1, "--max_iters=2")
+    train(zygote, work, repo, "part", 1, "--max_iters=3")
     assert_same_run(train(zygote, work, repo, "part", 1, "--init_from=resume"), one)
 
 
@@ -161,7 +161,7 @@ def test_a_module_that_reads_the_step_computes_the_same_on_all_layouts(zygote, w
         assert_same_numbers(train(zygote, work, repo, f"out{number}", nproc, *args), one)
     plain = train(zygote, work, REPO, "plain")
     assert column(plain, "loss")[0] == column(one, "loss")[0] and column(plain, "loss") != column(one, "loss")
-    train(zygote, work, repo, "part", 1, "--max_iters=2")
+    train(zygote, work, repo, "part", 1, "--max_iters=3")
     assert_same_run(train(zygote, work, repo, "part", 1, "--init_from=resume"), one)
 
 
