@@ -268,7 +268,7 @@ class Pipeline(nn.Module):
         same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
         if with_logits:
-            raise LayoutError("only the last stage of a pipeline has logits: for with_logits, set --pp=1")
+            raise LayoutError("with pp, only the last stage has logits: set --pp=1")
         x, me = idx, self.mesh.index("pp")
         positions = self.model.next_positions(idx, caches)
         for stage in self.stages:

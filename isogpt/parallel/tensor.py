@@ -120,7 +120,7 @@ def all_logits(ranks: TensorRanks, head: nn.Module, args: tuple, logits: Tensor)
         LayoutError: in training, where ranks hold different tokens: no rank has all logits.
     """
     if ranks.splits_sequence:
-        raise LayoutError("tp computes the loss without all logits: for with_logits, set --tp=1")
+        raise LayoutError("with tp, no rank has all logits of a training step: set --tp=1")
     logits = F.pad(logits, (0, ranks.longest - logits.size(-1))).contiguous()
     parts = [torch.empty_like(logits) for _ in range(ranks.count)]
     dist.all_gather(parts, logits, group=ranks.group)
