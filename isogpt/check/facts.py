@@ -377,6 +377,7 @@ class Trial:
             facts[f"the gradient of {name}"] = Fact(grad.detach(), LIMIT * norm, splits_of(p))
         if self.plan.islands == 1:  # islands have separate gradients
             facts["the gradient's norm"] = fact(norm, LIMIT)
+        model.set_step(self.config["max_iters"])  # schedules have ended
         with torch.no_grad():
             _, loss = called.eval()(x, y, 1.0)
         reshard(model)
