@@ -11,7 +11,6 @@ from tempfile import mkdtemp
 
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
-from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import typed
 from isogpt.lab.runs import read_run
 from isogpt.speed.clock import WAITING
@@ -25,22 +24,6 @@ FIXED |= dict.fromkeys(("max_iters", "time_limit_s", "sample_interval", "stats_i
 FIXED |= dict.fromkeys(("eval_only", "save_checkpoint", "wandb_log", "tensorboard_log"), False)
 FIXED |= dict.fromkeys(("out_dir", "mirror", "eval_datasets", "alert_command"), "")
 FIXED |= dict.fromkeys(("dry_run_ranks", "max_tokens"), "")
-# settings with which a launch takes 6 steps on a CPU that move the weights far enough to show what depends on
-# them, and evaluates and saves before steps 0 and 3, and at the end
-RECORDED = FIXED | {"device": "cpu", "dtype": "float32", "residual_dtype": "float32", "compile": False}
-RECORDED |= {"gradient_accumulation_steps": 4, "max_iters": 5, "eval_interval": 3, "eval_iters": 4}
-RECORDED |= {
-    "learning_rate": 1e-3,
-    "min_lr": 1e-4,
-    "warmup_iters": 1,
-    "lr_decay_iters": 5,
-    "cooldown_iters": 2,
-}
-RECORDED |= {"save_checkpoint": True, "always_save_checkpoint": True, "init_from": "scratch", "nproc": 0}
-RECORDED |= {"data_order": "random", "layout": "manual", "check_layout": False, "check_ranks_interval": 1}
-LIMIT_S, TIMEOUT_S = 600.0, 60.0  # of such a launch, and of a collective
-# the names of what is recorded about the machine
-MEASURED = re.compile(r"(seconds|mfu|flops|.*_(s|ms|gb|percent))(_max)?")
 GRACE_S = 60.0  # for a launch that is asked to end
 
 
@@ -75,31 +58,6 @@ class Launches:
         if code:
             return {"problem": reason_for(code, errors)}
         return figures(out, steps) if self.rank == 0 else {}
-
-    def record(self, settings: dict, model_args: dict) -> dict[str, float]:
-        """
-        Train a small model on random tokens, in a folder that all such launches share, and return what
-        `recorded_numbers` does.
-
-        Args:
-            settings: which replace RECORDED's. With init_from=resume:3, the launch before this one continues.
-
-        Raises:
-            ValueError: why the launch failed.
-        """
-        data, out, length = self.folder / "random", self.folder / "run", model_args["block_size"]
-        data.mkdir(exist_ok=True)
-        write_random_tokens(data, model_args["vocab_size"], 20 * length)
-        settings = settings | {
-            "block_size": length,
-            "dataset": data,
-            "out_dir": out,
-            "dist_timeout_s": TIMEOUT_S,
-        }
-        code, errors = self.start(settings, limit_s=LIMIT_S)
-        if code:
-            raise ValueError(reason_for(code, errors))
-        return recorded_numbers(out)
 
     def start(self, settings: dict, show: bool = False, limit_s: float | None = None) -> tuple[int, str]:
         """
@@ -151,21 +109,6 @@ def place_in(traceback: str) -> str:
     """The last place in a traceback that is in this repository, in parentheses; "" if there is none."""
     places = re.findall(rf'File "{re.escape(str(REPOSITORY))}/(.*)", line (\d+)', traceback)
     return " ({}, line {})".format(*places[-1]) if places else ""
-
-
-def recorded_numbers(out: Path) -> dict[str, float]:
-    """
-    Return {name: number} of what train.py recorded in folder `out` of steps and evaluations, without what
-    depends on the machine.
-    """
-    run = read_run(out)
-    return {
-        f"{name} of {kind} {record['iter']}": value
-        for kind, records in (("step", run.steps), ("the evaluation at step", run.evaluations))
-        for record in records
-        for name, value in record.items()
-        if isinstance(value, int | float) and not MEASURED.fullmatch(name)
-    }
 
 
 def figures(out: Path, steps: int) -> dict:
