@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from textwrap import shorten
 
@@ -209,6 +209,8 @@ class GPT(nn.Module):
             `torch.manual_seed(1337)` before `GPT(config)` has the usual effect.
     """
 
+    config_class = GPTConfig
+
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -227,6 +229,7 @@ class GPT(nn.Module):
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
+        self.step = 0  # of the training run, see `set_step`
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
         parameters = self.named_parameters(remove_duplicate=False)
         tensors = chain(parameters, self.named_buffers(remove_duplicate=False))
@@ -298,6 +301,20 @@ class GPT(nn.Module):
         special = {"transformer.wte.weight": 1.0, "lm_head.weight": 0.001}
         return special.get(name, c.n_embd**-0.5)
 
+    def set_step(self, step: int) -> None:
+        """
+        Tell all modules that have an attribute `step` (`self.step = 0` in __init__) the number of the
+        training step. A run calls this before each step and evaluation; with weights of a checkpoint, the
+        step is the checkpoint's.
+        """
+        for module in self.modules_with_step:
+            module.step = step
+
+    @cached_property
+    def modules_with_step(self) -> list[nn.Module]:
+        """The modules that `set_step` tells the step, listed once: to look for them takes 0.2 ms."""
+        return [module for module in self.modules() if "step" in vars(module)]
+
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
         Return the number of parameters, by default without the position embeddings (wte counts, because
@@ -315,6 +332,7 @@ class GPT(nn.Module):
         target_count: float | None = None,
         positions: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        with_logits: bool = False,
     ) -> Prediction:
         """
         Compute logits and loss.
@@ -323,8 +341,8 @@ class GPT(nn.Module):
             idx: token ids (B, T).
             targets: token ids (B, T); -1 is ignored.
             target_count: divide the summed loss by this number instead of averaging it, so that the losses of
-                a batch's parts add up exactly. Logits are not returned: for a large vocabulary, they are
-                never all in memory.
+                a batch's parts add up exactly. Logits are not returned, unless with_logits is set: for a
+                large vocabulary, they are never all in memory.
             positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the
                 caches.
             caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary
@@ -332,7 +350,8 @@ class GPT(nn.Module):
 
         Returns:
             (logits of the last position (B, 1, V), None) without targets; (logits (B, T, V), mean loss) with
-            targets; (None, summed loss / target_count) with targets and target_count.
+            targets; (None, summed loss / target_count) with targets and target_count, or with_logits (logits
+            (B, T, V), the same loss).
 
         Raises:
             ValueError: the sequence, including what the caches hold, is longer than block_size.
@@ -341,7 +360,7 @@ class GPT(nn.Module):
             positions = self.next_positions(idx, caches)
         x = self.embed(idx, positions)
         x, routing = self.run_blocks(enumerate(self.transformer.h), x, positions, caches)
-        return self.predict(x, routing, targets, target_count)
+        return self.predict(x, routing, targets, target_count, with_logits)
 
     def next_positions(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """Positions (T,) of token ids (B, T) that follow the caches, see `forward`."""
@@ -384,10 +403,15 @@ class GPT(nn.Module):
         return x, torch.stack(routings) if routings and self.training else None  # (blocks, B, E + 2)
 
     def predict(
-        self, x: Tensor, routing: Tensor | None, targets: Tensor | None, target_count: float | None
+        self,
+        x: Tensor,
+        routing: Tensor | None,
+        targets: Tensor | None,
+        target_count: float | None,
+        with_logits: bool = False,
     ) -> Prediction:
         """Logits and loss from the last block's output, see `forward`."""
-        logits, loss = self.predict_tokens(x, targets, target_count)
+        logits, loss = self.predict_tokens(x, targets, target_count, with_logits)
         if routing is None or targets is None:
             return logits, loss
         valid = targets != IGNORE  # (B, T)
@@ -399,16 +423,17 @@ class GPT(nn.Module):
         # the value is the tokens' loss alone, but the gradient includes the auxiliary losses
         return logits, loss + (auxiliary - auxiliary.detach())
 
-    def predict_tokens(self, x: Tensor, targets: Tensor | None, target_count: float | None) -> Prediction:
+    def predict_tokens(
+        self, x: Tensor, targets: Tensor | None, target_count: float | None, with_logits: bool = False
+    ) -> Prediction:
         """`predict` without the router's auxiliary losses."""
         x = self.transformer.ln_f(x)
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
-        if target_count is not None:
-            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
-        logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
-        rows, targets = logits.flatten(0, 1).float(), targets.flatten()
-        return logits, F.cross_entropy(rows, targets, ignore_index=IGNORE)
+        with_logits = with_logits or target_count is None  # in training, the loss does not need them
+        logits = soft_cap(self.lm_head(x), self.arch.softcap) if with_logits else None  # (B, T, V)
+        count = (targets != IGNORE).sum() if target_count is None else target_count
+        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count
 
     def reset_routing(self, device: torch.device) -> None:
         """
@@ -460,7 +485,7 @@ class GPT(nn.Module):
         if changes.keys() - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(changes)}")
         args, weights = huggingface.load(model_type)
-        return cls.from_state(GPTConfig(**args | changes), weights)
+        return cls.from_state(cls.config_class(**args | changes), weights)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":

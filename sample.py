@@ -105,7 +105,7 @@ elif init_from == "resume":
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if stored:
-        source = open_checkpoint(stored)
+        source = open_checkpoint(stored, GPTConfig)
     elif init_from == "resume":
         raise manifest.no_checkpoint(out_dir, damaged)
     else:
@@ -138,6 +138,7 @@ splits = parallelize.divide_model(model, plan, mesh, ranks.device, splits_sequen
 parallelize.materialize(model, torch.device("cpu"), splits)
 if source:
     do_together(state.restore_checkpoint, source, model)
+    model.set_step(stored.step)
 else:
     do_together(state.load_weights, model, pretrained.state_dict())
 do_together(check_finite, model, stored.path if stored else init_from)

@@ -26,7 +26,7 @@ NUMBERED = [
 FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
 RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
-LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
+LOSS = "        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count\n"
 
 
 def rule(pattern, value):
@@ -128,9 +128,7 @@ EDITS = {
         rule(r".*\.extra", 0.0),
     ],
     "bias of the head": [(HEAD, HEAD.replace("bias=False", "bias=True"))],
-    "auxiliary mean": [
-        (LOSS, LOSS.replace("/ target_count\n", "/ target_count + 0.01 * x.float().square().mean()\n"))
-    ],
+    "auxiliary mean": [(LOSS, LOSS.replace("/ count\n", "/ count + 0.01 * x.float().square().mean()\n"))],
     "zero-initialized scalar": [
         after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
         (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),

@@ -10,7 +10,6 @@ from isogpt.checkpoint.ckpt_file import read_file, reading
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.common.console import shortened
 from isogpt.launch.device import synchronize
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
@@ -30,12 +29,8 @@ class OpenCheckpoint:
     stored: StoredCheckpoint
     run: dict
     shapes: dict[str, torch.Size]  # of all tensors
+    dtypes: dict[str, torch.dtype]  # of all tensors
     tensors: dict[str, Tensor] | None = None  # None: in shards
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if GPTConfig does not know the model, which edited code may have trained."""
-        with reading(self.stored.path):
-            GPTConfig(**self.run["model_args"])
 
     @property
     def names_with_state(self) -> set[str]:
@@ -98,19 +93,27 @@ def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
     return LocalPart(shape, part.pieces, part.is_row)
 
 
-def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
+def open_checkpoint(stored: StoredCheckpoint, config_class: type = dict) -> OpenCheckpoint:
     """
     Read everything but the tensors.
 
+    Args:
+        config_class: of the model into which the checkpoint will be read. Default: any.
+
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or `config_class` does
+            not know its model, which edited code may have trained.
     """
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        return OpenCheckpoint(stored, stored.manifest["run"], sharded_files.shapes(stored.path))
+        run = stored.manifest["run"]
+        with reading(stored.path):
+            config_class(**run["model_args"])
+        return OpenCheckpoint(stored, run, *sharded_files.shapes(stored.path))
     state = read_file(stored.path)
     with reading(stored.path):
+        config_class(**state["model_args"])
         weights = {}
         for name, weight in state.pop("model").items():
             # nanoGPT without flash attention stores the causal mask of each block
@@ -118,10 +121,11 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
                 parts = [part for part in name.split(".") if part not in WRAPPERS]
                 weights[".".join(parts)] = weight
         moments = optimizer_state.by_name(weights, state.pop("optimizer", None))
-        named = flat(weights, moments)
+        named = flat(weights, moments) | flat_extra(state.pop("extra", {}))
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, tensors)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, dtypes, tensors)
 
 
 def flat(weights: dict, state: dict[str, dict]) -> dict:
@@ -132,6 +136,18 @@ def flat(weights: dict, state: dict[str, dict]) -> dict:
     named = {f"model.{name}": weight for name, weight in weights.items()}
     for name, kept in state.items():
         named |= {f"optim.{name}.{key}": value for key, value in kept.items()}
+    return named
+
+
+def flat_extra(extra: dict) -> dict:
+    """
+    What TrainState.extra contains under its names in a checkpoint: extra.KEY for a tensor, extra.KEY.NAME for
+    each tensor of a dict.
+    """
+    named = {}
+    for key, value in extra.items():
+        parts = {f".{name}": part for name, part in value.items()} if isinstance(value, dict) else {"": value}
+        named |= {f"extra.{key}{name}": part for name, part in parts.items()}
     return named
 
 

@@ -1,6 +1,5 @@
 """What a run starts from: a checkpoint to resume, weights from elsewhere, or initial weights."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,6 +18,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.parallelize import init_weights
+from isogpt.training.optim import check_optimizers
 from isogpt.training.settings import model_args_of, settings_of_model
 
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
@@ -93,11 +93,12 @@ class Start:
     def load(self, state: TrainState, seed: int) -> None:
         """
         Fill the state: all of it on a resume, otherwise the model's weights (all ranks). Exits if a file
-        cannot be read or does not fit.
+        cannot be read or does not fit, or an optimizer cannot be used, see optim.check_optimizers.
 
         Args:
             seed: determines initial weights.
         """
+        do_together(check_optimizers, state.optimizers)
         if self.is_resume:
             do_together(state.load, self.checkpoint)
         elif self.checkpoint:
@@ -112,13 +113,13 @@ class Start:
             do_together(discard_weights, self.checkpoint.stored)
 
 
-def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]) -> Start:
+def find_start(config: dict, ranks: Ranks, model_class: type[nn.Module]) -> Start:
     """
     Find and open what `init_from` asks for, after downloading what only the mirror contains (all ranks).
     Exits with a message if a checkpoint is needed and there is none, or if weights cannot be loaded.
 
     Args:
-        from_pretrained: loads a model with weights of transformers, by name.
+        model_class: GPT, from the model.py of the run.
     """
     init_from, out_dir = config["init_from"], config["out_dir"]
     launch, mirror = ranks.launch, config["mirror"]
@@ -135,10 +136,10 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
         for report in reports:
             console.print_line(f"warning: {visible(report)}")
     if stored:
-        return Start(name, is_resume, do_together(open_checkpoint, stored))
+        return Start(name, is_resume, do_together(open_checkpoint, stored, model_class.config_class))
     if name in ("scratch", "auto"):
         return Start(name)
-    return Start(name, pretrained=do_together(from_pretrained, name))
+    return Start(name, pretrained=do_together(model_class.from_pretrained, name))
 
 
 def differences(

@@ -21,7 +21,6 @@ from isogpt.monitor import banner, records, slow_ranks
 from isogpt.monitor.code_version import code_version
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import how_to_sample
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.compilation import compile_report
@@ -126,10 +125,10 @@ class RunReport:
         record = {"iter": p.step, "tokens": p.tokens, "seconds": p.seconds, **values}
         self.logger.write(record, records.evaluation_line(record))
 
-    def step(self, numbers: StepNumbers, lr: float) -> None:
+    def step(self, numbers: StepNumbers, lr: float, **more: float) -> None:
         """
         Report a step that was taken, if it is logged, and what is wrong with it; and a checkpoint that was
-        written in the background, or could not be (all ranks).
+        written in the background, or could not be (all ranks). The record also contains what `more` does.
         """
         self.steps_taken += 1
         if self.steps_taken == 1:
@@ -146,7 +145,7 @@ class RunReport:
             columns = times | {"memory GB": numbers.memory_gb.numpy()}
             for slow in slow_ranks.slow_ranks(columns, self.slow_steps):
                 self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
-            record = self.record(numbers, lr)
+            record = self.record(numbers, lr) | more
             self.logger.write(record, records.step_line(record))
         self.saver.poll()
 
@@ -267,7 +266,7 @@ def open_report(
     """Report what the run is about to do (all ranks), and return what reports its steps."""
     plan, tokens_per_step = run.plan, state.progress.tokens_per_step
     peak = find_peak(ranks.device, plan.dtype)
-    flops_per_step = tokens_per_step * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+    flops_per_step = tokens_per_step * flops_per_token(plan.counts, state.model.config)
     logger.print(
         *banner.about_model(run.data, plan, run.start.description),
         *banner.about_ranks(ranks, plan, run.mesh),
