@@ -28,7 +28,6 @@ from isogpt.checkpoint import huggingface
 from isogpt.common.console import discard_output
 from isogpt.launch.network import choose_interface
 from isogpt.nn import counts, generation, kernels
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.pipeline import SCHEDULES
@@ -188,7 +187,7 @@ def compare_export(trial: Trial) -> Answer:
 
 def compare_initial_values(trial: Trial) -> Answer:
     """Compare a model that is made in memory with one that is allocated after it is made, as in a run."""
-    config = GPTConfig(**trial.plan.model_args)
+    config = trial.model_class.config_class(**trial.plan.model_args)
     expected = weights_of(trial.model_class(config, trial.draw))
     with torch.device("meta"):
         model = trial.model_class(config)
