@@ -124,7 +124,7 @@ EDITS = {
             ),
             ("    clock.step()\n", f"{COPY[4:]}average[n].lerp_(p, 0.1)\n    clock.step()\n"),
         ],
-        ["", "loss of the evaluation at step 6 is", "", ""],
+        ["", "train_loss of the evaluation at step 3 is", "", ""],
     ),
     "shorter sequences": (
         [after(READ, "            x, y = x[:, : block_size // 4], y[:, : block_size // 4]\n")],
