@@ -50,7 +50,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         raise manifest.no_checkpoint(out_dir, damaged)
     for report in damaged:
         console.print_to_stderr(f"warning: {report}")
-    source = open_checkpoint(stored)
+    source = open_checkpoint(stored, GPTConfig)
     if form == "ckpt.pt" and stored.is_bare:
         return stored.path
     if form == "ckpt.pt" and source.tensors is not None:

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from textwrap import shorten
 
@@ -209,6 +209,8 @@ class GPT(nn.Module):
             `torch.manual_seed(1337)` before `GPT(config)` has the usual effect.
     """
 
+    config_class = GPTConfig
+
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -227,6 +229,7 @@ class GPT(nn.Module):
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.seams = Seams()
+        self.step = 0  # of the training run, see `set_step`
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
         parameters = self.named_parameters(remove_duplicate=False)
         tensors = chain(parameters, self.named_buffers(remove_duplicate=False))
@@ -297,6 +300,20 @@ class GPT(nn.Module):
             return 0.0
         special = {"transformer.wte.weight": 1.0, "lm_head.weight": 0.001}
         return special.get(name, c.n_embd**-0.5)
+
+    def set_step(self, step: int) -> None:
+        """
+        Tell all modules that have an attribute `step` (`self.step = 0` in __init__) the number of the
+        training step. A run calls this before each step and evaluation; with weights of a checkpoint, the
+        step is the checkpoint's.
+        """
+        for module in self.modules_with_step:
+            module.step = step
+
+    @cached_property
+    def modules_with_step(self) -> list[nn.Module]:
+        """The modules that `set_step` tells the step, listed once: to look for them takes 0.2 ms."""
+        return [module for module in self.modules() if "step" in vars(module)]
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
@@ -460,7 +477,7 @@ class GPT(nn.Module):
         if changes.keys() - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(changes)}")
         args, weights = huggingface.load(model_type)
-        return cls.from_state(GPTConfig(**args | changes), weights)
+        return cls.from_state(cls.config_class(**args | changes), weights)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":

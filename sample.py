@@ -105,7 +105,7 @@ elif init_from == "resume":
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if stored:
-        source = open_checkpoint(stored)
+        source = open_checkpoint(stored, GPTConfig)
     elif init_from == "resume":
         raise manifest.no_checkpoint(out_dir, damaged)
     else:

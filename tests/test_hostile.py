@@ -73,7 +73,7 @@ def seal(folder, **changes):
 
 def start(init_from, out):
     """What train.py starts from."""
-    return find_start(train_defaults(init_from=init_from, out_dir=str(out)), ALONE, GPT.from_pretrained)
+    return find_start(train_defaults(init_from=init_from, out_dir=str(out)), ALONE, GPT)
 
 
 def use(out):

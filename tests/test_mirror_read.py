@@ -28,6 +28,7 @@ from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
 from isogpt.options.values import is_url, without_credentials
 from isogpt.training.settings import check_training, without_secrets
+from model import GPT
 
 RUN = ["--eval_interval=4", "--max_iters=11", "--keep_last=0"]
 
@@ -65,7 +66,7 @@ def start(url):
 
     def start(launch=None, **settings):
         config = train_defaults(out_dir="new", mirror=url, init_from="resume") | settings
-        return find_start(config, replace(ALONE, launch=launch or Launch()), None)
+        return find_start(config, replace(ALONE, launch=launch or Launch()), GPT)
 
     return start
 

@@ -10,7 +10,6 @@ from isogpt.checkpoint.ckpt_file import read_file, reading
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.common.console import shortened
 from isogpt.launch.device import synchronize
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
@@ -31,11 +30,6 @@ class OpenCheckpoint:
     run: dict
     shapes: dict[str, torch.Size]  # of all tensors
     tensors: dict[str, Tensor] | None = None  # None: in shards
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if GPTConfig does not know the model, which edited code may have trained."""
-        with reading(self.stored.path):
-            GPTConfig(**self.run["model_args"])
 
     @property
     def names_with_state(self) -> set[str]:
@@ -98,19 +92,27 @@ def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
     return LocalPart(shape, part.pieces, part.is_row)
 
 
-def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
+def open_checkpoint(stored: StoredCheckpoint, config_class: type = dict) -> OpenCheckpoint:
     """
     Read everything but the tensors.
 
+    Args:
+        config_class: of the model into which the checkpoint will be read. Default: any.
+
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or `config_class` does
+            not know its model, which edited code may have trained.
     """
     if stored.path.is_dir():
         from isogpt.checkpoint import sharded_files
 
-        return OpenCheckpoint(stored, stored.manifest["run"], sharded_files.shapes(stored.path))
+        run = stored.manifest["run"]
+        with reading(stored.path):
+            config_class(**run["model_args"])
+        return OpenCheckpoint(stored, run, sharded_files.shapes(stored.path))
     state = read_file(stored.path)
     with reading(stored.path):
+        config_class(**state["model_args"])
         weights = {}
         for name, weight in state.pop("model").items():
             # nanoGPT without flash attention stores the causal mask of each block

@@ -1,6 +1,5 @@
 """What a run starts from: a checkpoint to resume, weights from elsewhere, or initial weights."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -112,13 +111,13 @@ class Start:
             do_together(discard_weights, self.checkpoint.stored)
 
 
-def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.Module]) -> Start:
+def find_start(config: dict, ranks: Ranks, model_class: type[nn.Module]) -> Start:
     """
     Find and open what `init_from` asks for, after downloading what only the mirror contains (all ranks).
     Exits with a message if a checkpoint is needed and there is none, or if weights cannot be loaded.
 
     Args:
-        from_pretrained: loads a model with weights of transformers, by name.
+        model_class: GPT, from the model.py of the run.
     """
     init_from, out_dir = config["init_from"], config["out_dir"]
     launch, mirror = ranks.launch, config["mirror"]
@@ -135,10 +134,10 @@ def find_start(config: dict, ranks: Ranks, from_pretrained: Callable[[str], nn.M
         for report in reports:
             console.print_line(f"warning: {visible(report)}")
     if stored:
-        return Start(name, is_resume, do_together(open_checkpoint, stored))
+        return Start(name, is_resume, do_together(open_checkpoint, stored, model_class.config_class))
     if name in ("scratch", "auto"):
         return Start(name)
-    return Start(name, pretrained=do_together(from_pretrained, name))
+    return Start(name, pretrained=do_together(model_class.from_pretrained, name))
 
 
 def differences(

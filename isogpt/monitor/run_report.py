@@ -21,7 +21,6 @@ from isogpt.monitor import banner, records, slow_ranks
 from isogpt.monitor.code_version import code_version
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import how_to_sample
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.compilation import compile_report
@@ -267,7 +266,7 @@ def open_report(
     """Report what the run is about to do (all ranks), and return what reports its steps."""
     plan, tokens_per_step = run.plan, state.progress.tokens_per_step
     peak = find_peak(ranks.device, plan.dtype)
-    flops_per_step = tokens_per_step * flops_per_token(plan.counts, GPTConfig(**plan.model_args))
+    flops_per_step = tokens_per_step * flops_per_token(plan.counts, state.model.config)
     logger.print(
         *banner.about_model(run.data, plan, run.start.description),
         *banner.about_ranks(ranks, plan, run.mesh),

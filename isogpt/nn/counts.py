@@ -4,7 +4,6 @@ follow an edit of model.py.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,10 +79,10 @@ def count_model(model: nn.Module) -> ModelCounts:
     return ModelCounts(**total, blocks=blocks, outside=outside, model_class=type(model))
 
 
-def count_on_meta(model_class: Callable[[GPTConfig], nn.Module], model_args: dict) -> ModelCounts:
+def count_on_meta(model_class: type[nn.Module], model_args: dict) -> ModelCounts:
     """`count_model` of a model that is made on the meta device for this, without memory."""
     with torch.device("meta"):
-        return count_model(model_class(GPTConfig(**model_args)))
+        return count_model(model_class(model_class.config_class(**model_args)))
 
 
 def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:

@@ -1,6 +1,5 @@
 """What a run computes: settings, data, the start and the layout, with nothing left open."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +13,6 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.signals import Stop, watch_signals
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import do_together
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import Plan
 from isogpt.speed.planner import make_plan
@@ -61,9 +59,7 @@ class Run:
         return self.config["max_iters"]
 
 
-def resolve_run(
-    config: dict, ranks: Ranks, progress: Progress, model_class: Callable[[GPTConfig], nn.Module]
-) -> Run:
+def resolve_run(config: dict, ranks: Ranks, progress: Progress, model_class: type[nn.Module]) -> Run:
     """
     Decide what train.py's settings leave open, and compare a step of a small model on all ranks with the step
     of one process (all ranks). Exits with a message if ranks differ in settings, data or code, if a file
@@ -81,7 +77,7 @@ def resolve_run(
     schedule = make_schedule(config)
     code = check_start(ranks, config | data.facts())
     stop = watch_signals(config["time_limit_s"])
-    start = find_start(config, ranks, model_class.from_pretrained)
+    start = find_start(config, ranks, model_class)
     plan = make_plan(config, ranks, data, start, model_class)
     mesh = connect_mesh(ranks.rank, plan, config["dist_timeout_s"])
     checked = []

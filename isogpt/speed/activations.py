@@ -58,7 +58,7 @@ def is_fused(plan: Plan) -> bool:
 @cache
 def measured(model_class: type[nn.Module], args: tuple, kind: tuple) -> Activations:
     """What a second row adds. `kind`: see `measure`."""
-    config = GPTConfig(**dict(args))
+    config = model_class.config_class(**dict(args))
     one, two = (measure(model_class, config, rows, kind) for rows in (1, 2))
     return Activations(*((two - one) / config.block_size).tolist())
 

@@ -23,7 +23,6 @@ from isogpt.data.dataset import Dataset
 from isogpt.lab.combinations import typed
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import UNDIVIDED, Plan, plan_of
@@ -56,7 +55,7 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start, model_cla
         precision.check_dtypes(plan, config["residual_dtype"])
         args = start.model_args(config, data.vocab_size)
         args = fit_model_args(args, config, data, start.is_resume)
-        args = asdict(GPTConfig(**args))
+        args = asdict(model_class.config_class(**args))
         plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_plan(plan)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))

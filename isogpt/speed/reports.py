@@ -19,7 +19,6 @@ from isogpt.common.torch_versions import all_gather_single, reduce_scatter_singl
 from isogpt.lab.combinations import points_of, typed
 from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.together import gather_number
-from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import flops_per_token
 from isogpt.speed.devices import changed_hardware, fraction_of_peak, hardware_of, measured_matmul
 from isogpt.speed.launches import Launches
@@ -234,7 +233,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
 def row_of_plan(devices: str, step: Prediction, best: Prediction) -> dict[str, str]:
     """A row of the table: a layout, its speed, and why it is slower than the best on these devices."""
     plan, why = step.plan, reason(step, best)
-    model = GPTConfig(**plan.model_args)
+    model = plan.counts.model_class.config_class(**plan.model_args)
     flops = step.tokens_per_s * flops_per_token(plan.counts, model)
     row = {"devices": devices, "sequences": f"{plan.sequences:,}"}
     row |= dict.fromkeys(("ms/step", "tokens/s", "TFLOP/s"), "")

@@ -10,7 +10,7 @@ from torch import nn
 from isogpt.data.data_folder import prepared_datasets
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset
 from isogpt.lab.combinations import typed, without
-from isogpt.nn.architecture import GPT2, GPTConfig
+from isogpt.nn.architecture import GPT2
 from isogpt.nn.counts import count_on_meta
 from isogpt.options.values import Setting
 from isogpt.parallel.mesh import make_mesh
@@ -108,7 +108,7 @@ class Workload:
             known = f"a plan and an estimate know only {', '.join(GPT2)}"
             raise ValueError(f"init_from is {init_from!r}: {known}: set --init_from=scratch and a shape")
         args = model_args_of(self.settings, vocab_size_of(self.settings))
-        return asdict(GPTConfig(**args))
+        return asdict(self.gpt.config_class(**args))
 
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
