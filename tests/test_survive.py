@@ -287,9 +287,10 @@ def test_ranks_must_start_with_the_same_data(zygote, work):
     assert re.search(r"the data's digest is '\w+' on rank 0.*, '\w+' on rank 2", run.text())
 
 
-# the digest of the code, again after each change of it
+# the digest of the code, again after each change of it; the layer is imported twice
 DIGESTS = """
-import shutil, torch
+import importlib, shutil, sys, torch
+from pathlib import Path
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 alone = Ranks(0, 1, torch.device("cpu"), "gloo")
@@ -297,15 +298,27 @@ print(check_start(alone, {}))
 for name in ("new.py", "isogpt/__init__.py", "isogpt/monitor/new.py", "compare.py"):
     shutil.copyfile("model.py", name)
     print(check_start(alone, {}))
+for line in ("a = 1", "a = 2"):
+    for name in ("layers/gate.py", "env/lib/package.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(line)
+    sys.prefix, sys.path = str(Path("env").resolve()), [*sys.path, "env/lib"]
+    importlib.invalidate_caches()
+    import layers.gate, package
+    print(check_start(alone, {}))
+Path("env/lib/package.py").write_text("a = 3")
+print(check_start(alone, {}))
 """
 
 
-def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(zygote, tmp_path):
+def test_the_digest_of_the_code_covers_the_scripts_all_rooms_and_loaded_modules(zygote, tmp_path):
     shutil.copytree(REPO / "isogpt", tmp_path / "isogpt", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "model.py", tmp_path)
     (tmp_path / "digests.py").write_text(DIGESTS)
     digests = zygote.start([], tmp_path, script="digests.py", repo=tmp_path).wait().text().split()
     assert len({*digests[:4]}) == 4 and digests[4] == digests[3], "compare.py trains nothing"
+    assert len({*digests[4:7]}) == 3, "a layer in a folder of its own, and a change of it"
+    assert digests[7] == digests[6], "the packages of an environment in the folder are not the run's code"
 
 
 # a config file with which rank 1 is slower than the others, and uses 2 GB more
