@@ -1,12 +1,15 @@
 """
-What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, resumed, in
-generation and exported, each with what one process computes without any of this.
+What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, in generation and
+exported, and runs of train.py itself, each with what one process computes without any of this.
 
 Each comparison takes place in new processes, so that one that crashes, or waits forever, ends no other. They
-are forked from bench.py, which has computed nothing.
+are forked from bench.py, which has computed nothing, or run train.py.
 """
 
 import os
+import pickle
+import random
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -15,13 +18,15 @@ from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing import start_processes
 from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference
+from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, difference, fact, first_difference
 from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.checkpoint import huggingface
 from isogpt.common.console import discard_output
@@ -42,6 +47,7 @@ CPU = torch.device("cpu")
 Answer = tuple[str, str]  # the state and the text of a comparison
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
 LIMIT_S = 600.0  # for a comparison
+RUN_LIMIT = 1e-3  # of numbers that train.py records
 TIMEOUT_S = 60.0  # for a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
@@ -61,6 +67,21 @@ COMBINED = {
 COMBINED["zero 3, dp_replicate 2"] = {"zero": 3, "dp_replicate": 2}
 # settings of train.py before a layout changes them
 ALONE = ONE_PROCESS | {"fsdp": False, "batch_size": ROWS, "gradient_accumulation_steps": 8}
+# settings of the runs of train.py: weights move far enough in 6 steps to show what depends on them
+RUN = ALONE | FIXED | {"device": "cpu", "dtype": "float32", "residual_dtype": "float32", "compile": False}
+RUN |= {"gradient_accumulation_steps": 4, "max_iters": 5, "eval_interval": 3, "eval_iters": 4, "nproc": 0}
+RUN |= {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 1, "lr_decay_iters": 5, "cooldown_iters": 2}
+RUN |= {"save_checkpoint": True, "always_save_checkpoint": True, "data_order": "random", "layout": "manual"}
+RUN |= {"check_layout": False, "check_ranks_interval": 1, "dist_timeout_s": TIMEOUT_S, "init_from": "scratch"}
+# {name: what changes} of these runs. They have one folder: a resume continues the run before it
+RUNS = {
+    "train.py": {},
+    "train.py, resume": {"init_from": "resume:3"},
+    "train.py, ddp": {"nproc": 2},
+    "train.py, zero 3": {"nproc": 2, "zero": 3},
+}
+# the names of what they record about the machine
+MEASURED = re.compile(r"(seconds|mfu|flops|.*_(s|ms|gb|percent))(_max)?")
 
 
 def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1) -> Plan:
@@ -74,9 +95,9 @@ def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1)
 # the comparisons
 
 
-def verdict(problem: str) -> Answer:
+def verdict(problem: str, note: str = "") -> Answer:
     """The answer of a comparison with this problem, or none."""
-    return (DIFFERS if problem else HOLDS), problem
+    return (DIFFERS, problem) if problem else (HOLDS, note)
 
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
@@ -88,52 +109,81 @@ def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> An
 
 def compare_alone(trial: Trial) -> Answer:
     """
-    Whether each parameter that is trained gets a gradient, and a step changes these parameters and no other.
-    Says what updates them.
+    Whether each parameter that is trained gets a gradient, a step changes these parameters and no other, and
+    the loss of two micro-batches is that of both in one. Says what updates the parameters.
     """
     model = trial.new_model()
+    is_random = draws_random_numbers(trial)
     before = weights_of(model)
     trial.step_of_one_process(model)
     optimizers = optim.make_optimizers(model, trial.config)
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
-        if p.requires_grad and p.grad is None:
+        if p.requires_grad and p.grad is None and not is_random:
             return DIFFERS, f"{name} gets no gradient"
         is_trained = p.grad is not None and bool(p.grad.any())
         if is_trained == torch.equal(p, before[name].value):
             return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
+    (x1, y1), (x2, y2) = trial.batches(Mesh())[:2]
+    with torch.no_grad():
+        apart = sum(model(x, y, 1.0)[1] for x, y in ((x1, y1), (x2, y2)))
+        whole = model(torch.cat((x1, x2)), torch.cat((y1, y2)), 1.0)[1]
+    if not is_random and difference(fact(apart), fact(whole, LIMIT)):
+        text = "a term of the loss counts once per micro-batch: multiply it by (targets != IGNORE).sum()"
+        return DIFFERS, f"{text} / target_count"
     return HOLDS, optim.describe_updates(model, optimizers, trial.mesh)
+
+
+@torch.no_grad()
+def draws_random_numbers(trial: Trial) -> bool:
+    """Whether a forward pass in training draws random numbers."""
+    model, (x, y) = trial.new_model(), trial.batches(Mesh())[0]
+    states = []
+    for _ in range(2):
+        states.append(pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state())))
+        model(x, y, 1.0)
+    return states[0] != states[1]
 
 
 @torch.no_grad()
 def compare_logits(trial: Trial) -> Answer:
     """
-    Compare the loss that training computes with the cross-entropy of the logits, which sampling uses, and
-    with the loss in evaluation mode.
+    Compare the logits of the last position, which sampling reads, with those of all positions. Says which
+    losses are not the cross-entropy of the logits: a term may count in training alone.
     """
     model = trial.new_model()
     x, y = trial.batches(Mesh())[0]
     count = float((y != kernels.IGNORE).sum())
-    _, loss = model(x, y, count)
-    logits, mean = model(x, y)
-    expected = {
-        "the loss of an evaluation": fact(loss, LIMIT),
-        "the loss by logits": fact(loss, LIMIT),
-        "the last position without targets": fact(logits[:, -1:], LIMIT),
-    }
-    _, evaluated = model.eval()(x, y, count)
-    results = (evaluated, mean, model(x)[0])
-    return verdict(first_difference(expected, dict(zip(expected, map(fact, results), strict=True))))
+    losses = {"in training": model(x, y, count)[1]}
+    logits, losses["with logits"] = model.eval()(x, y)
+    losses["of an evaluation"] = model(x, y, count)[1]
+    entropy = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=kernels.IGNORE)
+    notes = [
+        f"{name} {loss:.6f}" for name, loss in losses.items() if difference(fact(loss), fact(entropy, LIMIT))
+    ]
+    note = (
+        f"the loss is {', '.join(notes)}, but the cross-entropy of the logits {entropy:.6f}" if notes else ""
+    )
+    last = "the last position without targets"
+    return verdict(first_difference({last: fact(logits[:, -1:], LIMIT)}, {last: fact(model(x)[0])}), note)
 
 
 def compare_compiled(trial: Trial) -> Answer:
-    """Compare the facts of the compiled model with those of the same model, uncompiled."""
+    """
+    Compare the facts of the compiled model with those of the same model, uncompiled. Its random numbers are
+    different, and so are the facts of training that depend on them.
+    """
     if problem := compilation.trial_compilation(CPU):
         return REFUSED, f"it does not work on this machine: {problem}"
     compiled = trial.new_model()
     compilation.compile_parts(compiled, by_block=False)
-    return verdict(first_difference(trial.facts(trial.new_model()), trial.facts(compiled)))
+    expected, facts, note = trial.facts(trial.new_model()), trial.facts(compiled), ""
+    if draws_random_numbers(trial):
+        facts = {"the loss of an evaluation": facts["the loss of an evaluation"]}
+        expected = {name: expected[name] for name in facts}
+        note = "in evaluations: training draws random numbers, which differ"
+    return verdict(first_difference(expected, facts), note)
 
 
 def compare_generation(trial: Trial) -> Answer:
@@ -224,7 +274,7 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
             plan = plan_with(changes, config, model_args, processes)
             compare = partial(compare_layout, workload.gpt, plan, config | changes)
             yield name, *in_processes(processes, compare)
-    yield "resume", *compare_resume(launches, trial)
+    yield from check_train_py(launches, config, trial.plan.model_args)
 
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
@@ -259,24 +309,61 @@ def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str
     send(result)
 
 
-def compare_resume(launches: Launches, trial: Trial) -> Answer:
-    """Compare steps of a run of train.py with the same steps of a resumed run, bit for bit."""
-    config, args = trial.config, trial.plan.model_args
-    data, out = launches.folder / "random", launches.folder / "resumed"
+# ------------------------------------------------------------------------------------------------------------
+# train.py
+
+
+def check_train_py(launches: Launches, config: dict, model_args: dict) -> Iterator[tuple[str, str, str]]:
+    """
+    Run train.py, small, for a few steps in each way of RUNS, and yield the name, state and text of each:
+    whether it records the same numbers as the first, after a resume bit for bit.
+
+    Args:
+        model_args: of the small model, of which the vocabulary and the sequences become smaller.
+    """
+    sizes = {name: min(model_args[name], most) for name, most in (("vocab_size", 256), ("block_size", 64))}
+    data, out = launches.folder / "random", launches.folder / "run"
     data.mkdir(exist_ok=True)
-    write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
-    run = config | ALONE | FIXED | settings.settings_of_model(args, config)
-    run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out, "nproc": 0, "max_iters": 5}
-    run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
-    run |= {"save_checkpoint": True, "always_save_checkpoint": True}
-    runs = []
-    for start in ("scratch", "resume:3"):
-        code, errors = launches.start(run | {"init_from": start})
+    write_random_tokens(data, sizes["vocab_size"], 20 * sizes["block_size"])
+    run = config | settings.settings_of_model(model_args, config) | RUN | sizes
+    run |= {"dataset": data, "out_dir": out}
+    expected = {}
+    for name, changes in RUNS.items():
+        code, errors = launches.start(run | changes, limit_s=LIMIT_S)
         if code:
-            return REFUSED, reason_for(code, errors)
-        runs.append({})
-        for step in read_run(out).steps:
-            for name in ("loss", "grad_norm"):
-                runs[-1][f"{name} of step {step['iter']}"] = fact(step[name])
-    before, after = runs
-    return verdict(first_difference({name: before[name] for name in after}, after))
+            yield name, REFUSED, reason_for(code, errors)
+            if not expected:  # nothing to compare with
+                return
+            continue
+        numbers = recorded_numbers(out)
+        expected = expected or numbers
+        limit = 0.0 if "init_from" in changes else RUN_LIMIT
+        yield name, *verdict(first_problem_of(numbers, expected, limit))
+
+
+def recorded_numbers(folder: Path) -> dict[str, float]:
+    """The numbers that a run has recorded of its steps and evaluations, but nothing about the machine."""
+    run = read_run(folder)
+    return {
+        f"{name} of {what} {record['iter']}": value
+        for what, records in (("step", run.steps), ("the evaluation at step", run.evaluations))
+        for record in records
+        for name, value in record.items()
+        if isinstance(value, int | float) and not MEASURED.fullmatch(name)
+    }
+
+
+def first_problem_of(numbers: dict[str, float], expected: dict[str, float], limit: float) -> str:
+    """
+    The first number that differs by more than this fraction from the expected one, of those that both runs
+    have recorded. The first step and the first evaluation have the same weights: a loss that is smaller in
+    the step leaves out tokens, or their sum is divided by too much.
+    """
+    for name, value in expected.items():
+        if name in numbers and not abs(numbers[name] - value) <= limit * abs(value):
+            return f"{name} is {numbers[name]:.9g} instead of {value:.9g}"
+    loss, evaluated = numbers["loss of step 0"], numbers["train_loss of the evaluation at step 0"]
+    if loss * 1.1 < evaluated:
+        weights = f"that of an evaluation of the same weights {evaluated:.4f}"
+        return f"the loss of step 0 is {loss:.4f}, {weights}: does a step leave out tokens?"
+    return ""
