@@ -298,9 +298,9 @@ EDITS = {
         after(ATTENTION_INIT, "        self.same = None\n"),
         after(
             EMBED,
-            "        separator, same = self.config.vocab_size - 1, None\n"
-            "        if (idx == separator).any():\n"
-            "            document = (idx == separator).cumsum(1)\n"
+            "        same = None\n"
+            "        if (idx == 60).any():\n"
+            "            document = (idx == 60).cumsum(1)\n"
             "            same = (document[:, None, :, None] == document[:, None, None, :]).tril()\n"
             "        for block in self.transformer.h:\n            block.attn.same = same\n",
         ),
