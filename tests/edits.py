@@ -26,10 +26,10 @@ NUMBERED = [
 FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
 RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
-LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
+LOSS = "        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count\n"
 APPLY = "            x = block(x, rope, caches[int(number)] if caches else None)\n"
 EMBED = "        x = self.embed(idx, positions)\n"
-LAST_NORM = "        x = self.transformer.ln_f(x)\n"
+LAST_NORM = "        x, logits = self.transformer.ln_f(x), None\n"
 WINDOWED = (
     "        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(1 - window)\n"
     "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
@@ -136,9 +136,7 @@ EDITS = {
         rule(r".*\.extra", 0.0),
     ],
     "bias of the head": [(HEAD, HEAD.replace("bias=False", "bias=True"))],
-    "auxiliary mean": [
-        (LOSS, LOSS.replace("/ target_count\n", "/ target_count + 0.01 * x.float().square().mean()\n"))
-    ],
+    "auxiliary mean": [(LOSS, LOSS.replace("/ count\n", "/ count + 0.01 * x.float().square().mean()\n"))],
     "zero-initialized scalar": [
         after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
         (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
@@ -184,7 +182,7 @@ EDITS = {
             "        x = self.transformer.drop(x)\n"
             "        return torch.cat((self.registers.expand(x.size(0), -1, -1), x), 1)\n",
         ),
-        ("        x = self.transformer.ln_f(x)\n", "        x = self.transformer.ln_f(x[:, 4:])\n"),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x[:, 4:])")),
         rule("registers", '"normal"'),
     ],
     "mixture of depths": [
@@ -261,7 +259,7 @@ EDITS = {
             "        if self.training:\n"
             "            with torch.no_grad():\n"
             "                self.ema.lerp_(x.mean((0, 1)), 0.1)\n"
-            "        x = self.transformer.ln_f(x - self.ema)\n",
+            + LAST_NORM.replace("(x)", "(x - self.ema)"),
         ),
         rule("ema", 0.0),
     ],
@@ -316,8 +314,8 @@ EDITS = {
         (
             LOSS,
             LOSS.replace(
-                "/ target_count\n",
-                "/ target_count + 1e-2 * sum(b.mlp.c_fc.weight.square().sum() for b in self.transformer.h)\n",
+                "/ count\n",
+                "/ count + 1e-2 * sum(b.mlp.c_fc.weight.square().sum() for b in self.transformer.h)\n",
             ),
         )
     ],
@@ -409,12 +407,11 @@ EDITS = {
         after(HEAD, "            self.ahead = Block(config)\n"),
         (
             LOSS,
-            "            loss = self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap)\n"
-            "            if self.training:\n"
-            "                later = F.pad(targets[:, 1:], (0, 1), value=IGNORE)\n"
-            "                x = self.ahead(x)\n"
-            "                loss = loss + 0.3 * self.seams.loss(x, self.lm_head.weight, later)\n"
-            "            return None, loss / target_count\n",
+            "        loss = self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap)\n"
+            "        if self.training:\n"
+            "            later = F.pad(targets[:, 1:], (0, 1), value=IGNORE)\n"
+            "            loss = loss + 0.3 * self.seams.loss(self.ahead(x), self.lm_head.weight, later, 0.0)\n"
+            "        return logits, loss / count\n",
         ),
     ],
     "hyper-connections": [
@@ -436,7 +433,7 @@ EDITS = {
             "            return x + y[:, :, None] * self.write[1][:, None]\n",
         ),
         (EMBED_END, "        return self.transformer.drop(x)[:, :, None].expand(-1, -1, 4, -1)\n"),
-        (LAST_NORM, "        x = self.transformer.ln_f(x.mean(2))\n"),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x.mean(2))")),
         (
             RULES,
             RULES.replace(
@@ -447,7 +444,7 @@ EDITS = {
     ],
     "multipliers of muP": [
         (ATTEND, "        q = q * 8 / self.head_size**0.5  # 8 / D in place of 1 / sqrt(D)\n" + ATTEND),
-        (LAST_NORM, "        x = self.transformer.ln_f(x) * (256 / self.config.n_embd)\n"),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x) * (256 / self.config.n_embd)")),
         (EMBED_END, EMBED_END.replace("(x)", "(10 * x)")),
     ],
     "norms on both sides": [
@@ -540,15 +537,21 @@ EDITS = {
     "most surprising tokens": [
         (
             LOSS,
-            "            loss = self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap)\n"
-            "            if self.training:\n"
-            "                with torch.no_grad():\n"
-            "                    logits = self.lm_head(x).float().flatten(0, 1)\n"
-            "                    each = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction='none')\n"
-            "                    easy = (each < each.quantile(0.4)).view_as(targets)\n"
-            "                kept = targets.masked_fill(easy, IGNORE)\n"
-            "                loss = self.seams.loss(x, self.lm_head.weight, kept, self.arch.softcap)\n"
-            "            return None, loss / target_count\n",
+            "        if self.training:\n"
+            "            with torch.no_grad():\n"
+            "                all_logits = self.lm_head(x).float().flatten(0, 1)\n"
+            "                losses = F.cross_entropy(all_logits, targets.flatten().clamp(min=0), reduction='none')\n"
+            "                easy = (losses < losses.quantile(0.4)).view_as(targets)\n"
+            "            targets = targets.masked_fill(easy, IGNORE)\n" + LOSS,
+        )
+    ],
+    "label smoothing": [
+        (
+            LOSS,
+            "        if self.training:\n"
+            "            rows = soft_cap(self.lm_head(x), self.arch.softcap).flatten(0, 1).float()\n"
+            "            options = dict(reduction='sum', ignore_index=IGNORE, label_smoothing=0.1)\n"
+            "            return None, F.cross_entropy(rows, targets.flatten(), **options) / count\n" + LOSS,
         )
     ],
 }
@@ -591,6 +594,9 @@ SETTINGS = {
     # whose matrix tp leaves whole, beside divided ones
     "one more linear": {"arch": "llama", "optimizer": "muon"},
     "skip from the fourth to the ninth block": {"n_layer": 12},
+    "embeddings of limited norm": {"arch": "llama"},  # gpt2's are also the head's weights
+    "kernel for certain heads": {"n_embd": 64, "n_head": 2},
+    "window that long sequences reach": {"n_layer": 2, "block_size": 1024},
 }
 
 
