@@ -8,7 +8,6 @@ longer be true, and nothing else would say so.
 """
 
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from isogpt.check.facts import Trial, crash_of, small_plan
-from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import model_on_meta
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
 from isogpt.training import precision
@@ -28,7 +27,7 @@ ONE_PROCESS |= {"cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
 
 
 def prove_layout(
-    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+    model_class: type[nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
 ) -> list[str]:
     """
     Compare the facts of a small model on all ranks with those of one process, see Trial.facts (all ranks).
@@ -46,9 +45,9 @@ def prove_layout(
     """
     name, args = layout_name(plan), small_plan(plan).model_args
     try:
-        # not on the meta device, so that GPT refuses what its __init__ writes in vain
-        small_model = model_class(GPTConfig(**args))
-        if not name and not [*small_model.buffers()]:
+        model_on_meta(model_class, args)
+        # also with memory, so that GPT refuses what its __init__ writes in vain
+        if not name and not [*Trial(model_class, plan, mesh, device, config).new_model().buffers()]:
             return []
         problem = first_problem(model_class, plan, mesh, device, config)
     except ValueError as e:  # a sentence for the user
@@ -60,7 +59,7 @@ def prove_layout(
         line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
         return [line] if name else []
     same = []
-    for zero in (0, 3) if plan.batch_size else (0,):
+    for zero in (0, 3)[: 1 if not plan.batch_size else plan.world_size]:
         other = replace(plan, **ONE_PROCESS | {"zero": zero})
         if layout_name(other) != name:
             other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
@@ -73,18 +72,21 @@ def prove_layout(
 
 
 def first_problem(
-    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+    model_class: type[nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
 ) -> str:
     """
     Return the first difference of any rank; "" if there is none (all ranks). Since rounding can flip a token
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    for draw in range(2):
-        problem = Trial(model_class, plan, mesh, device, config, draw).problem()
-        gc.collect()  # what the small model has allocated; its hooks refer to each other
-        torch.cuda.empty_cache()  # does nothing without CUDA
-        if not problem:
+    for is_long in (False, True) if plan.batch_size and plan.cp * plan.tp > 1 else (False,):
+        for draw in range(2):
+            problem = Trial(model_class, plan, mesh, device, config, draw, is_long).problem()
+            gc.collect()  # what the small model has allocated; its hooks refer to each other
+            torch.cuda.empty_cache()  # does nothing without CUDA
+            if not problem:
+                break
+        if problem:
             break
     return problem
 

@@ -6,8 +6,10 @@ import os
 import re
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 # to the start of the line, and erase from there to the end of the screen: a terminal that was made narrower
@@ -53,6 +55,17 @@ def visible(text: str, but: str = "") -> str:
     shows, or look like a line of ours. `but` are characters that stay.
     """
     return CONTROL.sub(lambda c: c[0] if c[0] in but else repr(c[0])[1:-1], text)
+
+
+def error_text(error: Exception) -> str:
+    """An error in one line, with the last line of the repository's code that led to it."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    root = Path(__file__).resolve().parents[2]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(root):
+            return f"{text} ({path.relative_to(root)}, line {frame.lineno})"
+    return text
 
 
 def shortened(items: Sequence[str], most: int = 3, between: str = ", ") -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from isogpt.common.console import error_text
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 
@@ -79,10 +80,28 @@ def count_model(model: nn.Module) -> ModelCounts:
     return ModelCounts(**total, blocks=blocks, outside=outside, model_class=type(model))
 
 
+def model_on_meta(model_class: type[nn.Module], model_args: dict) -> nn.Module:
+    """
+    Make a model on the meta device, without memory.
+
+    Raises:
+        ValueError: an edited model cannot be made there.
+    """
+    try:
+        with torch.device("meta"):
+            return model_class(model_class.config_class(**model_args))
+    except ValueError as e:  # a sentence for the user, or a mistake
+        raise ValueError(error_text(e).removeprefix("ValueError: ")) from e
+    except Exception as e:
+        raise ValueError(
+            f"models are made on the meta device, where GPT(config) fails: {error_text(e)}. Tensors have no "
+            "values there: use Python numbers, or device='cpu'"
+        ) from e
+
+
 def count_on_meta(model_class: type[nn.Module], model_args: dict) -> ModelCounts:
-    """`count_model` of a model that is made on the meta device for this, without memory."""
-    with torch.device("meta"):
-        return count_model(model_class(model_class.config_class(**model_args)))
+    """`count_model` of a model that is made on the meta device for this."""
+    return count_model(model_on_meta(model_class, model_args))
 
 
 def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:
