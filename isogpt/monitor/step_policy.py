@@ -12,7 +12,7 @@ from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import RANKS_SHOWN, ranks_text
 from isogpt.data.reader import Reader
-from isogpt.launch.together import exit_together, is_main
+from isogpt.launch.together import exit_together, gather_objects, is_main
 from isogpt.monitor.run_report import RunReport
 from isogpt.nn.module_values import plain_values
 from isogpt.parallel.compare_weights import check_equal_weights
@@ -40,7 +40,7 @@ class StepPolicy:
     reader: Reader
     report: RunReport
     not_finite: list[int] = field(default_factory=list)  # the steps since the last one that was
-    updates: int = 0  # how often this launch has changed the weights
+    updates: int = 0  # how often this launch has changed the weights; 2: at least twice
     values: dict[str, str] | None = None  # see plain_values, after the first update
 
     def __post_init__(self) -> None:
@@ -60,25 +60,11 @@ class StepPolicy:
         if is_first:
             self.values = plain_values(model)
         elif self.updates == 2 and self.values:
-            with exit_together(self.logger.failed):
-                self.check_values(plain_values(model))
+            problems = gather_objects(problem_of_values(self.values, plain_values(model)))
             self.values = {}
-
-    def check_values(self, values: dict[str, str]) -> None:
-        """
-        Raise ValueError if plain Python values of modules are not the ones after the first update. train.py
-        sets `step`, see GPT.set_step.
-        """
-        before = self.values
-        changed = [name for name in before.keys() | values.keys() if before.get(name) != values.get(name)]
-        changed = sorted(name for name in changed if name.rpartition(".")[2] != "step")
-        if changed:
-            name = changed[0]
-            was, now = (shorten(v.get(name, "missing"), 40) for v in (before, values))
-            problem = f"a step changes model.{name}, a Python value, from {was} to {now}"
-            advice = "compute it from self.step, which train.py sets (write self.step = 0 in __init__)"
-            advice += ", or store it in a parameter with requires_grad=False, or in state.extra in train.py"
-            raise ValueError(f"{problem}: checkpoints contain no such values: {advice}")
+            with exit_together(self.logger.failed):
+                if problem := next(filter(None, problems), ""):
+                    raise ValueError(problem)
 
     def takes(self, numbers: StepNumbers) -> bool:
         """
@@ -86,7 +72,8 @@ class StepPolicy:
         run exits with a message if it must end (all ranks).
         """
         is_taken = self.decide(numbers)
-        self.updates += is_taken and bool(numbers.is_finite)  # not if float16 overflows
+        if self.updates < 2 and is_taken and numbers.is_finite:  # if float16 overflows, it is not
+            self.updates += 1
         if not is_taken:
             self.report.clock.discard()
             self.skip(numbers)
@@ -184,3 +171,21 @@ class StepPolicy:
             exclude_steps(folder, self.state.progress.excluded.union(steps))
             advice = f"each resume leaves out steps {', '.join(map(str, steps))}; {advice}"
         return advice
+
+
+def problem_of_values(before: dict[str, str], after: dict[str, str]) -> str:
+    """
+    Compare plain Python values of modules between two steps; train.py sets `step`, see GPT.set_step.
+
+    Returns:
+        '', or a message for the user about the first one that differs.
+    """
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    name = min((name for name in changed if name.rpartition(".")[2] != "step"), default="")
+    if not name:
+        return ""
+    was, now = (shorten(values.get(name, "missing"), 40) for values in (before, after))
+    problem = f"a step changes model.{name}, a Python value, from {was} to {now}"
+    advice = "compute it from self.step, which train.py sets (write self.step = 0 in __init__)"
+    advice += ", or store it in a parameter with requires_grad=False, or in state.extra in train.py"
+    return f"{problem}: checkpoints contain no such values: {advice}"
