@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +42,7 @@ from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
 from isogpt.speed.planner import flags_of
+from isogpt.speed.trial_runs import compare_runs
 from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name
 from isogpt.training.settings import report
@@ -107,9 +109,9 @@ def mistakes_in_devices(lists: dict) -> Iterator[str]:
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
-    """Print what holds for the model on each layout, and return the same."""
+    """Print what holds for the model on each layout, and for runs of train.py, and return the same."""
     rows = []
-    for name, state, text in check_model(launches, workload, max(2, nproc)):
+    for name, state, text in chain(check_model(workload, max(2, nproc)), compare_runs(launches, workload)):
         print_result(f"{name:24} {state:8} {text}".rstrip())
         rows.append({"name": name, "state": state, "text": text})
     return rows

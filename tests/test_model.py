@@ -809,7 +809,7 @@ def test_what_an_edit_computes_more_than_is_counted_is_said(edit, state):
     config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
     described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
     workload = Workload(config, described, cpu, ["cpu"], edited_gpt(edit))
-    answers = {name: (state, text) for name, state, text in islice(check_model(None, workload, 1), 3)}
+    answers = {name: (state, text) for name, state, text in islice(check_model(workload, 1), 3)}
     found, text = answers["parameters and FLOPs"]
     assert found == state and ("FLOPs per token, of which" in text) == (state == "differs")
 
