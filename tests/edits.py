@@ -683,13 +683,20 @@ def blocks(section, kind):
     return "".join(re.findall(rf"^```{kind}\n(.*?)^```", section, flags=re.S | re.M))
 
 
+def diff_of(section):
+    """A section's diff: its block, or the file that it links to."""
+    if link := re.search(r"\]\(([^)\s]+\.diff)\)", section):
+        return (REPO / "docs" / link[1]).read_text()
+    return blocks(section, "diff")
+
+
 def apply(name, folder):
     """A copy of the repository with an edit, by its name or its heading in the docs."""
     repo = copy_of_repository(Path(folder))
     if name in ALL:
         path = repo / "model.py"
         path.write_text(edited(ALL[name], path.read_text()))
-    elif diff := blocks(documented()[name], "diff"):
+    elif diff := diff_of(documented()[name]):
         subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, check=True)
     return repo
 
