@@ -27,7 +27,6 @@ FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
 RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
 LOSS = "        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count\n"
-<<<<<<< HEAD
 APPLY = "            x = block(x, rope, caches[int(number)] if caches else None)\n"
 EMBED = "        x = self.embed(idx, positions)\n"
 LAST_NORM = "        x = self.transformer.ln_f(x)\n"
@@ -36,8 +35,6 @@ WINDOWED = (
     "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
     "        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)\n"
 )
-=======
->>>>>>> 78b26ce1020f01edd72a6c7e92919e369b73bbe5
 
 
 def rule(pattern, value):
