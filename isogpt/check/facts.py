@@ -28,9 +28,8 @@ from isogpt.parallel.shares import multiple_up, parse_shares, quotient_up, share
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, LENGTH = 12, 64  # of most models; more layers if there are more stages
-LONG_LAYERS = 2  # of a model with long sequences
-LONGEST_ON_CPU, LONGEST_ON_GPU = 512, 2048  # tokens of such a sequence on a rank of cp
+LAYERS, LONG_LAYERS = 12, 2  # more if there are more stages
+LENGTH, LONG_ON_CPU, LONG_ON_GPU = 32, 384, 1536  # tokens of a sequence, on each rank of cp
 WIDTH = 256  # at most, unless there are more heads
 FIRST, BETWEEN, LAST = 16, 16, 64  # token ids of a batch: GPT-2's last, 50256, is the 48th last of 50304
 ROWS = 2  # sequences of a micro-batch
@@ -80,8 +79,9 @@ def difference(result: Fact, whole: Fact) -> str:
     squares = torch.zeros(3, dtype=torch.float64)
     part = local_part_of(result.value, result.splits)
     for piece, values in part.cut(whole.value):
-        piece, values = piece.cpu().double(), values.cpu().double()
-        squares += torch.stack([t.square().sum() for t in (piece - values, piece, values)])
+        piece, values = piece.cpu(), values.cpu()
+        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (piece - values, piece, values)]
+        squares += torch.stack(norms).square()
     error, norm, expected = squares.sqrt().tolist()
     if error <= whole.limit:
         return ""
@@ -108,7 +108,7 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
     vocab_size, layers, length = args["vocab_size"], LAYERS, LENGTH
     if is_long:
         vocab_size, layers = min(vocab_size, 16 * tp + 32 + vocab_size % tp), LONG_LAYERS
-        length = plan.cp * (LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU)
+        length = LONG_ON_CPU if plan.device_type == "cpu" else LONG_ON_GPU
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
     head_size, queries = args["n_embd"] // args["n_head"], min(args["n_head"] // args["n_kv_head"], 2)
     kv_heads = min(args["n_kv_head"], 2 * tp)  # a multiple of tp
@@ -125,7 +125,7 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
         # as uneven as the real sizes
         "n_hidden": 2 * width + args["n_hidden"] % tp,
         "vocab_size": vocab_size,
-        "block_size": min(args["block_size"], multiple_up(length, parts)),
+        "block_size": min(args["block_size"], multiple_up(length * plan.cp, parts)),
         "n_expert": min(args["n_expert"], multiple_up(args["n_expert_active"] + 1, plan.ep)),
         "dropout": 0.0,
     }

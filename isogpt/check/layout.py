@@ -79,7 +79,7 @@ def first_problem(
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    for is_long in (False, True) if plan.batch_size and plan.cp * plan.tp > 1 else (False,):
+    for is_long in (False, True) if plan.batch_size and plan.cp > 1 else (False,):
         for draw in range(2):
             problem = Trial(model_class, plan, mesh, device, config, draw, is_long).problem()
             gc.collect()  # what the small model has allocated; its hooks refer to each other
