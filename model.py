@@ -308,7 +308,7 @@ class GPT(nn.Module):
         step is the checkpoint's.
         """
         for module in self.modules_with_step:
-            module.step = step
+            vars(module)["step"] = step  # in a third of the time of Module.__setattr__
 
     @cached_property
     def modules_with_step(self) -> list[nn.Module]:

@@ -5,8 +5,14 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 from edits import REPO, blocks, copy_of_repository
+from edits import edited as replaced
 from runs import assert_same_run, column, records, same, tensors_in
+from torch._dynamo.utils import counters
+
+from isogpt.parallel.compilation import compile_parts
+from model import GPT, GPTConfig
 
 PAGE = (REPO / "docs/changing-train.md").read_text()
 SECTIONS = {section.splitlines()[0]: section for section in re.split(r"^## ", PAGE, flags=re.M)}
@@ -69,7 +75,7 @@ def test_an_edit_computes_the_same_on_all_layouts(zygote, work, name):
 def test_an_edit_that_keeps_state_resumes_to_the_bit(zygote, work, name):
     repo, _ = compare(zygote, work, name, LAYOUTS.values())
     for whole, (nproc, args) in (("one", (1, [])), ("out1", LAYOUTS["zero 3"])):
-        part = train(zygote, work, repo, f"part_{whole}", nproc, "--max_iters=2", *args)
+        part = train(zygote, work, repo, f"part_{whole}", nproc, "--max_iters=3", *args)
         train(zygote, work, repo, part.name, nproc, "--init_from=resume", *args)
         assert_same_run(part, work / whole)
 
@@ -117,7 +123,7 @@ def test_an_optimizer_that_is_made_inline(zygote, work):
     one = train(zygote, work, repo, "one")
     for name, args in (("ddp", []), ("zero1", ["--zero=1"]), ("zero3", ["--zero=3"])):
         assert_same_numbers(train(zygote, work, repo, name, 2, *args), one)
-    train(zygote, work, repo, "part", 1, "--max_iters=2")
+    train(zygote, work, repo, "part", 1, "--max_iters=3")
     assert_same_run(train(zygote, work, repo, "part", 1, "--init_from=resume"), one)
 
 
@@ -126,3 +132,72 @@ def test_an_inline_optimizer_that_cannot_be_used_ends_the_run_with_a_line(zygote
     repo = with_optimizer(work / "edited", f"    optimizers = [torch.optim.SGD({groups})]\n")
     run = zygote.train(RUN, work, repo=repo, ok=False)
     assert "Traceback" not in run.text() and "use --optimizer=FILE.py:CLASS" in run.text()
+
+
+STEPPED = [
+    (
+        "        self.resid_dropout = Dropout(config.dropout)\n",
+        "        self.resid_dropout = Dropout(config.dropout)\n        self.step = 0\n",
+    ),
+    (
+        "        y = self.seams.attention(",
+        "        q = q * (1 + self.step / 10)\n        y = self.seams.attention(",
+    ),
+]
+
+
+def stepped_model():
+    """The text of a model.py whose attention depends on the step."""
+    return replaced(STEPPED, (REPO / "model.py").read_text())
+
+
+@pytest.mark.slow
+def test_a_module_that_reads_the_step_computes_the_same_on_all_layouts(zygote, work):
+    repo = copy_of_repository(work / "edited")
+    (repo / "model.py").write_text(stepped_model())
+    one = train(zygote, work, repo, "one")
+    layouts = [*LAYOUTS.values()] + [(2, [arg]) for arg in ("--tp=2", "--pp=2", "--cp=2", "--exact=True")]
+    for number, (nproc, args) in enumerate(layouts):
+        assert_same_numbers(train(zygote, work, repo, f"out{number}", nproc, *args), one)
+    plain = train(zygote, work, REPO, "plain")
+    assert column(plain, "loss")[0] == column(one, "loss")[0] and column(plain, "loss") != column(one, "loss")
+    train(zygote, work, repo, "part", 1, "--max_iters=3")
+    assert_same_run(train(zygote, work, repo, "part", 1, "--init_from=resume"), one)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.slow
+def test_a_compiled_model_is_not_compiled_again_at_each_step(by_block):
+    space = {"__name__": "model"}
+    exec(stepped_model(), space)
+    config = space["GPTConfig"](block_size=8, vocab_size=9, n_layer=2, n_head=2, n_embd=8)
+    model, compiled = (space["GPT"](config, 1) for _ in range(2))
+    compile_parts(compiled, by_block, backend="aot_eager")
+    x, before = torch.arange(8)[None], counters["stats"]["unique_graphs"]
+    for step in range(12):
+        losses = []
+        for each in (model, compiled):
+            each.set_step(step)
+            losses.append(each(x, x, 8.0)[1])
+            losses[-1].backward()
+        assert losses[0] == losses[1]
+    assert counters["stats"]["unique_graphs"] - before <= 1 + by_block  # a block, and the loss
+
+
+def test_logits_are_returned_with_the_loss_that_trains():
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=8), 1)
+    x, y = torch.arange(8)[None], torch.tensor([[1, 2, 3, -1, 5, 6, 7, -1]])
+    expected, mean = model(x, y)
+    logits, loss = model(x, y, 3.0, with_logits=True)
+    assert model(x, y, 3.0)[0] is None and model(x, y, 3.0)[1] == loss
+    assert logits.equal(expected) and loss.item() * 3 == pytest.approx(mean.item() * 6, rel=1e-6)
+    wanted = torch.nn.functional.cross_entropy(logits[0], y[0], ignore_index=-1)
+    assert mean.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_layouts_without_all_logits_say_so(zygote, work, name):
+    repo = edited("Accuracy in an evaluation", work / "edited")
+    run = zygote.train([*RUN, f"--{name}=2"], work, 2, repo=repo, ok=False)
+    assert f"for with_logits, set --{name}=1" in run.text() and "Traceback" not in run.text()
