@@ -187,7 +187,7 @@ class Trial:
         The whole model, with weights that are all different from 0 and from each other: an initial weight of
         0 would hide what comes before it.
         """
-        model = self.model_class(GPTConfig(**self.plan.model_args), self.draw)
+        model = self.model_class(self.model_class.config_class(**self.plan.model_args), self.draw)
         generator = torch.Generator().manual_seed(self.draw)
         with torch.no_grad():
             for p in model.parameters():
@@ -210,7 +210,7 @@ class Trial:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
         plan, mesh, device = self.plan, self.mesh, self.device
         with torch.device("meta"):
-            model = self.model_class(GPTConfig(**plan.model_args))
+            model = self.model_class(self.model_class.config_class(**plan.model_args))
         splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():

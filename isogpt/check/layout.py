@@ -47,7 +47,7 @@ def prove_layout(
     name, args = layout_name(plan), small_plan(plan).model_args
     try:
         # not on the meta device, so that GPT refuses what its __init__ writes in vain
-        small_model = model_class(GPTConfig(**args))
+        small_model = model_class(model_class.config_class(**args))
         if not name and not [*small_model.buffers()]:
             return []
         problem = first_problem(model_class, plan, mesh, device, config)
