@@ -11,6 +11,7 @@ from edits import edited as replaced
 from runs import assert_same_run, column, records, same, tensors_in
 from torch._dynamo.utils import counters
 
+from isogpt.checkpoint.state import TrainState
 from isogpt.parallel.compilation import compile_parts
 from model import GPT, GPTConfig
 
@@ -201,3 +202,51 @@ def test_layouts_without_all_logits_say_so(zygote, work, name):
     repo = edited("Accuracy in an evaluation", work / "edited")
     run = zygote.train([*RUN, f"--{name}=2"], work, 2, repo=repo, ok=False)
     assert "logits" in run.text() and f"set --{name}=1" in run.text() and "Traceback" not in run.text()
+
+
+MORE_FIELDS = [
+    (
+        "# of a block: (B, T, C), and",
+        "@dataclass\nclass GPTConfig(GPTConfig):\n    scale: float = 0.5\n\n\n# of a block: (B, T, C), and",
+    ),
+    (
+        "        self.mlp = make_mlp(config)\n",
+        "        self.mlp, self.scale = make_mlp(config), config.scale\n",
+    ),
+    (
+        "            return x + self.mlp(self.ln_2(x))\n",
+        "            return x + self.scale * self.mlp(self.ln_2(x))\n",
+    ),
+]
+
+
+@pytest.mark.slow
+def test_a_config_with_more_fields_is_trained_resumed_and_sampled(zygote, work):
+    repo = copy_of_repository(work / "edited")
+    (repo / "model.py").write_text(replaced(MORE_FIELDS, (REPO / "model.py").read_text()))
+    one = train(zygote, work, repo, "one")
+    train(zygote, work, repo, "part", 2, "--max_iters=3", "--zero=3")
+    part = train(zygote, work, repo, "part", 1, "--init_from=resume")
+    assert_same_numbers(part, one)
+    args = [f"--out_dir={part}", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
+    zygote.start(args, work, script="sample.py", repo=repo).wait()
+    refused = zygote.start(args, work, script="sample.py").wait(ok=False)
+    assert "isoGPT reads" in refused.text() and "'scale'" in refused.text()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"ema": {"transformer.wte.weight": torch.ones(2)}},
+            r"wte\.weight has the shape \(2,\), not \(9, 8\)",
+        ),
+        ({"count": 1}, r"state\.extra\.count is no tensor"),
+        ({"a.b": torch.ones(2)}, "choose a key without a dot"),
+    ],
+)
+def test_extra_tensors_that_cannot_be_saved_are_refused(extra, message):
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=8), 1)
+    state = TrainState(model, [], None, None, None, None, extra)
+    with pytest.raises(ValueError, match=message):
+        state.parts_of_extra()

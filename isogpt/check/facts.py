@@ -3,20 +3,21 @@ What a small model with the code of model.py computes, as facts that can be comp
 all ranks, as a plan divides it.
 """
 
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.common.console import error_text
 from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
-from isogpt.nn.counts import model_on_meta
+from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import IGNORE
-from isogpt.nn.module_values import plain_values
 from isogpt.parallel import parallelize
 from isogpt.parallel.data_parallel import reshard, uses_ddp
 from isogpt.parallel.gradients import make_sums
@@ -24,14 +25,12 @@ from isogpt.parallel.local_parts import Splits, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
-from isogpt.parallel.shares import multiple_up, parse_shares, quotient_up, share_of_plan
+from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, LONG_LAYERS = 12, 2  # more if there are more stages
-LENGTH, LONG_ON_CPU, LONG_ON_GPU = 32, 384, 1536  # tokens of a sequence, on each rank of cp
-WIDTH = 256  # at most, unless there are more heads
-FIRST, BETWEEN, LAST = 16, 16, 64  # token ids of a batch: GPT-2's last, 50256, is the 48th last of 50304
+LAYERS, WIDTH = 12, 64  # more if there are more stages or heads
+LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
 RATE = 1e-2  # of the optimizers' step: the run's may be too small or too large to see anything
@@ -79,9 +78,8 @@ def difference(result: Fact, whole: Fact) -> str:
     squares = torch.zeros(3, dtype=torch.float64)
     part = local_part_of(result.value, result.splits)
     for piece, values in part.cut(whole.value):
-        piece, values = piece.cpu(), values.cpu()
-        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (piece - values, piece, values)]
-        squares += torch.stack(norms).square()
+        piece, values = piece.cpu().double(), values.cpu().double()
+        squares += torch.stack([t.square().sum() for t in (piece - values, piece, values)])
     error, norm, expected = squares.sqrt().tolist()
     if error <= whole.limit:
         return ""
@@ -93,39 +91,34 @@ def difference(result: Fact, whole: Fact) -> str:
 def crash_of(error: Exception) -> str:
     """The error that was raised first, and the last line of our code that led to it."""
     error = cause_of(error)
+    reason = " ".join(str(error).split())[:300]
     if is_connection_lost(error):
         reason = "a different rank has failed, or communicates differently"
-        error = RuntimeError(reason).with_traceback(error.__traceback__)
-    return error_text(error)
+    text = f"{type(error).__name__}: {reason}"
+    root = Path(__file__).resolve().parents[2]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(root):
+            return f"{text} ({path.relative_to(root)}, line {frame.lineno})"
+    return text
 
 
-def small_plan(plan: Plan, is_long: bool = False) -> Plan:
-    """
-    The plan with a small model of the same kind and a small batch, without what is lossy on purpose: with the
-    real vocabulary and short sequences, or with long sequences in few layers.
-    """
-    args, tp = plan.model_args, plan.tp
-    vocab_size, layers, length = args["vocab_size"], LAYERS, LENGTH
-    if is_long:
-        vocab_size, layers = min(vocab_size, 16 * tp + 32 + vocab_size % tp), LONG_LAYERS
-        length = LONG_ON_CPU if plan.device_type == "cpu" else LONG_ON_GPU
+def small_plan(plan: Plan) -> Plan:
+    """The plan with a small model of the same kind and a small batch, without what is lossy on purpose."""
+    args = plan.model_args
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
-    head_size, queries = args["n_embd"] // args["n_head"], min(args["n_head"] // args["n_kv_head"], 2)
-    kv_heads = min(args["n_kv_head"], 2 * tp)  # a multiple of tp
-    if kv_heads * queries * head_size > WIDTH:
-        kv_heads = tp
-    heads = kv_heads * queries
-    width = heads * min(head_size, max(4, WIDTH // heads // 2 * 2))
+    heads, tp = args["n_head"], plan.tp
+    head_size = min(args["n_embd"] // heads, max(4, WIDTH // heads // 2 * 2))
+    width = heads * head_size
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
+    longest = LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU
     small = {
-        "n_layer": min(args["n_layer"], max(layers, stages)),
-        "n_head": heads,
-        "n_kv_head": kv_heads,
+        "n_layer": min(args["n_layer"], max(LAYERS, stages)),
         "n_embd": width,
         # as uneven as the real sizes
         "n_hidden": 2 * width + args["n_hidden"] % tp,
-        "vocab_size": vocab_size,
-        "block_size": min(args["block_size"], multiple_up(length * plan.cp, parts)),
+        "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
+        "block_size": min(args["block_size"], longest // parts * parts),
         "n_expert": min(args["n_expert"], multiple_up(args["n_expert_active"] + 1, plan.ep)),
         "dropout": 0.0,
     }
@@ -145,60 +138,6 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
     )
 
 
-class Changes:
-    """What the micro-batches of one process leave in a model, besides the sums of its gradients."""
-
-    def __init__(self, model: nn.Module, keeps_weights: bool) -> None:
-        self.model, self.keeps_weights = model, keeps_weights
-        self.params = dict(model.named_parameters())
-        self.tensors = self.params | dict(model.named_buffers())
-        self.before = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        self.passes, self.gradients = 0, Counter()
-        for p in self.params.values():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self.count)
-
-    def count(self, p: Tensor) -> None:
-        """Count the backward passes from which a parameter gets a gradient."""
-        self.gradients[p] += 1
-
-    def add_pass(self) -> None:
-        """Note what the model holds after the first micro-batch, and count the backward passes."""
-        self.passes += 1
-        if self.passes == 1:
-            self.values = plain_values(self.model)
-            if self.keeps_weights:
-                self.before |= {name: p.detach().clone() for name, p in self.params.items()}
-
-    def check(self, has_readers: bool, needs_gradients: bool) -> None:
-        """
-        Raise LayoutError if checkpoints, or other ranks, do not know of a change.
-
-        Args:
-            has_readers: whether ranks that read different tokens hold the same parameters.
-            needs_gradients: whether these need the gradient of each.
-        """
-        for name, tensor in self.tensors.items():
-            reason = "ranks that read different tokens would get different weights" if has_readers else ""
-            if name not in self.params:
-                reason = "checkpoints contain no buffers: make it a parameter with requires_grad_(False)"
-            elif not self.keeps_weights:
-                reason = "zero 2 and 3 lose the change: set --zero=1"
-            after = tensor.detach().float()
-            if reason and (after - self.before[name]).norm() > LIMIT * after.norm():
-                raise LayoutError(f"a forward pass of model.py changes {name}: {reason}")
-        for name, _ in sorted(self.values.items() ^ plain_values(self.model).items()):
-            reason = "checkpoints contain no Python values. A schedule can use self.step"
-            raise LayoutError(f"a forward pass of model.py changes {name}: {reason}, see GPT.set_step")
-        for name, p in self.params.items():
-            n, of = self.gradients[p], self.passes
-            if p.requires_grad and needs_gradients and not n:
-                raise LayoutError(f"{name} gets no gradient, but DDP and exact need one: use or freeze it")
-            if p.requires_grad and has_readers and 0 < n < of:
-                advice = f"add 0 * {name}.sum() to the output where it is not used"
-                raise LayoutError(f"{name} gets a gradient from {n} of {of} micro-batches only: {advice}")
-
-
 @dataclass
 class Trial:
     """
@@ -207,19 +146,17 @@ class Trial:
     Args:
         run_plan: of the run. If it has no batch_size, the model only generates.
         draw: seed of the weights and tokens.
-        is_long: see `small_plan`.
     """
 
-    model_class: type[nn.Module]
+    model_class: Callable[[GPTConfig], nn.Module]
     run_plan: Plan
     mesh: Mesh
     device: torch.device
     config: dict
     draw: int = 0
-    is_long: bool = False
 
     def __post_init__(self) -> None:
-        self.plan = plan = small_plan(self.run_plan, self.is_long)
+        self.plan = plan = small_plan(self.run_plan)
         self.share = share_of_plan(plan, self.mesh)
         self.length = plan.model_args["block_size"]
         self.trains = bool(self.run_plan.batch_size)
@@ -232,22 +169,11 @@ class Trial:
     def batches(self, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
         """
         The different micro-batches, inputs and targets of the positions that a rank of a mesh reads, (ROWS, T
-        / cp) each. Each kind reads token ids that the others lack, and reads all of them before it repeats
-        one. Some targets do not count.
+        / cp) each. Some targets do not count.
         """
         generator = torch.Generator().manual_seed(self.draw)
-        last = self.plan.model_args["vocab_size"] - 1
-        between = torch.linspace(0, last, BETWEEN).long()
-        ids = torch.cat(
-            [torch.arange(FIRST).clamp(max=last), between, last - torch.arange(LAST).clamp(max=last)]
-        )
-        ids, kinds = ids.unique(), []
-        for kind in range(KINDS):
-            of_kind = ids[kind % len(ids) :: KINDS]
-            repeats = quotient_up(ROWS * (self.length + 1), len(of_kind))
-            order = torch.rand(repeats, len(of_kind), generator=generator).argsort().flatten()
-            kinds.append(of_kind[order[: ROWS * (self.length + 1)]].view(-1, ROWS).T)
-        tokens = torch.stack(kinds)
+        shape = (KINDS, ROWS, self.length + 1)
+        tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
         x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
         y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
         if self.pads:
@@ -283,7 +209,8 @@ class Trial:
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
         plan, mesh, device = self.plan, self.mesh, self.device
-        model = model_on_meta(self.model_class, plan.model_args)
+        with torch.device("meta"):
+            model = self.model_class(self.model_class.config_class(**plan.model_args))
         splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():
@@ -300,16 +227,18 @@ class Trial:
         norm of the gradient (all ranks).
 
         Raises:
-            LayoutError: checkpoints, or ranks that read different micro-batches, do not support what an edit
-                does.
+            LayoutError: checkpoints, zero 2 and 3, or DDP do not support what an edit does.
         """
-        changes = Changes(model, keeps_weights=self.plan.zero < 2)
+        constants = dict(model.named_buffers())
+        if self.plan.zero >= 2:
+            constants |= dict(model.named_parameters())
+        before = {name: tensor.detach().clone() for name, tensor in constants.items()}
         places = self.share.island
         counts = Counter(kind_of(place) for place in places[::ROWS])
         tokens = float(len(places) * self.length)
         island_loss = 0.0
         for kind, (x, y) in enumerate(self.batches(Mesh())):
-            precision.seed_micro_batch(self.draw, 0, kind, Mesh())
+            precision.seed_micro_batch(self.draw, 0, 0, Mesh())
             if self.pads:
                 is_read = (y != IGNORE).any(1)
                 x, y = x[is_read], y[is_read]
@@ -317,9 +246,16 @@ class Trial:
                 loss = counts[kind] * model(xs, ys, tokens)[1]
                 loss.backward()
                 island_loss += loss.detach()
-                changes.add_pass()
-        exact = self.plan.exact
-        changes.check(self.mesh.loss.size > 1 or exact, uses_ddp(self.plan, self.mesh) or exact)
+        for name, tensor in constants.items():
+            if not torch.equal(tensor, before[name]):
+                raise LayoutError(
+                    f"a forward pass of model.py changes {name}: checkpoints contain no buffers (make it a "
+                    "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
+                )
+        needs_gradients = uses_ddp(self.plan, self.mesh) or self.plan.exact
+        for name, p in model.named_parameters():
+            if needs_gradients and p.requires_grad and p.grad is None:
+                raise LayoutError(f"{name} gets no gradient, but DDP and exact need one: use or freeze it")
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 
@@ -333,8 +269,7 @@ class Trial:
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
         batches = self.batches(mesh)
-        kinds = [kind_of(share.first(number)) for number in range(share.micro_steps)]
-        micro_batches = [batches[kind] for kind in kinds]
+        micro_batches = [batches[kind_of(share.first(number))] for number in range(share.micro_steps)]
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
         if pipeline:
@@ -342,9 +277,9 @@ class Trial:
             loss_sum = pipeline.step(micro_batches)
         else:
             loss_sum = 0.0
-            for number, (x, y) in enumerate(micro_batches):
-                precision.seed_micro_batch(self.draw, 0, kinds[number], mesh)
-                with gradients.micro_batch(is_last=number == share.micro_steps - 1):
+            for number, (x, y) in enumerate(micro_batches, 1):
+                precision.seed_micro_batch(self.draw, 0, 0, mesh)
+                with gradients.micro_batch(is_last=number == share.micro_steps):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()
                 loss_sum += gradients.loss_term(loss)
@@ -377,7 +312,6 @@ class Trial:
             facts[f"the gradient of {name}"] = Fact(grad.detach(), LIMIT * norm, splits_of(p))
         if self.plan.islands == 1:  # islands have separate gradients
             facts["the gradient's norm"] = fact(norm, LIMIT)
-        model.set_step(self.config["max_iters"])  # schedules have ended
         with torch.no_grad():
             _, loss = called.eval()(x, y, 1.0)
         reshard(model)

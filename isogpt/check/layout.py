@@ -8,6 +8,7 @@ longer be true, and nothing else would say so.
 """
 
 import gc
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from isogpt.check.facts import Trial, crash_of, small_plan
-from isogpt.nn.counts import model_on_meta
+from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
 from isogpt.training import precision
@@ -27,7 +28,7 @@ ONE_PROCESS |= {"cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
 
 
 def prove_layout(
-    model_class: type[nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
 ) -> list[str]:
     """
     Compare the facts of a small model on all ranks with those of one process, see Trial.facts (all ranks).
@@ -45,9 +46,9 @@ def prove_layout(
     """
     name, args = layout_name(plan), small_plan(plan).model_args
     try:
-        model_on_meta(model_class, args)
-        # also with memory, so that GPT refuses what its __init__ writes in vain
-        if not name and not [*Trial(model_class, plan, mesh, device, config).new_model().buffers()]:
+        # not on the meta device, so that GPT refuses what its __init__ writes in vain
+        small_model = model_class(model_class.config_class(**args))
+        if not name and not [*small_model.buffers()]:
             return []
         problem = first_problem(model_class, plan, mesh, device, config)
     except ValueError as e:  # a sentence for the user
@@ -59,7 +60,7 @@ def prove_layout(
         line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
         return [line] if name else []
     same = []
-    for zero in (0, 3)[: 1 if not plan.batch_size else plan.world_size]:
+    for zero in (0, 3) if plan.batch_size else (0,):
         other = replace(plan, **ONE_PROCESS | {"zero": zero})
         if layout_name(other) != name:
             other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
@@ -72,21 +73,18 @@ def prove_layout(
 
 
 def first_problem(
-    model_class: type[nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
 ) -> str:
     """
     Return the first difference of any rank; "" if there is none (all ranks). Since rounding can flip a token
     from one expert to another, there must be a difference with a second draw of weights and tokens, too.
     """
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
-    for is_long in (False, True) if plan.batch_size and plan.cp > 1 else (False,):
-        for draw in range(2):
-            problem = Trial(model_class, plan, mesh, device, config, draw, is_long).problem()
-            gc.collect()  # what the small model has allocated; its hooks refer to each other
-            torch.cuda.empty_cache()  # does nothing without CUDA
-            if not problem:
-                break
-        if problem:
+    for draw in range(2):
+        problem = Trial(model_class, plan, mesh, device, config, draw).problem()
+        gc.collect()  # what the small model has allocated; its hooks refer to each other
+        torch.cuda.empty_cache()  # does nothing without CUDA
+        if not problem:
             break
     return problem
 
