@@ -80,7 +80,10 @@ def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> An
     """Compare a step of all ranks with that of one process (all ranks)."""
     settings.check_plan(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
-    return verdict(first_problem(model_class, plan, mesh, CPU, config))
+    problem = first_problem(model_class, plan, mesh, CPU, config)
+    if problem and draws_random_numbers(Trial(model_class, plan, mesh, CPU, config)):
+        return REFUSED, f"training draws random numbers, which are not those of one process: {problem}"
+    return verdict(problem)
 
 
 def compare_alone(trial: Trial) -> Answer:
