@@ -210,7 +210,7 @@ def compare_counts(trial: Trial) -> Answer:
     counted = 2 * counts.count_model(model).matrices
     x, y = trial.batches(Mesh())[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x, y)
+        model(x, y, 1.0)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
     if measured > 1.01 * counted:  # fewer, if batched matmuls compute some
