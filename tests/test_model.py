@@ -794,7 +794,7 @@ def answers(gpt, rows):
     config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
     described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
     workload = Workload(config, described, cpu, ["cpu"], gpt)
-    return {name: (state, text) for name, state, text in islice(check_model(workload, 1), rows)}
+    return {name: (state, text) for name, state, text in islice(check_model(None, workload, 1), rows)}
 
 
 @pytest.mark.parametrize(("edit", "state"), [("buffer", "holds"), ("blocks applied twice", "differs")])

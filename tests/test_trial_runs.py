@@ -8,6 +8,7 @@ from edits import after, edited_train
 from runs import REPO, Zygote
 
 from configurator import settings_of
+from isogpt.check.comparisons import ALONE
 from isogpt.lab.combinations import typed
 from isogpt.speed.launches import Launches
 from isogpt.speed.trial_runs import compare_runs
@@ -35,7 +36,8 @@ def rows_of(launches):
     described = described_for_bench(settings_of(REPO / "train.py"))
     config = SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
     workload = Workload(config, described, torch.device("cpu"), ["cpu"], GPT)
-    return {name: (state, text) for name, state, text in compare_runs(launches, workload)}
+    run = workload.settings | ALONE, workload.model_args()
+    return {name: (state, text) for name, state, text in compare_runs(launches, *run)}
 
 
 FAKE = """
