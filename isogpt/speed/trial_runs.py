@@ -24,11 +24,8 @@ SETTINGS |= {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 1, "lr_decay
 SETTINGS |= {"cooldown_iters": 2, "save_checkpoint": True, "always_save_checkpoint": True, "layout": "manual"}
 SETTINGS |= {"init_from": "scratch", "check_layout": False, "check_ranks_interval": 1, "data_order": "random"}
 SETTINGS |= {"dist_timeout_s": TIMEOUT_S}
-SIZES = {
-    "n_layer": 4,
-    "vocab_size": 256,
-    "block_size": 64,
-}  # at most; the small models of isogpt/check are larger
+# at most; other sizes are those of the small model
+SIZES = {"n_layer": 4, "vocab_size": 256, "block_size": 64}
 # {name: settings} of the runs. They have one folder: a resume continues the run before it
 RUNS = {
     "train.py": {},
