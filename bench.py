@@ -22,7 +22,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,7 +29,7 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of, with_equals_signs
-from isogpt.check.comparisons import DIFFERS, check_model
+from isogpt.check.comparisons import check_model
 from isogpt.common.console import discard_output, print_result
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import read_lists
@@ -42,7 +41,7 @@ from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
 from isogpt.speed.planner import flags_of
-from isogpt.speed.trial_runs import compare_runs
+from isogpt.speed.trial_runs import DIFFERS
 from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name
 from isogpt.training.settings import report
@@ -111,7 +110,7 @@ def mistakes_in_devices(lists: dict) -> Iterator[str]:
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
     """Print what holds for the model on each layout, and for runs of train.py, and return the same."""
     rows = []
-    for name, state, text in chain(check_model(workload, max(2, nproc)), compare_runs(launches, workload)):
+    for name, state, text in check_model(launches, workload, max(2, nproc)):
         print_result(f"{name:24} {state:8} {text}".rstrip())
         rows.append({"name": name, "state": state, "text": text})
     return rows

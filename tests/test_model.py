@@ -803,15 +803,68 @@ def test_a_model_is_prepared_for_generation_if_it_computes_the_same(edit):
         assert problem == ""
 
 
+def answers(gpt, rows):
+    """{name: (state, text)} of the first rows of bench.py --check."""
+    config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
+    described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
+    workload = Workload(config, described, cpu, ["cpu"], gpt)
+    return {name: (state, text) for name, state, text in islice(check_model(None, workload, 1), rows)}
+
+
 @pytest.mark.parametrize(("edit", "state"), [("buffer", "holds"), ("blocks applied twice", "differs")])
 def test_what_an_edit_computes_more_than_is_counted_is_said(edit, state):
     """The blocks are applied twice, and have no parameter more."""
-    config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
-    described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
-    workload = Workload(config, described, cpu, ["cpu"], edited_gpt(edit))
-    answers = {name: (state, text) for name, state, text in islice(check_model(workload, 1), 3)}
-    found, text = answers["parameters and FLOPs"]
+    found, text = answers(edited_gpt(edit), 3)["parameters and FLOPs"]
     assert found == state and ("FLOPs per token, of which" in text) == (state == "differs")
+
+
+class DroppedPaths(GPT):
+    """In training, samples omit the last block at random."""
+
+    def embed(self, idx, positions):
+        self.kept = torch.rand(idx.size(0), 1, 1) > 0.5
+        return super().embed(idx, positions)
+
+    def run_blocks(self, blocks, x, *more):
+        y, routing = super().run_blocks(blocks, x, *more)
+        return torch.where(self.kept, y, x) if self.training else y, routing
+
+
+class Penalized(GPT):
+    """The loss contains a term of the weights: of each micro-batch."""
+
+    def predict_tokens(self, x, targets, *more):
+        logits, loss = super().predict_tokens(x, targets, *more)
+        return logits, loss + self.penalty(targets, *more) if targets is not None else None
+
+    def penalty(self, targets, *more):
+        return self.lm_head.weight.square().sum()
+
+
+class PenalizedByTarget(Penalized):
+    """Of the micro-batch's share of the step."""
+
+    def penalty(self, targets, target_count, *more):
+        count = (targets != -1).sum()
+        return super().penalty(targets) * count / (target_count or count)
+
+
+@pytest.mark.parametrize(
+    "gpt, problem, is_noted",
+    [
+        (GPT, "", False),
+        (DroppedPaths, "", True),
+        (Penalized, "a term of the loss counts once per micro-batch", True),
+        (PenalizedByTarget, "", True),
+    ],
+)
+def test_what_the_loss_contains_besides_the_tokens_is_said(gpt, problem, is_noted):
+    """A term that exists in training alone, or counts right, is no fault."""
+    rows = answers(gpt, 4)
+    state, text = rows["one process"]
+    assert text.startswith(problem or "AdamW") and (state == "differs") == bool(problem)
+    state, text = rows["loss by logits"]
+    assert state == "holds" and ("the cross-entropy of the logits is " in text) == is_noted
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from edits import after, edited_train
 from runs import REPO, Zygote
 
 from configurator import settings_of
+from isogpt.check.comparisons import ALONE
 from isogpt.lab.combinations import typed
 from isogpt.speed.launches import Launches
 from isogpt.speed.trial_runs import compare_runs
@@ -35,7 +36,8 @@ def rows_of(launches):
     described = described_for_bench(settings_of(REPO / "train.py"))
     config = SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
     workload = Workload(config, described, torch.device("cpu"), ["cpu"], GPT)
-    return {name: (state, text) for name, state, text in compare_runs(launches, workload)}
+    run = workload.settings | ALONE, workload.model_args()
+    return {name: (state, text) for name, state, text in compare_runs(launches, *run)}
 
 
 FAKE = """
@@ -86,43 +88,34 @@ def test_a_launch_that_does_not_end_is_ended(tmp_path):
 
 
 FORWARD = "                    _, loss = model(x, y, gradients.loss_divisor)\n"
-FINISH = (
-    "    gradients.finish()  # reduces what DDP and FSDP do not: with tp, ep, pp, exact and compression\n"
-)
+NORM = '    clock.lap("reduce")\n'
 READ = "            x, y = next(batches)  # (rows, block_size / cp) each\n"
 START = "gc.disable()  # a GPU would wait for it; report.read and evaluations collect\n"
 PENALTY = "                    loss = loss + 1e-3 * sum(p.square().sum() for p in raw_model.parameters())\n"
 NOISE = "    for p in raw_model.parameters():\n        p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)\n"
 COPIES = "{n: p.detach().clone() for n, p in raw_model.named_parameters()}"
-COPY = (
-    "        with torch.no_grad():\n            for n, p in raw_model.named_parameters():\n                "
-)
+PUT = """        for n, p in raw_model.named_parameters():
+            p.data.copy_({}[n])
+"""
+EVALUATE = "        evaluator.run()\n"
+EVALUATE_AVERAGE = f"        kept = {COPIES}\n{PUT.format('average')}{EVALUATE}{PUT.format('kept')}"
+UPDATE = "    for n, p in raw_model.named_parameters():\n        average[n].lerp_(p.detach(), 0.1)\n"
+NANOGPT = """                    _, loss = model(x, y)
+                    loss = loss / gradient_accumulation_steps
+"""
 # {name: (replacements in train.py, a part of the text of each row)}
 EDITS = {
     "penalty in the loop": (
         [after(FORWARD, PENALTY)],
         ["", "", "loss of step 0 is", "Tensor and DTensor, need to convert"],
     ),
-    "loss of nanoGPT": (
-        [
-            (
-                FORWARD,
-                "                    _, loss = model(x, y)\n"
-                "                    loss = loss / gradient_accumulation_steps\n",
-            )
-        ],
-        ["", "", "loss of step 0 is", "loss of step 0 is"],
-    ),
-    "gradient noise": ([after(FINISH, NOISE)], ["", "", "weights differ", "grad_norm of step 0 is"]),
+    "loss of nanoGPT": ([(FORWARD, NANOGPT)], ["", "", "loss of step 0 is", "loss of step 0 is"]),
+    "gradient noise": ([(NORM, NOISE + NORM)], ["", "", "weights differ", "grad_norm of step 0 is"]),
     "average by hand": (
         [
             after(START, f"average = {COPIES}\n"),
-            (
-                "        evaluator.run()\n",
-                f"        kept = {COPIES}\n{COPY}p.copy_(average[n])\n"
-                f"        evaluator.run()\n{COPY}p.copy_(kept[n])\n",
-            ),
-            ("    clock.step()\n", f"{COPY[4:]}average[n].lerp_(p, 0.1)\n    clock.step()\n"),
+            (EVALUATE, EVALUATE_AVERAGE),
+            ("    clock.step()\n", UPDATE + "    clock.step()\n"),
         ],
         ["", "train_loss of the evaluation at step 3 is", "", ""],
     ),

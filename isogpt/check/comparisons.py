@@ -1,6 +1,6 @@
 """
 What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, in generation and
-exported, each with what one process computes without any of this.
+exported, and train.py itself, each with what one process computes without any of this.
 
 Each comparison takes place in new processes, so that one that crashes, or waits forever, ends no other. They
 are forked from bench.py, which has computed nothing.
@@ -32,14 +32,13 @@ from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.pipeline import SCHEDULES
 from isogpt.parallel.plan import LayoutError, Plan, plan_of
+from isogpt.speed.launches import Launches
+from isogpt.speed.trial_runs import DIFFERS, HOLDS, LIMIT_S, REFUSED, TIMEOUT_S, compare_runs, verdict
 from isogpt.speed.workload import Workload
 from isogpt.training import optim, precision, settings
 
 CPU = torch.device("cpu")
 Answer = tuple[str, str]  # the state and the text of a comparison
-HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
-LIMIT_S = 600.0  # for a comparison
-TIMEOUT_S = 60.0  # for a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
     "ddp": {},
@@ -71,16 +70,14 @@ def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1)
 # the comparisons
 
 
-def verdict(problem: str, note: str = "") -> Answer:
-    """The answer of a comparison with this problem, or none."""
-    return (DIFFERS, problem) if problem else (HOLDS, note)
-
-
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
     """Compare a step of all ranks with that of one process (all ranks)."""
     settings.check_plan(plan)
     mesh = connect_mesh(dist.get_rank(), plan, TIMEOUT_S)
-    return verdict(first_problem(model_class, plan, mesh, CPU, config))
+    problem = first_problem(model_class, plan, mesh, CPU, config)
+    if problem and draws_random_numbers(Trial(model_class, plan, mesh, CPU, config)):
+        return REFUSED, f"training draws random numbers, which are not those of one process: {problem}"
+    return verdict(problem)
 
 
 def compare_alone(trial: Trial) -> Answer:
@@ -231,7 +228,7 @@ IN_ONE_PROCESS = {
 # all comparisons
 
 
-def check_model(workload: Workload, processes: int) -> Iterator[tuple[str, str, str]]:
+def check_model(launches: Launches, workload: Workload, processes: int) -> Iterator[tuple[str, str, str]]:
     """
     Make all comparisons of a small form of the model, and yield the name, state and text of each when it is
     made.
@@ -249,6 +246,7 @@ def check_model(workload: Workload, processes: int) -> Iterator[tuple[str, str, 
             plan = plan_with(changes, config, model_args, processes)
             compare = partial(compare_layout, workload.gpt, plan, config | changes)
             yield name, *in_processes(processes, compare)
+    yield from compare_runs(launches, config | ALONE, trial.plan.model_args)
 
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:

@@ -4,18 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from isogpt.check.comparisons import ALONE, LIMIT_S, REFUSED, TIMEOUT_S, plan_with, verdict
-from isogpt.check.facts import small_plan
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.runs import read_run
 from isogpt.speed.launches import FIXED, Launches, reason_for
-from isogpt.speed.workload import Workload
 from isogpt.training.settings import settings_of_model
 
+HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"  # states of a row of bench.py --check
+LIMIT_S, TIMEOUT_S = 600.0, 60.0  # of a comparison, and of a collective: ranks that wait for different ones
 # 6 steps, which move the weights far enough to show what depends on them, with a checkpoint of the third
-SETTINGS = (
-    ALONE | FIXED | {"device": "cpu", "dtype": "float32", "residual_dtype": "float32", "compile": False}
-)
+SETTINGS = FIXED | {"device": "cpu", "dtype": "float32", "residual_dtype": "float32", "compile": False}
 SETTINGS |= {
     "gradient_accumulation_steps": 4,
     "max_iters": 5,
@@ -23,25 +20,12 @@ SETTINGS |= {
     "eval_iters": 4,
     "nproc": 0,
 }
-SETTINGS |= {
-    "learning_rate": 1e-3,
-    "min_lr": 1e-4,
-    "warmup_iters": 1,
-    "lr_decay_iters": 5,
-    "cooldown_iters": 2,
-}
-SETTINGS |= {
-    "save_checkpoint": True,
-    "always_save_checkpoint": True,
-    "init_from": "scratch",
-    "layout": "manual",
-}
-SETTINGS |= {"check_layout": False, "check_ranks_interval": 1, "dist_timeout_s": TIMEOUT_S}
-SIZES = {
-    "n_layer": 4,
-    "vocab_size": 256,
-    "block_size": 64,
-}  # at most; the small models of isogpt/check are larger
+SETTINGS |= {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 1, "lr_decay_iters": 5}
+SETTINGS |= {"cooldown_iters": 2, "save_checkpoint": True, "always_save_checkpoint": True, "layout": "manual"}
+SETTINGS |= {"init_from": "scratch", "check_layout": False, "check_ranks_interval": 1, "data_order": "random"}
+SETTINGS |= {"dist_timeout_s": TIMEOUT_S}
+# at most; other sizes are those of the small model
+SIZES = {"n_layer": 4, "vocab_size": 256, "block_size": 64}
 # {name: settings} of the runs. They have one folder: a resume continues the run before it
 RUNS = {
     "train.py": {},
@@ -55,18 +39,27 @@ LIMIT = 1e-4
 MEASURED = re.compile(r"(seconds|mfu|flops|.*_(s|ms|gb|percent))(_max)?")
 
 
-def compare_runs(launches: Launches, workload: Workload) -> Iterator[tuple[str, str, str]]:
+def verdict(problem: str, note: str = "") -> tuple[str, str]:
+    """The state and the text of a comparison with this problem, or none."""
+    return (DIFFERS, problem) if problem else (HOLDS, note)
+
+
+def compare_runs(launches: Launches, config: dict, model_args: dict) -> Iterator[tuple[str, str, str]]:
     """
     Run train.py in each way of RUNS, and yield the name, state and text of each: whether it records the same
     numbers as the first, after a resume bit for bit.
+
+    Args:
+        config: train.py's settings, with which nothing divides the work.
+        model_args: of a small model, which becomes smaller.
     """
-    config, data, out = workload.settings, launches.folder / "random", launches.folder / "run"
-    args = small_plan(plan_with({}, config, workload.model_args())).model_args
-    args |= {name: min(args[name], most) for name, most in SIZES.items()}
+    args = model_args | {name: min(model_args[name], most) for name, most in SIZES.items()}
+    data, length = launches.folder / "random", args["block_size"]
     data.mkdir(exist_ok=True)
-    write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
-    settings = config | settings_of_model(args, config) | {"block_size": args["block_size"]} | SETTINGS
-    settings |= {"dataset": data, "out_dir": out}
+    write_random_tokens(data, args["vocab_size"], 20 * length)
+    out = launches.folder / "run"
+    settings = config | settings_of_model(args, config) | SETTINGS
+    settings |= {"block_size": length, "dataset": data, "out_dir": out}
     expected = {}
     for name, changes in RUNS.items():
         code, errors = launches.start(settings | changes, limit_s=LIMIT_S)
