@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from breaks import BREAKS
+from breaks import BREAKS, SHOWN_BY
 from edits import EDITS, EXPECTED, REFUSED, SETTINGS, TRIED, apply, blocks, documented, edited_gpt
 from runs import REPO, assert_same_curve
 
@@ -94,7 +94,12 @@ def test_layouts_compute_what_one_process_computes(zygote, work, models, nproc):
 def test_faults_in_each_way_are_seen(zygote, work, which):
     """The first fault of each way; the others."""
     items = {
-        (way, name): [MODELS["experts" if way == "ep 2" else "gpt2"], LAYOUTS[way], fault, ""]
+        (way, name): [
+            MODELS["experts" if way == "ep 2" else "gpt2"] | SHOWN_BY.get(name, {}),
+            LAYOUTS[way],
+            fault,
+            "",
+        ]
         for way, faults in BREAKS.items()
         for name, fault in [*faults.items()][which]
     }

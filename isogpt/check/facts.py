@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.common.console import error_text
 from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
-from isogpt.nn.counts import model_on_meta
+from isogpt.nn.counts import make_model
 from isogpt.nn.kernels import IGNORE
 from isogpt.nn.module_values import plain_values
 from isogpt.parallel import parallelize
@@ -261,7 +261,7 @@ class Trial:
         The whole model, with weights that are all different from 0 and from each other: an initial weight of
         0 would hide what comes before it.
         """
-        model = self.model_class(self.model_class.config_class(**self.plan.model_args), self.draw)
+        model = make_model(self.model_class, self.plan.model_args, "cpu", self.draw)
         generator = torch.Generator().manual_seed(self.draw)
         with torch.no_grad():
             for p in model.parameters():
@@ -283,7 +283,7 @@ class Trial:
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
         plan, mesh, device = self.plan, self.mesh, self.device
-        model = model_on_meta(self.model_class, plan.model_args)
+        model = make_model(self.model_class, plan.model_args)
         splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():
@@ -405,8 +405,8 @@ class Trial:
         Raises:
             LayoutError: one process cannot compute the model, or see `step_of_one_process` and `check_block`.
         """
+        whole = self.new_model()
         try:
-            whole = self.new_model()
             weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
             expected = self.facts(whole)
         except LayoutError:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from isogpt.check.facts import Trial, crash_of, small_plan
-from isogpt.nn.counts import model_on_meta
+from isogpt.nn.counts import make_model
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
 from isogpt.training import precision
@@ -45,7 +45,7 @@ def prove_layout(
     """
     name, args = layout_name(plan), small_plan(plan).model_args
     try:
-        model_on_meta(model_class, args)
+        make_model(model_class, args)
         # also with memory, so that GPT refuses what its __init__ writes in vain
         if not name and not [*Trial(model_class, plan, mesh, device, config).new_model().buffers()]:
             return []
