@@ -359,7 +359,7 @@ REFUSED = {
     "transformer.h.0.slope in model.py is a tensor": [
         after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
     ],
-    "models are made on the meta device, where GPT(config) fails": [
+    "GPT(config) fails on the meta device: RuntimeError: Tensor.item() cannot be called on meta": [
         *NUMBERED,
         after(MLP_INIT, "        self.rate = torch.linspace(0, 0.2, config.n_layer)[layer].item()\n"),
     ],

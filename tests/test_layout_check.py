@@ -13,7 +13,7 @@ from runs import REPO, assert_same_curve
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import model_on_meta
+from isogpt.nn.counts import make_model
 from isogpt.parallel.parallelize import materialize
 
 MODELS = {
@@ -131,7 +131,7 @@ def test_what_would_be_lost_is_refused_on_one_process(message):
     config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9)
     with pytest.raises(ValueError, match=re.escape(message)):
         model_class(config, 0)
-        materialize(model_on_meta(model_class, asdict(config)), torch.device("cpu"))
+        materialize(make_model(model_class, asdict(config)), torch.device("cpu"))
 
 
 def test_rows_that_mix_are_seen_where_ranks_read_parts_of_a_micro_batch(zygote, work):
