@@ -420,6 +420,12 @@ EXPECTED = {
     "window that long sequences reach": {"cp 2": "differs"},
     "window that counts calls": dict.fromkeys(TRIED, "refused"),
     "window of the step": {"cp 2": "differs"},
+    "two tokens ahead": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
+    "linear biases of positions": SEQUENCE,
+    "one matrix up and down": {"tp 2": "crashed"},
+    "memory of the previous micro-batch": dict.fromkeys(("zero 3", "cp 2", "exact"), "differs")
+    | {"recompute full": "crashed"},
+    "label smoothing": {"tp 2": "refused"},
 }
 
 
