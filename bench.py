@@ -12,7 +12,7 @@ micro-batches that fill its memory, other devices a small model of 10.65M parame
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
     python bench.py config/train_gpt2.py --plan --devices=1,8 --hardware=l4,4090    compare GPUs and numbers
     python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
-    python bench.py --check                                 after an edit of model.py: what still holds?
+    python bench.py --check                                 after an edit of model.py or train.py: what holds?
 """
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +42,7 @@ from isogpt.speed.devices import HARDWARE, KNOWN_CARDS
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
 from isogpt.speed.planner import flags_of
+from isogpt.speed.trial_runs import compare_runs
 from isogpt.speed.workload import Workload, described_for_bench
 from isogpt.training.precision import device_name
 from isogpt.training.settings import report
@@ -62,7 +64,7 @@ hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090),
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
 network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
-check = False  # compare the model of model.py, small, on every layout, resumed, exported ...; no training
+check = False  # compare model.py and train.py, small, on every layout, resumed, exported ...; no training
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
@@ -107,9 +109,9 @@ def mistakes_in_devices(lists: dict) -> Iterator[str]:
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:
-    """Print what holds for the model on each layout, and return the same."""
+    """Print what holds for the model on each layout, and for runs of train.py, and return the same."""
     rows = []
-    for name, state, text in check_model(launches, workload, max(2, nproc)):
+    for name, state, text in chain(check_model(workload, max(2, nproc)), compare_runs(launches, workload)):
         print_result(f"{name:24} {state:8} {text}".rstrip())
         rows.append({"name": name, "state": state, "text": text})
     return rows
@@ -186,4 +188,4 @@ if json_path and rank == 0:
     Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
 differing = [row["name"] for row in result.get("check", []) if row["state"] == DIFFERS]
 if differing:
-    fail(f"results differ for {', '.join(differing)}: do not use these with this model.py")
+    fail(f"results differ for {', '.join(differing)}: do not use these with this model.py and train.py")

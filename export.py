@@ -18,7 +18,7 @@ from isogpt.checkpoint import ckpt_file, huggingface, manifest, measures, search
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
-from isogpt.checkpoint.state import restore_checkpoint
+from isogpt.checkpoint.state import read_extra, restore_checkpoint
 from isogpt.common import console
 from isogpt.common.files import free_name
 from isogpt.data import tokenizer
@@ -61,6 +61,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
     materialize(model, torch.device("cpu"))
+    model.set_step(stored.step)
     if form == "hf":
         restore_checkpoint(source, model)
         check_finite(model, stored.path)
@@ -72,7 +73,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     else:
         optimizers = optim.make_optimizers(model, config)
     restore_checkpoint(source, model, optimizers)
-    return write_ckpt(out_dir, ckpt_file.nanogpt_state(source.run, model, optimizers))
+    extra = read_extra(source, model)
+    return write_ckpt(out_dir, ckpt_file.nanogpt_state(source.run, model, optimizers, extra))
 
 
 def write_ckpt(folder: str, state: dict) -> Path:

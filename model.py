@@ -308,7 +308,7 @@ class GPT(nn.Module):
         step is the checkpoint's.
         """
         for module in self.modules_with_step:
-            module.step = step
+            vars(module)["step"] = step  # in a third of the time of Module.__setattr__
 
     @cached_property
     def modules_with_step(self) -> list[nn.Module]:
@@ -332,6 +332,7 @@ class GPT(nn.Module):
         target_count: float | None = None,
         positions: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        with_logits: bool = False,
     ) -> Prediction:
         """
         Compute logits and loss.
@@ -340,8 +341,8 @@ class GPT(nn.Module):
             idx: token ids (B, T).
             targets: token ids (B, T); -1 is ignored.
             target_count: divide the summed loss by this number instead of averaging it, so that the losses of
-                a batch's parts add up exactly. Logits are not returned: for a large vocabulary, they are
-                never all in memory.
+                a batch's parts add up exactly. Logits are not returned, unless with_logits is set: for a
+                large vocabulary, they are never all in memory.
             positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the
                 caches.
             caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary
@@ -349,7 +350,8 @@ class GPT(nn.Module):
 
         Returns:
             (logits of the last position (B, 1, V), None) without targets; (logits (B, T, V), mean loss) with
-            targets; (None, summed loss / target_count) with targets and target_count.
+            targets; (None, summed loss / target_count) with targets and target_count, or with_logits (logits
+            (B, T, V), the same loss).
 
         Raises:
             ValueError: the sequence, including what the caches hold, is longer than block_size.
@@ -358,7 +360,7 @@ class GPT(nn.Module):
             positions = self.next_positions(idx, caches)
         x = self.embed(idx, positions)
         x, routing = self.run_blocks(enumerate(self.transformer.h), x, positions, caches)
-        return self.predict(x, routing, targets, target_count)
+        return self.predict(x, routing, targets, target_count, with_logits)
 
     def next_positions(self, idx: Tensor, caches: list[KVCache] | None) -> Tensor:
         """Positions (T,) of token ids (B, T) that follow the caches, see `forward`."""
@@ -401,10 +403,15 @@ class GPT(nn.Module):
         return x, torch.stack(routings) if routings and self.training else None  # (blocks, B, E + 2)
 
     def predict(
-        self, x: Tensor, routing: Tensor | None, targets: Tensor | None, target_count: float | None
+        self,
+        x: Tensor,
+        routing: Tensor | None,
+        targets: Tensor | None,
+        target_count: float | None,
+        with_logits: bool = False,
     ) -> Prediction:
         """Logits and loss from the last block's output, see `forward`."""
-        logits, loss = self.predict_tokens(x, targets, target_count)
+        logits, loss = self.predict_tokens(x, targets, target_count, with_logits)
         if routing is None or targets is None:
             return logits, loss
         valid = targets != IGNORE  # (B, T)
@@ -416,16 +423,17 @@ class GPT(nn.Module):
         # the value is the tokens' loss alone, but the gradient includes the auxiliary losses
         return logits, loss + (auxiliary - auxiliary.detach())
 
-    def predict_tokens(self, x: Tensor, targets: Tensor | None, target_count: float | None) -> Prediction:
+    def predict_tokens(
+        self, x: Tensor, targets: Tensor | None, target_count: float | None, with_logits: bool = False
+    ) -> Prediction:
         """`predict` without the router's auxiliary losses."""
         x = self.transformer.ln_f(x)
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
-        if target_count is not None:
-            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
-        logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
-        rows, targets = logits.flatten(0, 1).float(), targets.flatten()
-        return logits, F.cross_entropy(rows, targets, ignore_index=IGNORE)
+        with_logits = with_logits or target_count is None  # in training, the loss does not need them
+        logits = soft_cap(self.lm_head(x), self.arch.softcap) if with_logits else None  # (B, T, V)
+        count = (targets != IGNORE).sum() if target_count is None else target_count
+        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count
 
     def reset_routing(self, device: torch.device) -> None:
         """

@@ -138,6 +138,7 @@ splits = parallelize.divide_model(model, plan, mesh, ranks.device, splits_sequen
 parallelize.materialize(model, torch.device("cpu"), splits)
 if source:
     do_together(state.restore_checkpoint, source, model)
+    model.set_step(stored.step)
 else:
     do_together(state.load_weights, model, pretrained.state_dict())
 do_together(check_finite, model, stored.path if stored else init_from)

@@ -229,6 +229,7 @@ first_sequences = [reader.share.first(micro_step) for micro_step in range(reader
 gc.disable()  # a GPU would wait for it; report.read and evaluations collect
 while not is_complete:
     step = state.step
+    raw_model.set_step(step)  # for modules that have an attribute `step`
     lr = run.schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
     precision.seed_step(seed, step, ranks.rank)  # for dropout in a pipeline; without one, see below

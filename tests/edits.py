@@ -26,7 +26,15 @@ NUMBERED = [
 FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 SECOND = "            return x + self.mlp(self.ln_2(x))\n"
 RULES = "INITIAL_VALUES: dict[str, Rule] = {}\n"
-LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
+LOSS = "        return logits, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / count\n"
+APPLY = "            x = block(x, rope, caches[int(number)] if caches else None)\n"
+EMBED = "        x = self.embed(idx, positions)\n"
+LAST_NORM = "        x = self.transformer.ln_f(x)\n"
+WINDOWED = (
+    "        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(1 - window)\n"
+    "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+    "        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)\n"
+)
 
 
 def rule(pattern, value):
@@ -128,9 +136,7 @@ EDITS = {
         rule(r".*\.extra", 0.0),
     ],
     "bias of the head": [(HEAD, HEAD.replace("bias=False", "bias=True"))],
-    "auxiliary mean": [
-        (LOSS, LOSS.replace("/ target_count\n", "/ target_count + 0.01 * x.float().square().mean()\n"))
-    ],
+    "auxiliary mean": [(LOSS, LOSS.replace("/ count\n", "/ count + 0.01 * x.float().square().mean()\n"))],
     "zero-initialized scalar": [
         after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
         (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
@@ -176,7 +182,7 @@ EDITS = {
             "        x = self.transformer.drop(x)\n"
             "        return torch.cat((self.registers.expand(x.size(0), -1, -1), x), 1)\n",
         ),
-        ("        x = self.transformer.ln_f(x)\n", "        x = self.transformer.ln_f(x[:, 4:])\n"),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x[:, 4:])")),
         rule("registers", '"normal"'),
     ],
     "mixture of depths": [
@@ -219,6 +225,335 @@ EDITS = {
         ),
         rule(r".*\.mean", 0.0),
     ],
+    # -- of issue 65: what a small vocabulary, short sequences or a single micro-batch would hide
+    "drop path": [
+        after(MLP_INIT, "        self.drop_path = 0.2\n"),
+        (
+            SECOND,
+            "            y = self.mlp(self.ln_2(x))\n"
+            "            if self.training:\n"
+            "                kept = torch.rand(x.size(0), 1, 1, device=x.device) >= self.drop_path\n"
+            "                y = y * kept / (1 - self.drop_path)\n"
+            "            return x + y\n",
+        ),
+    ],
+    "noise of the embeddings": [
+        (
+            EMBED_END,
+            "        if self.training:\n"
+            "            noise = torch.zeros_like(x).uniform_(-1, 1)\n"
+            "            x = x + noise * 5 / math.sqrt(x.size(1) * x.size(2))\n" + EMBED_END,
+        )
+    ],
+    "layers dropped by Python's random numbers": [
+        ("import math\nimport re\n", "import math\nimport random\nimport re\n"),
+        (
+            APPLY,
+            "            if self.training and random.random() < 0.3:\n                continue\n" + APPLY,
+        ),
+    ],
+    "moving average in a frozen parameter": [
+        after(HEAD, "            self.ema = nn.Parameter(torch.zeros(config.n_embd), requires_grad=False)\n"),
+        (
+            LAST_NORM,
+            "        if self.training:\n"
+            "            with torch.no_grad():\n"
+            "                self.ema.lerp_(x.mean((0, 1)), 0.1)\n"
+            + LAST_NORM.replace("(x)", "(x - self.ema)"),
+        ),
+        rule("ema", 0.0),
+    ],
+    "embeddings of limited norm": [
+        (
+            "torch.empty(config.vocab_size, config.n_embd), freeze=False)",
+            "torch.empty(config.vocab_size, config.n_embd), freeze=False, max_norm=0.1)",
+        )
+    ],
+    "field of the config": [
+        (
+            "def call(function",
+            "@dataclass\nclass GPTConfig(GPTConfig):\n    scale: float = 0.5\n\n\ndef call(function",
+        ),
+        after(MLP_INIT, "        self.scale = config.scale\n"),
+        (SECOND, "            return x + self.scale * self.mlp(self.ln_2(x))\n"),
+    ],
+    "branch on a rare token": [
+        after(HEAD, "            self.special = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"),
+        after(
+            EMBED,
+            "        if (idx == 3).any():\n            x = x + (idx == 3)[..., None] * self.special(x)\n",
+        ),
+    ],
+    "documents that a rare token separates": [
+        (
+            ATTEND,
+            "        if self.same is not None:\n"
+            "            q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.same)\n"
+            "            y = y.transpose(1, 2).flatten(2)\n"
+            "        else:\n    " + ATTEND,
+        ),
+        after(ATTENTION_INIT, "        self.same = None\n"),
+        after(
+            EMBED,
+            "        same = None\n"
+            "        if (idx == 60).any():\n"
+            "            document = (idx == 60).cumsum(1)\n"
+            "            same = (document[:, None, :, None] == document[:, None, None, :]).tril()\n"
+            "        for block in self.transformer.h:\n            block.attn.same = same\n",
+        ),
+    ],
+    "tanh in the GELU": [("approximate=self.gelu)", 'approximate="tanh")')],
+    "kernel for certain heads": [
+        after(
+            ATTENTION_INIT,
+            '        assert self.head_size % 32 == 0, "the kernel needs heads of 32, 64 or 128"\n',
+        )
+    ],
+    "penalty of the weights": [
+        (
+            LOSS,
+            LOSS.replace(
+                "/ count\n",
+                "/ count + 1e-2 * sum(b.mlp.c_fc.weight.square().sum() for b in self.transformer.h)\n",
+            ),
+        )
+    ],
+    "window that long sequences reach": [
+        (
+            ATTEND,
+            "        window = 256\n"
+            "        if T > window:\n"
+            "            mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(1 - window)\n"
+            "            q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)\n"
+            "            y = y.transpose(1, 2).flatten(2)\n"
+            "        else:\n    " + ATTEND,
+        )
+    ],
+    "window that counts calls": [
+        after(ATTENTION_INIT, "        self.calls = 0\n"),
+        (ATTEND, "        self.calls += self.training\n        window = 4 + self.calls // 4\n" + WINDOWED),
+    ],
+    "window of the step": [
+        after(ATTENTION_INIT, "        self.step = 0\n"),
+        (ATTEND, "        window = 4 + self.step\n" + WINDOWED),
+    ],
+    # -- of issue 65: what is published
+    "gate of each feature": [
+        after(ATTENTION_INIT, "        self.gate = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"),
+        (ATTENTION_END, "        y = y * self.gate(x).sigmoid()\n" + ATTENTION_END),
+    ],
+    "residual of the first values": [
+        after(
+            ATTENTION_INIT,
+            "        self.mix = nn.Parameter(torch.empty(()))\n        self.v = self.first_v = None\n",
+        ),
+        (
+            ATTEND,
+            "        self.v = v\n"
+            "        if self.first_v is not None:\n"
+            "            v = torch.lerp(v, self.first_v, self.mix)\n"
+            "        else:\n            v = v + 0 * self.mix\n" + ATTEND,
+        ),
+        (
+            APPLY,
+            APPLY + "            if number == 0:\n"
+            "                for later in self.transformer.h[1:]:\n"
+            "                    later.attn.first_v = block.attn.v\n",
+        ),
+        rule(r".*\.mix", 0.5),
+    ],
+    "relative positions of T5": [
+        (
+            BLOCKS,
+            BLOCKS + "            bias = nn.Embedding(32, config.n_head)\n"
+            "            for block in self.transformer.h:\n"
+            "                block.attn.relative = bias\n",
+        ),
+        (
+            ATTEND,
+            "        steps = torch.arange(T, device=x.device)\n"
+            "        distance = (steps[:, None] - steps).clamp(min=0)\n"
+            "        far = 16 + (distance.clamp(min=1) / 16).log() / math.log(128 / 16) * 16\n"
+            "        bucket = torch.where(distance < 16, distance, far.long().clamp(max=31))\n"
+            "        bias = self.relative(bucket).permute(2, 0, 1)  # (H, T, T)\n"
+            "        bias = bias.masked_fill(steps[:, None] < steps, -math.inf)\n"
+            "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)\n",
+        ),
+    ],
+    "LoRA": [
+        (
+            "class CausalSelfAttention(nn.Module):\n",
+            "class LoRALinear(nn.Linear):\n"
+            "    def __init__(self, n_in, n_out, bias, rank=4):\n"
+            "        super().__init__(n_in, n_out, bias)\n"
+            "        self.lora_a = nn.Linear(n_in, rank, bias=False)\n"
+            "        self.lora_b = nn.Linear(rank, n_out, bias=False)\n\n"
+            "    def forward(self, x):\n"
+            "        return super().forward(x) + self.lora_b(self.lora_a(x))\n\n\n"
+            "class CausalSelfAttention(nn.Module):\n",
+        ),
+        ("self.c_attn = nn.Linear(", "self.c_attn = LoRALinear("),
+        after(
+            HEAD,
+            "            for name, p in self.named_parameters():\n"
+            '                p.requires_grad_("lora" in name)\n',
+        ),
+        rule(r".*\.lora_b\.weight", 0.0),
+    ],
+    "two tokens ahead": [
+        after(HEAD, "            self.ahead = Block(config)\n"),
+        (
+            LOSS,
+            "        loss = self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap)\n"
+            "        if self.training:\n"
+            "            later = F.pad(targets[:, 1:], (0, 1), value=IGNORE)\n"
+            "            loss = loss + 0.3 * self.seams.loss(self.ahead(x), self.lm_head.weight, later, 0.0)\n"
+            "        return logits, loss / count\n",
+        ),
+    ],
+    "hyper-connections": [
+        after(
+            MLP_INIT,
+            "        self.read = nn.Parameter(torch.empty(2, 4))\n"
+            "        self.write = nn.Parameter(torch.empty(2, 4))\n"
+            "        self.mix = nn.Parameter(torch.empty(2, 4, 4))\n",
+        ),
+        (
+            FIRST,
+            "        y = self.attn(self.ln_1(torch.einsum('btnc,n->btc', x, self.read[0])), rope, cache)\n"
+            "        x = torch.einsum('btnc,nm->btmc', x, self.mix[0]) + y[:, :, None] * self.write[0][:, None]\n",
+        ),
+        (
+            SECOND,
+            "            y = self.mlp(self.ln_2(torch.einsum('btnc,n->btc', x, self.read[1])))\n"
+            "            x = torch.einsum('btnc,nm->btmc', x, self.mix[1])\n"
+            "            return x + y[:, :, None] * self.write[1][:, None]\n",
+        ),
+        (EMBED_END, "        return self.transformer.drop(x)[:, :, None].expand(-1, -1, 4, -1)\n"),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x.mean(2))")),
+        (
+            RULES,
+            RULES.replace(
+                "{}",
+                '{r".*\\.read": 0.25, r".*\\.write": 1.0, r".*\\.mix": lambda config: torch.eye(4).repeat(2, 1, 1)}',
+            ),
+        ),
+    ],
+    "multipliers of muP": [
+        (ATTEND, "        q = q * 8 / self.head_size**0.5  # 8 / D in place of 1 / sqrt(D)\n" + ATTEND),
+        (LAST_NORM, LAST_NORM.replace("(x)", "(x) * (256 / self.config.n_embd)")),
+        (EMBED_END, EMBED_END.replace("(x)", "(10 * x)")),
+    ],
+    "norms on both sides": [
+        after(MLP_INIT, "        self.ln_3 = make_norm(config)\n        self.ln_4 = make_norm(config)\n"),
+        (FIRST, "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n"),
+        (SECOND, "            return x + self.ln_4(self.mlp(self.ln_2(x)))\n"),
+    ],
+    "attention beside the MLP": [
+        (FIRST, "        y = self.ln_1(x)\n        x = x + self.attn(y, rope, cache)\n"),
+        (SECOND, "            return x + self.mlp(y)\n"),
+        ("        self.ln_2 = make_norm(config)\n", ""),
+    ],
+    "differential attention": [
+        after(
+            ATTENTION_INIT,
+            "        self.scale = nn.Parameter(torch.empty(()))\n"
+            "        self.norm = RMSNorm(self.head_size, 1e-5)\n",
+        ),
+        (
+            ATTEND,
+            "        (q1, q2), (k1, k2) = q.chunk(2, -1), k.chunk(2, -1)\n"
+            "        rate = self.dropout if self.training else 0.0\n"
+            "        y1 = self.seams.attention(q1, k1, v, rate, cache)\n"
+            "        y2 = self.seams.attention(q2, k2, v, rate, cache)\n"
+            "        y = self.norm((y1 - self.scale * y2).view(B, T, H, -1)).flatten(2)\n",
+        ),
+        rule(r".*\.scale", 0.8),
+    ],
+    "linear biases of positions": [
+        (
+            ATTEND,
+            "        slopes = 2.0 ** (-8 / H * torch.arange(1, H + 1, device=x.device))\n"
+            "        steps = torch.arange(T, device=x.device)\n"
+            "        bias = slopes[:, None, None] * (steps - steps[:, None])\n"
+            "        bias = bias.masked_fill(steps > steps[:, None], -math.inf)\n"
+            "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)\n",
+        ),
+        (
+            "            x = x + self.transformer.wpe(positions)\n",
+            "            x = x + 0 * self.transformer.wpe(positions)\n",
+        ),
+    ],
+    "logit of a sink": [
+        after(ATTENTION_INIT, "        self.sinks = nn.Parameter(torch.empty(config.n_head))\n"),
+        (
+            ATTEND,
+            "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)\n"
+            "        scores = (q @ k.mT / math.sqrt(self.head_size)).masked_fill(mask, -math.inf)\n"
+            "        sinks = self.sinks.view(-1, 1, 1).expand(B, H, T, 1)\n"
+            "        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]\n"
+            "        y = (weights @ v).transpose(1, 2).flatten(2)\n",
+        ),
+        rule(r".*\.sinks", 0.0),
+    ],
+    "one matrix up and down": [
+        ("        self.c_proj = linear(config.n_hidden, config.n_embd, bias=config.bias)\n", ""),
+        (
+            "        return self.dropout(self.c_proj(hidden, *counts))\n",
+            "        return self.dropout(F.linear(hidden, self.c_fc.weight.T))\n",
+        ),
+    ],
+    "convolution of keys and values": [
+        after(
+            ATTENTION_INIT,
+            "        self.canon = nn.Conv1d(2 * config.n_embd, 2 * config.n_embd, 4, groups=2 * config.n_embd)\n",
+        ),
+        (
+            ATTEND,
+            "        kv = torch.cat((k, v), 2).flatten(2)\n"
+            "        kv = kv + self.canon(F.pad(kv.mT, (3, 0))).mT\n"
+            "        k, v = kv.view(B, T, 2 * K, -1).chunk(2, 2)\n" + ATTEND,
+        ),
+        (RULES, RULES.replace("{}", '{r".*\\.canon\\.weight": "normal", r".*\\.canon\\.bias": 0.0}')),
+    ],
+    "memory of the previous micro-batch": [
+        after(ATTENTION_INIT, "        self.memory = None\n"),
+        (
+            ATTEND,
+            "        y = self.seams.attention(q, k, v, self.dropout if self.training else 0.0, cache)\n"
+            "        if self.training:\n"
+            "            if self.memory is not None:\n"
+            "                past_k, past_v = (t.transpose(1, 2) for t in self.memory)\n"
+            "                past = F.scaled_dot_product_attention(q.transpose(1, 2), past_k, past_v)\n"
+            "                y = y + past.transpose(1, 2).flatten(2)\n"
+            "            self.memory = k.detach(), v.detach()\n",
+        ),
+    ],
+    "most surprising tokens": [
+        (
+            LOSS,
+            "        if self.training:\n"
+            "            with torch.no_grad():\n"
+            "                all_logits = self.lm_head(x).float().flatten(0, 1)\n"
+            "                losses = F.cross_entropy(all_logits, targets.flatten().clamp(min=0), reduction='none')\n"
+            "                easy = (losses < losses.quantile(0.4)).view_as(targets)\n"
+            "            targets = targets.masked_fill(easy, IGNORE)\n" + LOSS,
+        )
+    ],
+    "label smoothing": [
+        (
+            LOSS,
+            "        if self.training:\n"
+            "            rows = soft_cap(self.lm_head(x), self.arch.softcap).flatten(0, 1).float()\n"
+            "            options = dict(reduction='sum', ignore_index=IGNORE, label_smoothing=0.1)\n"
+            "            return None, F.cross_entropy(rows, targets.flatten(), **options) / count\n" + LOSS,
+        )
+    ],
 }
 
 
@@ -259,6 +594,9 @@ SETTINGS = {
     # whose matrix tp leaves whole, beside divided ones
     "one more linear": {"arch": "llama", "optimizer": "muon"},
     "skip from the fourth to the ninth block": {"n_layer": 12},
+    "embeddings of limited norm": {"arch": "llama"},  # gpt2's are also the head's weights
+    "kernel for certain heads": {"n_embd": 64, "n_head": 2},
+    "window that long sequences reach": {"n_layer": 2, "block_size": 1024},
 }
 
 
@@ -345,13 +683,20 @@ def blocks(section, kind):
     return "".join(re.findall(rf"^```{kind}\n(.*?)^```", section, flags=re.S | re.M))
 
 
+def diff_of(section):
+    """A section's diff: its block, or the file that it links to."""
+    if link := re.search(r"\]\(([^)\s]+\.diff)\)", section):
+        return (REPO / "docs" / link[1]).read_text()
+    return blocks(section, "diff")
+
+
 def apply(name, folder):
     """A copy of the repository with an edit, by its name or its heading in the docs."""
     repo = copy_of_repository(Path(folder))
     if name in ALL:
         path = repo / "model.py"
         path.write_text(edited(ALL[name], path.read_text()))
-    elif diff := blocks(documented()[name], "diff"):
+    elif diff := diff_of(documented()[name]):
         subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, check=True)
     return repo
 

@@ -26,7 +26,6 @@ from edits import edited_gpt
 from runs import train_defaults
 
 from isogpt.check.layout import first_problem
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.plan import LayoutError, plan_of
 from isogpt.training.settings import check_plan, model_args_of
@@ -39,9 +38,10 @@ path, results = Path(sys.argv[1]), []
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for number, (model_settings, layout, fault, edit) in enumerate(json.loads(path.read_text())):
     config = train_defaults(**SMALL) | model_settings | layout
-    args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))
+    gpt = edited_gpt(edit) if edit else GPT
+    args = asdict(gpt.config_class(**model_args_of(config, vocab_size=65)))
     decided = dict(world_size=size, device_type="cpu", dtype="float32", model_args=args)
-    plan, gpt = plan_of(config, config["islands"], **decided), edited_gpt(edit) if edit else GPT
+    plan = plan_of(config, config["islands"], **decided)
     dist.init_process_group("gloo", f"file://{path}.{number}", rank=rank, world_size=size)
     try:
         check_plan(plan)

@@ -6,7 +6,7 @@ import signal
 from collections import namedtuple
 
 import pytest
-from edits import apply, blocks, documented
+from edits import apply, diff_of, documented
 from runs import REPO, TINY, train_defaults
 
 from isogpt.speed import dry_run
@@ -272,7 +272,7 @@ def test_weights_gradients_and_moments_are_divided_by_the_ranks(zygote, work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", [name for name, text in documented().items() if blocks(text, "diff")])
+@pytest.mark.parametrize("heading", [name for name, text in documented().items() if diff_of(text)])
 def test_the_memory_of_a_documented_edit_is_predicted(zygote, work, heading):
     args = ["--vocab_size=8192", "--dtype=bfloat16", "--gradient_accumulation_steps=4"]
     run_dry(zygote, work, 2, args, repo=apply(heading, work / "copy"))

@@ -72,7 +72,7 @@ def copies(path, step=None, out="out", keep_last=2, url="faulty://"):
     """The mirror at path/there of a run in path/out, which resumes from a step or is new."""
     settings = dict(mirror=f"{url}{path}/there", out_dir=str(path / out), keep_last=keep_last)
     stored = StoredCheckpoint(path / out, step, {})
-    resumed = OpenCheckpoint(stored, {"model_args": {}}, {}) if step else None
+    resumed = OpenCheckpoint(stored, {"model_args": {}}, {}, {}) if step else None
     return open_mirror(train_defaults(**settings), resumed)
 
 

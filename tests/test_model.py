@@ -548,6 +548,11 @@ def masked_attention(size, uses_cache=False):
     return attend
 
 
+def long_window(q, k, v, dropout=0.0, cache=None):
+    """Attention to the last 4 positions in passes over more than 256, and to all in a step."""
+    return (masked_attention(4) if q.size(1) > 256 else causal_attention)(q, k, v, dropout, cache)
+
+
 def without_a_cache(q, k, v, dropout=0.0, cache=None):
     if cache is not None:
         raise TypeError("attention takes no cache")
@@ -558,6 +563,7 @@ UNFIT = {
     "shift": (dict(shifts=True), "differ by"),
     "from the step": (dict(attention=masked_attention(1, uses_cache="from the step")), "differ by"),
     "window": (dict(attention=masked_attention(4)), "differ by"),
+    "slight shift": (dict(shifts=3e-5), "differ by"),
     "raises": (dict(attention=without_a_cache), "the model raises TypeError: attention takes no cache"),
 }
 
@@ -567,7 +573,9 @@ def edited(attention=causal_attention, shifts=False, **changes):
     gpt = rough(**changes)
     replace_seams(gpt, attention=attention)
     if shifts:
-        gpt.transformer.drop.register_forward_hook(lambda module, args, x: x + F.pad(x, (0, 0, 1, -1)))
+        gpt.transformer.drop.register_forward_hook(
+            lambda module, args, x: x + shifts * F.pad(x, (0, 0, 1, -1))
+        )
     return gpt
 
 
@@ -598,6 +606,12 @@ def test_other_attention_can_use_the_cache(capsys):
     gpt, idx = edited(masked_attention(4, uses_cache=True)), ids(3, 4)
     assert torch.equal(gpt.generate(idx, 12, temperature=0), by_hand(gpt, idx, 12))
     assert capsys.readouterr().err == "" and not torch.equal(by_hand(gpt, idx, 12), by_hand(rough(), idx, 12))
+
+
+def test_a_window_that_only_long_sequences_have_is_seen():
+    gpt = edited(long_window, block_size=300)
+    assert "differ by" in generation.problem_of_cache(gpt, ids(1, 290), 4)
+    assert generation.problem_of_cache(gpt, ids(1, 200), 4) == ""
 
 
 @pytest.mark.parametrize(("model", "dtype"), [*zip(KINDS[:3], DTYPES)])
@@ -795,7 +809,7 @@ def test_what_an_edit_computes_more_than_is_counted_is_said(edit, state):
     config = COUNTED_SHAPE | dict(nproc=1, plan=False, tune=False, real_data=False)
     described, cpu = described_for_bench(settings_of_train()), torch.device("cpu")
     workload = Workload(config, described, cpu, ["cpu"], edited_gpt(edit))
-    answers = {name: (state, text) for name, state, text in islice(check_model(None, workload, 1), 3)}
+    answers = {name: (state, text) for name, state, text in islice(check_model(workload, 1), 3)}
     found, text = answers["parameters and FLOPs"]
     assert found == state and ("FLOPs per token, of which" in text) == (state == "differs")
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import runs
 import torch
+from edits import copy_of_repository, edited, edited_train
 from runs import FORKED, REPO, TINY, column, records, start_changed, start_faulty, tensors_in, wait_for
 
 from isogpt.launch.signals import Stop
@@ -34,6 +35,14 @@ def faulty(zygote, work):
 
 def assert_same_tensors(folder, reference):
     torch.testing.assert_close(tensors_in(folder), tensors_in(reference), rtol=0, atol=0)
+
+
+def apply_to_model(folder, *replacements):
+    """A copy of the repository with replacements in model.py."""
+    repo = copy_of_repository(folder)
+    path = repo / "model.py"
+    path.write_text(edited(replacements, path.read_text()))
+    return repo
 
 
 def events(folder, name):
@@ -266,6 +275,98 @@ def test_a_rank_that_hangs_is_named_by_all_others_and_says_where(faulty, work):
     assert events(work / "out", "failed")
 
 
+# ------------------------------------------------------------------------------------------------------------
+# what a step changes differently on each rank, or where no checkpoint can save it
+
+
+DIFFERENT = (
+    "weights differ across ranks: {}: each rank has drawn other random numbers, or has changed weights in "
+)
+# steps that change no weights do not count: {faults: (args, step before which weights are compared)}
+FIRST = {
+    "the first": ({"DIFFER": [0, 1]}, [], 1),
+    "after a skipped step": ({"NAN": [0, 0], "DIFFER": [1, 1]}, ["--skip_steps=nan"], 2),
+    "after an overflow": ({"OVERFLOW": [0, 0], "DIFFER": [1, 1]}, ["--dtype=float16"], 2),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_weights_that_differ_after_the_first_step_of_a_launch_end_it(faulty, name):
+    faults, args, step = FIRST[name]
+    run = faulty([*args, "--out_dir=out"], 2, **faults).wait(ok=False)
+    differ = DIFFERENT.format("transformer.wte.weight differs on rank 1")
+    assert run.codes == [1, 1] and f"error: step {step}: {differ}" in run.text(), run.text()
+    assert run.text().count("error:") == 1 and "Traceback" not in run.text()
+
+
+def test_weights_are_compared_again_after_a_resume(faulty, work):
+    args = ["--out_dir=out", "--init_from=auto"]
+    faulty([*args, "--max_iters=3"], 2, DIFFER=[2, 5]).wait()  # on no rank
+    run = faulty([*args, "--max_iters=9"], 2, DIFFER=[[4, 1]]).wait(ok=False)
+    assert "error: step 5: weights differ across ranks: " in run.text()
+    run = faulty([*args, "--max_iters=9"], 2, DIFFER=[[6, 1]]).wait()
+    assert "differ" not in run.text(), "only after the first step"
+
+
+GRADIENT_NOISE = (
+    '    clock.lap("reduce")\n',
+    "    for p in raw_model.parameters():\n        p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)\n",
+)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_noise_that_each_rank_draws_by_itself_ends_the_run(zygote, work, exact):
+    repo = edited_train(work, (GRADIENT_NOISE[0], GRADIENT_NOISE[1] + GRADIENT_NOISE[0]))
+    run = zygote.train([f"--exact={exact}", "--out_dir=out"], work, 2, repo=repo, ok=False)
+    assert re.search(
+        "^error: step 1: weights differ across ranks: .* and 12 more: each rank has drawn", run.text(), re.M
+    )
+
+
+FREE = "freeze=False)\n        with"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_weights_that_a_forward_pass_changes_end_the_run(zygote, work, exact):
+    """Each rank shortens the embeddings of the tokens that it has read."""
+    (work / "short.py").write_text("batch_size = 1\ngradient_accumulation_steps = 2\neval_interval = 100\n")
+    repo = apply_to_model(work / "edited", (FREE, FREE.replace("False)", "False, max_norm=0.05)")))
+    args = ["short.py", "--arch=llama", f"--exact={exact}"]
+    run = zygote.train(args, work, 2, repo=repo, ok=False)
+    differ = DIFFERENT.format("transformer.wte.weight differs on rank 1")
+    assert f"error: step 1: {differ}the forward pass\n" in run.text()
+
+
+# a schedule that counts calls, in MLP
+GELU = "        self.gelu = config.gelu\n"
+COUNT = "        hidden = self.c_fc(x, *counts)  # (..., n_hidden)\n"
+
+
+@pytest.mark.parametrize("nproc, args", [(1, []), (2, ["--zero=3"]), (2, ["--pp=2"])])
+def test_a_python_value_that_steps_change_ends_the_run(zygote, work, nproc, args):
+    changes = [
+        (GELU, GELU + "        self.calls = 0\n"),
+        (COUNT, "        self.calls += self.training\n" + COUNT),
+    ]
+    repo = apply_to_model(work / "edited", *changes)
+    run = zygote.train([*args, "--out_dir=out"], work, nproc, repo=repo, ok=False)
+    (message,) = re.findall("^error: .*", run.text(), re.M)
+    changed = (
+        r"error: a step changes model\.transformer\.h\.[0-9]\.mlp\.calls, a Python value, from \d+ to \d+: "
+    )
+    assert re.match(changed, message) and "self.step" in message and max(column(work / "out", "loss")) == 1
+
+
+def test_python_values_that_steps_leave_as_they_are(zygote, work):
+    """Nor those that the first step sets."""
+    changes = [
+        (GELU, GELU + "        self.calls = None\n"),
+        (COUNT, "        self.calls = self.step = [1, 2]\n" + COUNT),
+    ]
+    repo = apply_to_model(work / "edited", *changes)
+    zygote.train(["--stats_interval=1", "--sample_interval=1"], work, repo=repo)
+
+
 # a config file with which each rank uses folders of its own; the data of rank 2 is different
 OWN = """
 import os
@@ -287,9 +388,10 @@ def test_ranks_must_start_with_the_same_data(zygote, work):
     assert re.search(r"the data's digest is '\w+' on rank 0.*, '\w+' on rank 2", run.text())
 
 
-# the digest of the code, again after each change of it
+# the digest of the code, again after each change of it; the layer is imported twice
 DIGESTS = """
-import shutil, torch
+import importlib, shutil, sys, torch
+from pathlib import Path
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 alone = Ranks(0, 1, torch.device("cpu"), "gloo")
@@ -297,15 +399,27 @@ print(check_start(alone, {}))
 for name in ("new.py", "isogpt/__init__.py", "isogpt/monitor/new.py", "compare.py"):
     shutil.copyfile("model.py", name)
     print(check_start(alone, {}))
+for line in ("a = 1", "a = 2"):
+    for name in ("layers/gate.py", "env/lib/package.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(line)
+    sys.prefix, sys.path = str(Path("env").resolve()), [*sys.path, "env/lib"]
+    importlib.invalidate_caches()
+    import layers.gate, package
+    print(check_start(alone, {}))
+Path("env/lib/package.py").write_text("a = 3")
+print(check_start(alone, {}))
 """
 
 
-def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(zygote, tmp_path):
+def test_the_digest_of_the_code_covers_the_scripts_all_rooms_and_loaded_modules(zygote, tmp_path):
     shutil.copytree(REPO / "isogpt", tmp_path / "isogpt", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "model.py", tmp_path)
     (tmp_path / "digests.py").write_text(DIGESTS)
     digests = zygote.start([], tmp_path, script="digests.py", repo=tmp_path).wait().text().split()
     assert len({*digests[:4]}) == 4 and digests[4] == digests[3], "compare.py trains nothing"
+    assert len({*digests[4:7]}) == 3, "a layer in a folder of its own, and a change of it"
+    assert digests[7] == digests[6], "the packages of an environment in the folder are not the run's code"
 
 
 # a config file with which rank 1 is slower than the others, and uses 2 GB more

@@ -1,6 +1,6 @@
 """
-What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, resumed, in
-generation and exported, each with what one process computes without any of this.
+What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, in generation and
+exported, each with what one process computes without any of this.
 
 Each comparison takes place in new processes, so that one that crashes, or waits forever, ends no other. They
 are forked from bench.py, which has computed nothing.
@@ -17,26 +17,23 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing import start_processes
 from torch.utils.flop_counter import FlopCounterMode
 
-from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, fact, first_difference
+from isogpt.check.facts import LIMIT, ROWS, Fact, Trial, crash_of, difference, fact, first_difference
 from isogpt.check.layout import ONE_PROCESS, first_problem
 from isogpt.checkpoint import huggingface
 from isogpt.common.console import discard_output
-from isogpt.data.data_folder import write_random_tokens
-from isogpt.lab.runs import read_run
 from isogpt.launch.network import choose_interface
 from isogpt.nn import counts, generation, kernels
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel import compilation, parallelize
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.pipeline import SCHEDULES
 from isogpt.parallel.plan import LayoutError, Plan, plan_of
-from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.speed.workload import Workload
-from isogpt.training import optim, settings
+from isogpt.training import optim, precision, settings
 
 CPU = torch.device("cpu")
 Answer = tuple[str, str]  # the state and the text of a comparison
@@ -74,9 +71,9 @@ def plan_with(changes: dict, config: dict, model_args: dict, processes: int = 1)
 # the comparisons
 
 
-def verdict(problem: str) -> Answer:
+def verdict(problem: str, note: str = "") -> Answer:
     """The answer of a comparison with this problem, or none."""
-    return (DIFFERS if problem else HOLDS), problem
+    return (DIFFERS, problem) if problem else (HOLDS, note)
 
 
 def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> Answer:
@@ -88,52 +85,80 @@ def compare_layout(model_class: type[nn.Module], plan: Plan, config: dict) -> An
 
 def compare_alone(trial: Trial) -> Answer:
     """
-    Whether each parameter that is trained gets a gradient, and a step changes these parameters and no other.
-    Says what updates them.
+    Whether each parameter that is trained gets a gradient, a step changes these parameters and no other, and
+    the loss of micro-batches is that of all in one. Says what updates the parameters.
     """
     model = trial.new_model()
+    is_random = draws_random_numbers(trial)
     before = weights_of(model)
     trial.step_of_one_process(model)
     optimizers = optim.make_optimizers(model, trial.config)
     for optimizer in optimizers:
         optimizer.step()
     for name, p in model.named_parameters():
+        is_trained = p.grad is not None and bool(p.grad.any())
+        if is_random and p.requires_grad and not is_trained:
+            continue  # what uses it may have been dropped
         if p.requires_grad and p.grad is None:
             return DIFFERS, f"{name} gets no gradient"
-        is_trained = p.grad is not None and bool(p.grad.any())
         if is_trained == torch.equal(p, before[name].value):
             return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
+    batches = trial.batches(Mesh())
+    with torch.no_grad():
+        apart = sum(model(x, y, 1.0)[1] for x, y in batches)
+        whole = model(*map(torch.cat, zip(*batches, strict=True)), 1.0)[1]
+    if not is_random and difference(fact(apart), fact(whole, LIMIT)):
+        text = "a term of the loss counts once per micro-batch: multiply it by (targets != IGNORE).sum()"
+        return DIFFERS, f"{text} / target_count"
     return HOLDS, optim.describe_updates(model, optimizers, trial.mesh)
+
+
+@torch.no_grad()
+def draws_random_numbers(trial: Trial) -> bool:
+    """Whether the loss of a micro-batch in training depends on random numbers."""
+    model, (x, y) = trial.new_model(), trial.batches(Mesh())[0]
+    losses = set()
+    for seed in range(8):  # a layer that is seldom dropped may be there with some of them
+        precision.seed_micro_batch(seed, 0, 0, Mesh())
+        losses.add(model(x, y, 1.0)[1].item())
+    return len(losses) > 1
 
 
 @torch.no_grad()
 def compare_logits(trial: Trial) -> Answer:
     """
-    Compare the loss that training computes with the cross-entropy of the logits, which sampling uses, and
-    with the loss in evaluation mode.
+    Compare the logits of the last position, which sampling reads, with those of all positions. Says which
+    losses are not the cross-entropy of the logits: a term may count in training alone.
     """
     model = trial.new_model()
     x, y = trial.batches(Mesh())[0]
     count = float((y != kernels.IGNORE).sum())
-    _, loss = model(x, y, count)
-    logits, mean = model(x, y)
-    expected = {
-        "the loss of an evaluation": fact(loss, LIMIT),
-        "the loss by logits": fact(loss, LIMIT),
-        "the last position without targets": fact(logits[:, -1:], LIMIT),
-    }
-    _, evaluated = model.eval()(x, y, count)
-    results = (evaluated, mean, model(x)[0])
-    return verdict(first_difference(expected, dict(zip(expected, map(fact, results), strict=True))))
+    losses = {"in training": model(x, y, count)[1]}
+    logits, losses["with logits"] = model.eval()(x, y)
+    losses["of an evaluation"] = model(x, y, count)[1]
+    entropy = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=kernels.IGNORE)
+    others = {name: loss for name, loss in losses.items() if difference(fact(loss), fact(entropy, LIMIT))}
+    texts = [f"the loss {name} {loss:.6f}" for name, loss in others.items()]
+    note = ", ".join([f"the cross-entropy of the logits is {entropy:.6f}", *texts]) if texts else ""
+    last = "the last position without targets"
+    return verdict(first_difference({last: fact(logits[:, -1:], LIMIT)}, {last: fact(model(x)[0])}), note)
 
 
 def compare_compiled(trial: Trial) -> Answer:
-    """Compare the facts of the compiled model with those of the same model, uncompiled."""
+    """
+    Compare the facts of the compiled model with those of the same model, uncompiled. Its random numbers are
+    different, and so are the facts of training that depend on them.
+    """
     if problem := compilation.trial_compilation(CPU):
         return REFUSED, f"it does not work on this machine: {problem}"
     compiled = trial.new_model()
     compilation.compile_parts(compiled, by_block=False)
-    return verdict(first_difference(trial.facts(trial.new_model()), trial.facts(compiled)))
+    expected, facts, note = trial.facts(trial.new_model()), trial.facts(compiled), ""
+    if draws_random_numbers(trial):
+        facts = {"the loss of an evaluation": facts["the loss of an evaluation"]}
+        expected = {name: expected[name] for name in facts}
+        note = "in evaluations: training draws random numbers, which differ"
+    return verdict(first_difference(expected, facts), note)
 
 
 def compare_generation(trial: Trial) -> Answer:
@@ -162,7 +187,7 @@ def compare_export(trial: Trial) -> Answer:
 
 def compare_initial_values(trial: Trial) -> Answer:
     """Compare a model that is made in memory with one that is allocated after it is made, as in a run."""
-    config = GPTConfig(**trial.plan.model_args)
+    config = trial.model_class.config_class(**trial.plan.model_args)
     expected = weights_of(trial.model_class(config, trial.draw))
     with torch.device("meta"):
         model = trial.model_class(config)
@@ -182,7 +207,7 @@ def compare_counts(trial: Trial) -> Answer:
     counted = 2 * counts.count_model(model).matrices
     x, y = trial.batches(Mesh())[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x, y)
+        model(x, y, 1.0)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
     if measured > 1.01 * counted:  # fewer, if batched matmuls compute some
@@ -206,7 +231,7 @@ IN_ONE_PROCESS = {
 # all comparisons
 
 
-def check_model(launches: Launches, workload: Workload, processes: int) -> Iterator[tuple[str, str, str]]:
+def check_model(workload: Workload, processes: int) -> Iterator[tuple[str, str, str]]:
     """
     Make all comparisons of a small form of the model, and yield the name, state and text of each when it is
     made.
@@ -224,7 +249,6 @@ def check_model(launches: Launches, workload: Workload, processes: int) -> Itera
             plan = plan_with(changes, config, model_args, processes)
             compare = partial(compare_layout, workload.gpt, plan, config | changes)
             yield name, *in_processes(processes, compare)
-    yield "resume", *compare_resume(launches, trial)
 
 
 def in_processes(processes: int, compare: Callable[[], Answer]) -> Answer:
@@ -257,26 +281,3 @@ def answer(rank: int, compare: Callable[[], Answer], processes: int, folder: str
         is_sentence = type(e) in (ValueError, LayoutError)
         result = REFUSED, str(e) if is_sentence else f"it cannot be computed: {crash_of(e)}"
     send(result)
-
-
-def compare_resume(launches: Launches, trial: Trial) -> Answer:
-    """Compare steps of a run of train.py with the same steps of a resumed run, bit for bit."""
-    config, args = trial.config, trial.plan.model_args
-    data, out = launches.folder / "random", launches.folder / "resumed"
-    data.mkdir(exist_ok=True)
-    write_random_tokens(data, args["vocab_size"], 20 * args["block_size"])
-    run = config | ALONE | FIXED | settings.settings_of_model(args, config)
-    run |= {"block_size": args["block_size"], "dataset": data, "out_dir": out, "nproc": 0, "max_iters": 5}
-    run |= {"device": "cpu", "dtype": "float32", "eval_interval": 3}
-    run |= {"save_checkpoint": True, "always_save_checkpoint": True}
-    runs = []
-    for start in ("scratch", "resume:3"):
-        code, errors = launches.start(run | {"init_from": start})
-        if code:
-            return REFUSED, reason_for(code, errors)
-        runs.append({})
-        for step in read_run(out).steps:
-            for name in ("loss", "grad_norm"):
-                runs[-1][f"{name} of step {step['iter']}"] = fact(step[name])
-    before, after = runs
-    return verdict(first_difference({name: before[name] for name in after}, after))

@@ -65,12 +65,15 @@ def read_file(path: Path, verify: bool = False) -> dict:
         }
 
 
-def nanogpt_state(run: dict, model: nn.Module, optimizers: list[Optimizer], copy: bool = False) -> dict:
+def nanogpt_state(
+    run: dict, model: nn.Module, optimizers: list[Optimizer], extra: dict | None = None, copy: bool = False
+) -> dict:
     """
     The state in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a GPT-2.
 
     Args:
         run: the part of the state that is not tensors.
+        extra: see TrainState.extra, which nanoGPT does not read.
         copy: start to copy the tensors to the CPU, so that a training run can go on while they are written;
             the copy is complete when the caller has waited for the device. False: they are those of the model
             and the optimizers.
@@ -82,10 +85,15 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[Optimizer], copy
     state = optimizer_state.saved_state(model, optimizers)
     for number, kept in state["state"].items():
         state["state"][number] = {key: taken(tensor) for key, tensor in kept.items()}
+    kept = {}
+    for key, value in (extra or {}).items():
+        is_dict = isinstance(value, dict)
+        kept[key] = {name: taken(t) for name, t in value.items()} if is_dict else taken(value)
     others = dict(run["model_args"])
     args = {name: others.pop(name) for name in MODEL_ARGS}
-    extra = run["isogpt"] | {"model_args": others}
-    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
+    ours = run["isogpt"] | {"model_args": others}
+    named = {"extra": kept} if kept else {}
+    return {"model": weights, "optimizer": state, **named, **run, "model_args": args, "isogpt": ours}
 
 
 def write_file(path: Path, state: dict) -> dict:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isogpt.common.packages import needed_by
 from isogpt.nn.architecture import GPT2, GPTConfig
-from isogpt.nn.logits import compare_logits, random_sequences
+from isogpt.nn.logits import CHECKED_TOKENS, compare_logits, random_sequences
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -94,7 +94,6 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
 OTHER_FORMS = "set --to=ckpt.pt"  # advice if a model cannot be exported
 FILE_SIZE = "5GB"  # largest file of weights: transformers transposes all weights of a file before it writes
-CHECKED_TOKENS = 2048  # length of the sequence on which an exported model is compared with ours, at most
 
 
 def load(name: str) -> tuple[dict, dict[str, Tensor]]:
@@ -252,6 +251,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_
         lambda tokens: hf(tokens, use_cache=False).logits[..., : c.vocab_size],
         lambda tokens: model(tokens, tokens)[0],
         random_sequences(c, min(c.block_size, CHECKED_TOKENS), torch.device("cpu")),
+        embedding=model.transformer.wte,
     )
     if problem:
         name = type(hf).__name__

@@ -97,10 +97,13 @@ class Saver:
         with self.timer("save"):
             self.wait()
             began, run = time.perf_counter(), self.describe(state)
+            with exit_together(self.log.failed):
+                state.parts_of_extra()  # raises ValueError if it cannot be saved
             if self.group:
                 copied = {name: part.copy() for name, part in state.parts().items()}
             else:
-                copied = nanogpt_state(run, state.model, state.optimizers, copy=True) if is_main() else {}
+                of_state = (state.model, state.optimizers, state.extra)
+                copied = nanogpt_state(run, *of_state, copy=True) if is_main() else {}
             do_together(self.prepare, state, on_error=self.log.failed)
             if self.group or is_main():
                 background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

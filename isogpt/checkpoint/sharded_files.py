@@ -71,11 +71,12 @@ def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | 
     return entries
 
 
-def shapes(folder: Path) -> dict[str, torch.Size]:
-    """The shape of each saved tensor, by name. Raises ValueError if the metadata cannot be read."""
+def shapes(folder: Path) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
+    """The shape and the dtype of each saved tensor. Raises ValueError if the metadata cannot be read."""
     with reading(folder):
-        tensors = read_metadata(folder).state_dict_metadata
-        return {str(name): torch.Size(tensor.size) for name, tensor in tensors.items()}
+        tensors = {str(name): t for name, t in read_metadata(folder).state_dict_metadata.items()}
+        dtypes = {name: tensor.properties.dtype for name, tensor in tensors.items()}
+        return {name: torch.Size(tensor.size) for name, tensor in tensors.items()}, dtypes
 
 
 def read(folder: Path, parts: dict[str, LocalPart]) -> None:

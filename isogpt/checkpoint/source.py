@@ -29,6 +29,7 @@ class OpenCheckpoint:
     stored: StoredCheckpoint
     run: dict
     shapes: dict[str, torch.Size]  # of all tensors
+    dtypes: dict[str, torch.dtype]  # of all tensors
     tensors: dict[str, Tensor] | None = None  # None: in shards
 
     @property
@@ -109,7 +110,7 @@ def open_checkpoint(stored: StoredCheckpoint, config_class: type = dict) -> Open
         run = stored.manifest["run"]
         with reading(stored.path):
             config_class(**run["model_args"])
-        return OpenCheckpoint(stored, run, sharded_files.shapes(stored.path))
+        return OpenCheckpoint(stored, run, *sharded_files.shapes(stored.path))
     state = read_file(stored.path)
     with reading(stored.path):
         config_class(**state["model_args"])
@@ -120,10 +121,11 @@ def open_checkpoint(stored: StoredCheckpoint, config_class: type = dict) -> Open
                 parts = [part for part in name.split(".") if part not in WRAPPERS]
                 weights[".".join(parts)] = weight
         moments = optimizer_state.by_name(weights, state.pop("optimizer", None))
-        named = flat(weights, moments)
+        named = flat(weights, moments) | flat_extra(state.pop("extra", {}))
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, tensors)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return OpenCheckpoint(stored, {"isogpt": {}} | state, shapes, dtypes, tensors)
 
 
 def flat(weights: dict, state: dict[str, dict]) -> dict:
@@ -134,6 +136,18 @@ def flat(weights: dict, state: dict[str, dict]) -> dict:
     named = {f"model.{name}": weight for name, weight in weights.items()}
     for name, kept in state.items():
         named |= {f"optim.{name}.{key}": value for key, value in kept.items()}
+    return named
+
+
+def flat_extra(extra: dict) -> dict:
+    """
+    What TrainState.extra contains under its names in a checkpoint: extra.KEY for a tensor, extra.KEY.NAME for
+    each tensor of a dict.
+    """
+    named = {}
+    for key, value in extra.items():
+        parts = {f".{name}": part for name, part in value.items()} if isinstance(value, dict) else {"": value}
+        named |= {f"extra.{key}{name}": part for name, part in parts.items()}
     return named
 
 

@@ -18,6 +18,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import do_together, exit_together
 from isogpt.options.values import is_url, without_credentials
 from isogpt.parallel.parallelize import init_weights
+from isogpt.training.optim import check_optimizers
 from isogpt.training.settings import model_args_of, settings_of_model
 
 # settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
@@ -92,11 +93,12 @@ class Start:
     def load(self, state: TrainState, seed: int) -> None:
         """
         Fill the state: all of it on a resume, otherwise the model's weights (all ranks). Exits if a file
-        cannot be read or does not fit.
+        cannot be read or does not fit, or an optimizer cannot be used, see optim.check_optimizers.
 
         Args:
             seed: determines initial weights.
         """
+        do_together(check_optimizers, state.optimizers)
         if self.is_resume:
             do_together(state.load, self.checkpoint)
         elif self.checkpoint:

@@ -2,16 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
+from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat, flat_extra
 from isogpt.parallel.compression import Compression
 from isogpt.parallel.data_parallel import kept_weights, reshard
-from isogpt.parallel.local_parts import LocalPart, init_part, local_part_of, local_parts_by_name, splits_of
+from isogpt.parallel.local_parts import (
+    LocalPart,
+    init_part,
+    local,
+    local_part_of,
+    local_parts_by_name,
+    splits_of,
+)
 from isogpt.parallel.local_sgd import Islands
 from isogpt.training import optimizer_state
 from isogpt.training.optimizer_class import evaluates_average, set_mode
@@ -30,6 +37,10 @@ class TrainState:
     progress: Progress
     compression: Compression | None
     islands: Islands | None
+    # what a checkpoint holds besides: {key: tensor that is equal on all ranks, or {name of a parameter:
+    # tensor like the parameter on this rank}}. A resume fills it, on any layout
+    extra: dict[str, Tensor | dict[str, Tensor]] = field(default_factory=dict)
+    evaluated: dict[str, Tensor] | None = None  # weights to evaluate in place of the model's, as in `extra`
 
     @property
     def step(self) -> int:
@@ -62,6 +73,7 @@ class TrainState:
         self.restart(checkpoint.shapes)
         parts = flat({}, self.parts_of_network())
         checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
+        self.extra = read_extra(checkpoint, self.model, self.island)
 
     def restart(self, saved: dict[str, torch.Size]) -> None:
         """
@@ -83,20 +95,33 @@ class TrainState:
         sends = self.compression or self.islands
         return sends.saved_parts() if sends else {}
 
+    def parts_of_extra(self) -> dict[str, LocalPart]:
+        """
+        What this rank holds of `extra`. With several islands, tensors like parameters are rows of a stack.
+
+        Raises:
+            ValueError: a key contains a dot, a value is no tensor, or has not the shape of its parameter.
+        """
+        if wrong := [key for key in self.extra if "." in key]:
+            raise ValueError(f"state.extra[{wrong[0]!r}]: choose a key without a dot")
+        return parts_of_extra(self.model, flat_extra(self.extra), self.island)
+
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
         """
         In the block, the model contains the weights to evaluate (all ranks): with islands, those of the last
-        average; with an optimizer that has `eval`, those of its average. Afterwards, the weights have the
-        same bits as before.
+        average; with an optimizer that has `eval`, those of its average; or those in `evaluated`. Afterwards,
+        the weights have the same bits as before.
         """
-        if not (self.islands or evaluates_average(self.optimizers)):
+        if not (self.islands or self.evaluated or evaluates_average(self.optimizers)):
             yield
             return
         with kept_weights(self.model):
             if self.islands:
                 self.islands.put_outer_weights()
             set_mode(self.optimizers, "eval")
+            for name, p in self.model.named_parameters() if self.evaluated else ():
+                local(p.detach()).copy_(local(self.evaluated[name]))
             try:
                 yield
             finally:
@@ -107,7 +132,46 @@ class TrainState:
         moments = optimizer_state.state_by_name(self.model, self.optimizers)
         moments = parts_of_state(self.model, moments, self.island)
         weights = self.islands.saved_weights() if self.islands else local_parts_by_name(self.model)
-        return flat(weights, moments) | flat({}, self.parts_of_network())
+        return flat(weights, moments) | flat({}, self.parts_of_network()) | self.parts_of_extra()
+
+
+def parts_of_extra(
+    model: nn.Module, named: dict[str, Tensor], island: tuple[int, int]
+) -> dict[str, LocalPart]:
+    """The parts of what `flat_extra` has returned; for errors see TrainState.parts_of_extra."""
+    parameters, parts = dict(model.named_parameters()), {}
+    for name, value in named.items():
+        if not torch.is_tensor(value):
+            raise ValueError(f"state.{name} is no tensor: use torch.tensor(...)")
+        p = parameters.get(name.split(".", 2)[-1])
+        if p is not None and p.shape != value.shape:
+            raise ValueError(f"state.{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
+        part = local_part_of(value.detach(), () if p is None else splits_of(p))
+        parts[name] = part if p is None else part.in_row(*island)
+    return parts
+
+
+def read_extra(
+    checkpoint: OpenCheckpoint, model: nn.Module, island: tuple[int, int] = (0, 1)
+) -> dict[str, Tensor | dict[str, Tensor]]:
+    """This rank's part of what TrainState.extra contained; for errors and `island` see restore_checkpoint."""
+    parameters, extra = dict(model.named_parameters()), {}
+    for saved, shape in checkpoint.shapes.items():
+        kind, _, name = saved.partition(".")
+        key, _, name = name.partition(".")
+        if kind != "extra" or (f"model.{name}" in checkpoint.shapes and name not in parameters):
+            continue  # with pp, a different rank holds the parameter
+        dtype, device = checkpoint.dtypes[saved], next(model.parameters()).device
+        if name in parameters:
+            new = torch.empty_like(parameters[name], dtype=dtype, requires_grad=False)
+        else:
+            new = torch.empty(shape, dtype=dtype, device=device)
+        if name:
+            extra.setdefault(key, {})[name] = new
+        else:
+            extra[key] = new
+    checkpoint.read(parts_of_extra(model, flat_extra(extra), island))
+    return extra
 
 
 def restore_checkpoint(

@@ -1,5 +1,7 @@
 """Checks at the start that all ranks use the same code, settings, data and versions of packages."""
 
+import os
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +14,9 @@ from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
 from isogpt.options.values import without_credentials
 
-# scripts that train nothing, and the room that only they use
-OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py")
+# scripts that train nothing, and the rooms that only they use
+OTHERS = ("bench.py", "compare.py", "export.py", "sweep.py", "isogpt/lab/*.py", "tests/**/*.py")
+FOLDER = str(Path(__file__).parents[2]) + os.sep  # REPOSITORY as modules name it: perhaps by a link
 # paths may differ between machines; a run's name for wandb, too, since it may contain the time
 MAY_DIFFER = ("out_dir", "dataset", "eval_datasets", "alert_command")
 
@@ -38,17 +41,9 @@ def check_start(ranks: Ranks, config: dict) -> str:
 
 def start_facts(config: dict) -> dict:
     """Return what should be the same on all ranks: settings, code, torch, and what weights are read."""
-    sources = {*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")}
-    for pattern in OTHERS:
-        sources -= {*REPOSITORY.glob(pattern)}
-    sources = sorted(sources)
-    file, _, _ = config.get("optimizer", "").removeprefix("muon+").rpartition(":")
-    if file:  # of a user's class
-        sources.append(Path(file).expanduser())
-    code = b"".join(path.read_bytes() for path in sources)
     facts = config | {
         "torch": torch.__version__,
-        "the code's digest": f"{zlib.crc32(code):08x}",
+        "the code's digest": code_digest(config.get("optimizer", "")),
         "init_from": without_credentials(config.get("init_from", "")),
         "mirror": bool(config.get("mirror")),  # only rank 0 copies
     }
@@ -57,6 +52,33 @@ def start_facts(config: dict) -> dict:
         files = sorted(weights.glob("model*"))
         facts["init_from"] = [(path.name, path.stat().st_size) for path in files]
     return facts
+
+
+def code_digest(optimizer: str) -> str:
+    """
+    Return the digest of the code that trains: this repository's, with all modules that have been loaded from
+    its folder, and the file of a user's optimizer (the setting `optimizer`).
+    """
+    sources = {*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py"), *loaded_files()}
+    for pattern in OTHERS:
+        sources -= {*REPOSITORY.glob(pattern)}
+    file, _, _ = optimizer.removeprefix("muon+").rpartition(":")
+    ordered = sorted(sources)
+    if file:
+        ordered.append(Path(file).expanduser())
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in ordered)):08x}"
+
+
+def loaded_files() -> set[Path]:
+    """
+    Return the files of the loaded modules in the repository's folder, such as layers of model.py in a folder
+    of their own, without those of Python and of packages if they are installed in this folder too.
+    """
+    names = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
+    files = {Path(name) for name in names if name.startswith(FOLDER)}
+    if sys.prefix.startswith(FOLDER):
+        files = {path for path in files if not path.is_relative_to(sys.prefix)}
+    return {REPOSITORY / path.relative_to(FOLDER) for path in files if path.is_file()}
 
 
 def check_alike(facts: list[dict], names: Sequence[str]) -> None:

@@ -125,10 +125,10 @@ class RunReport:
         record = {"iter": p.step, "tokens": p.tokens, "seconds": p.seconds, **values}
         self.logger.write(record, records.evaluation_line(record))
 
-    def step(self, numbers: StepNumbers, lr: float) -> None:
+    def step(self, numbers: StepNumbers, lr: float, **more: float) -> None:
         """
         Report a step that was taken, if it is logged, and what is wrong with it; and a checkpoint that was
-        written in the background, or could not be (all ranks).
+        written in the background, or could not be (all ranks). The record also contains what `more` does.
         """
         self.steps_taken += 1
         if self.steps_taken == 1:
@@ -145,7 +145,7 @@ class RunReport:
             columns = times | {"memory GB": numbers.memory_gb.numpy()}
             for slow in slow_ranks.slow_ranks(columns, self.slow_steps):
                 self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
-            record = self.record(numbers, lr)
+            record = self.record(numbers, lr) | more
             self.logger.write(record, records.step_line(record))
         self.saver.poll()
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from heapq import nlargest
+from textwrap import shorten
 
 import numpy as np
 
@@ -11,12 +12,16 @@ from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import RANKS_SHOWN, ranks_text
 from isogpt.data.reader import Reader
-from isogpt.launch.together import exit_together, is_main
+from isogpt.launch.together import exit_together, gather_objects, is_main
 from isogpt.monitor.run_report import RunReport
+from isogpt.nn.module_values import plain_values
 from isogpt.parallel.compare_weights import check_equal_weights
 from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.recent_steps import ENOUGH, PATIENCE
 from isogpt.training.step_numbers import StepNumbers
+
+# why the weights of replicas can differ after the first step of a launch
+CAUSE = ": each rank has drawn other random numbers, or has changed weights in the forward pass"
 
 
 @dataclass
@@ -35,18 +40,31 @@ class StepPolicy:
     reader: Reader
     report: RunReport
     not_finite: list[int] = field(default_factory=list)  # the steps since the last one that was
+    updates: int = 0  # how often this launch has changed the weights; 2: at least twice
+    values: dict[str, str] | None = None  # see plain_values, after the first update
 
     def __post_init__(self) -> None:
         self.saver, self.logger = self.report.saver, self.report.logger
 
     def check_ranks(self, interval: int) -> None:
         """
-        Every `interval` steps (0: never), compare the weights of ranks that hold the same parameters (all
-        ranks). Exits with a message if they differ.
+        Compare the weights of ranks that hold the same parameters, every `interval` steps (0: never) and
+        after the launch's first update; and after the second one, plain Python values of modules with those
+        after the first (all ranks). Exits with a message if some differ.
         """
         model, step = self.state.model, self.state.step
-        if interval and step % interval == 0:
-            check_equal_weights(model, self.reader.mesh, step, self.logger.failed)
+        is_first = self.updates == 1 and self.values is None
+        if is_first or (interval and step % interval == 0):
+            cause = CAUSE if is_first else ""
+            check_equal_weights(model, self.reader.mesh, step, self.logger.failed, cause)
+        if is_first:
+            self.values = plain_values(model)
+        elif self.updates == 2 and self.values:
+            problems = gather_objects(problem_of_values(self.values, plain_values(model)))
+            self.values = {}
+            with exit_together(self.logger.failed):
+                if problem := next(filter(None, problems), ""):
+                    raise ValueError(problem)
 
     def takes(self, numbers: StepNumbers) -> bool:
         """
@@ -54,6 +72,8 @@ class StepPolicy:
         run exits with a message if it must end (all ranks).
         """
         is_taken = self.decide(numbers)
+        if self.updates < 2 and is_taken and numbers.is_finite:  # if float16 overflows, it is not
+            self.updates += 1
         if not is_taken:
             self.report.clock.discard()
             self.skip(numbers)
@@ -151,3 +171,21 @@ class StepPolicy:
             exclude_steps(folder, self.state.progress.excluded.union(steps))
             advice = f"each resume leaves out steps {', '.join(map(str, steps))}; {advice}"
         return advice
+
+
+def problem_of_values(before: dict[str, str], after: dict[str, str]) -> str:
+    """
+    Compare plain Python values of modules between two steps; train.py sets `step`, see GPT.set_step.
+
+    Returns:
+        '', or a message for the user about the first one that differs.
+    """
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    name = min((name for name in changed if name.rpartition(".")[2] != "step"), default="")
+    if not name:
+        return ""
+    was, now = (shorten(values.get(name, "missing"), 40) for values in (before, after))
+    problem = f"a step changes model.{name}, a Python value, from {was} to {now}"
+    advice = "compute it from self.step, which train.py sets (write self.step = 0 in __init__)"
+    advice += ", or store it in a parameter with requires_grad=False, or in state.extra in train.py"
+    return f"{problem}: checkpoints contain no such values: {advice}"

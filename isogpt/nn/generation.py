@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from isogpt.common.random_numbers import SAMPLING, random_bits
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import KVCache
-from isogpt.nn.logits import compare_logits, random_sequences
-
-CHECKED_TOKENS = 256  # length of the sequence on which the cache is checked
+from isogpt.nn.logits import CHECKED_TOKENS, compare_logits, random_sequences
 
 
 class InferenceLinear(nn.Module):
@@ -74,7 +72,8 @@ def problem_of_prepare(model: nn.Module, dtype: torch.dtype) -> str:
     c, device, prepared = model.config, next(model.parameters()).device, copy.deepcopy(model)
     prepare(prepared, dtype)
     tokens = random_sequences(c, min(8, c.block_size), device)
-    problem = compare_logits(lambda x: prepared(x)[0], lambda x: model(x)[0], tokens, dtype)
+    wte = model.transformer.wte
+    problem = compare_logits(lambda x: prepared(x)[0], lambda x: model(x)[0], tokens, dtype, embedding=wte)
     note = "generating under autocast (slower), since with the weights of Linear layers packed"
     return problem and f"{note} {problem}"
 
@@ -134,6 +133,7 @@ def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_
             lambda tokens: torch.cat([model(tokens[:, :end])[0] for end in range(first + 1, length + 1)], 1),
             (torch.cat((prompt, tokens), 1)[:, :length] for tokens in following),
             errors=() if splits_layers else Exception,
+            embedding=None if splits_layers else model.transformer.wte,
         )
     note = "generating without the cache (slower), since with it"
     return problem and f"{note} {problem}"

@@ -33,6 +33,8 @@ def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh
     if mesh.pp > 1 and splits_backward(plan.pp_schedule):
         # torch.compile refuses a second backward pass if the first may overwrite what both read
         torch._functorch.config.donated_buffer = False
+    # a graph that reads a step would be recorded anew at each of them
+    torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = True
     by_block = plan.zero >= 2 or mesh.splits_model or plan.exact
     compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
 
@@ -93,8 +95,10 @@ def compile_generation(model: nn.Module, device: torch.device, splits_model: boo
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
     Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation uses separate
-    graphs.
+    graphs. An attribute `step`, see GPT.set_step, is a number that a graph reads: other numbers on modules
+    are constants, each of whose values would be compiled.
     """
+    torch.compiler.config.dynamic_sources = r".*\.step"
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
     # neither the loss of tensor parallelism, which communicates, nor (beware) a partial of summed_loss

@@ -261,11 +261,14 @@ class Pipeline(nn.Module):
         targets: Tensor | None = None,
         target_count: float | None = None,
         caches: list[KVCache] | None = None,
+        with_logits: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """
         Run GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the
         same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
+        if with_logits:
+            raise LayoutError("with pp, only the last stage has logits: set --pp=1")
         x, me = idx, self.mesh.index("pp")
         positions = self.model.next_positions(idx, caches)
         for stage in self.stages:

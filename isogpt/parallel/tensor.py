@@ -20,6 +20,7 @@ from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
 from isogpt.parallel.attach import Attachment, attach, check_seam, replace_seams
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import LayoutError
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
 
@@ -114,7 +115,12 @@ def all_logits(ranks: TensorRanks, head: nn.Module, args: tuple, logits: Tensor)
     """
     Gather the logits of the whole vocabulary, in generation: (B, T, V / tp) -> (B, T, V). The last rank's
     part of the vocabulary can be shorter.
+
+    Raises:
+        LayoutError: in training, where ranks hold different tokens: no rank has all logits.
     """
+    if ranks.splits_sequence:
+        raise LayoutError("with tp, no rank has all logits of a training step: set --tp=1")
     logits = F.pad(logits, (0, ranks.longest - logits.size(-1))).contiguous()
     parts = [torch.empty_like(logits) for _ in range(ranks.count)]
     dist.all_gather(parts, logits, group=ranks.group)

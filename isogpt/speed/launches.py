@@ -2,13 +2,15 @@
 
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from subprocess import PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from tempfile import mkdtemp
 
 from isogpt.common import console
+from isogpt.common.files import REPOSITORY
 from isogpt.lab.combinations import typed
 from isogpt.lab.runs import read_run
 from isogpt.speed.clock import WAITING
@@ -22,6 +24,7 @@ FIXED |= dict.fromkeys(("max_iters", "time_limit_s", "sample_interval", "stats_i
 FIXED |= dict.fromkeys(("eval_only", "save_checkpoint", "wandb_log", "tensorboard_log"), False)
 FIXED |= dict.fromkeys(("out_dir", "mirror", "eval_datasets", "alert_command"), "")
 FIXED |= dict.fromkeys(("dry_run_ranks", "max_tokens"), "")
+GRACE_S = 60.0  # for a launch that is asked to end
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,28 @@ class Launches:
             return {"problem": reason_for(code, errors)}
         return figures(out, steps) if self.rank == 0 else {}
 
-    def start(self, settings: dict, show: bool = False) -> tuple[int, str]:
-        """Run train.py. Returns its exit status and what it wrote to stderr."""
+    def start(self, settings: dict, show: bool = False, limit_s: float | None = None) -> tuple[int, str]:
+        """
+        Run train.py. Returns its exit status and what it wrote to stderr.
+
+        Args:
+            show: also print what it prints.
+            limit_s: without `show`, end it after this many seconds.
+        """
         command = [sys.executable, self.train_py, *typed(settings)]
         path = self.folder / "errors.txt"
-        with path.open("w") as stderr, Popen(command, stdout=PIPE, stderr=stderr) as run:
-            for line in run.stdout:
-                if show and not line.startswith(b"the loss curve: "):  # whose folder bench.py deletes
+        with path.open("w") as stderr, Popen(command, stdout=PIPE if show else DEVNULL, stderr=stderr) as run:
+            for line in run.stdout or ():
+                if not line.startswith(b"the loss curve: "):  # whose folder bench.py deletes
                     console.print_line(line.decode(errors="replace"), end="")
+            try:
+                run.wait(limit_s)
+            except TimeoutExpired:
+                run.terminate()  # torchrun ends its workers, after 30 s by force
+                with suppress(TimeoutExpired):
+                    run.wait(GRACE_S)
+                run.kill()
+                stderr.write(f"error: no result within {limit_s:.0f} s\n")
         errors = path.read_text(errors="replace")
         if show:
             sys.stderr.write(errors)
@@ -71,16 +88,27 @@ class Launches:
 
 
 def reason_for(code: int, errors: str) -> str:
-    """Why a launch failed, in one line, from its exit status and stderr."""
+    """
+    Why a launch failed, in one line, from its exit status and stderr: after a traceback, with the last line
+    of our code that led to it.
+    """
     if OUT_OF_MEMORY.search(errors):
         return "out of memory"
+    # the first: other ranks may have lost this one
+    message = re.search(r"^error: (.*)((?:\n(?:Traceback|[ \t]).*)*)", errors, re.M)
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    if message := re.search(r"^error: (.*)", errors, re.M):  # the first: other ranks may have lost this one
-        return message[1]
+    if message:
+        return message[1] + place_in(message[2])
     before_report = re.split(r"^E\d{4} ", errors, flags=re.M)[0]  # torchrun's, of the failure
     lines = re.findall(r"^(?:\[rank\d+\]: ?)?(\S.*)", before_report, re.M)
-    return lines[-1] if lines else f"exit status {code}"
+    return lines[-1] + place_in(before_report) if lines else f"exit status {code}"
+
+
+def place_in(traceback: str) -> str:
+    """The last place in a traceback that is in this repository, in parentheses; "" if there is none."""
+    places = re.findall(rf'File "{re.escape(str(REPOSITORY))}/(.*)", line (\d+)', traceback)
+    return " ({}, line {})".format(*places[-1]) if places else ""
 
 
 def figures(out: Path, steps: int) -> dict:

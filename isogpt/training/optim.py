@@ -280,7 +280,7 @@ def describe_updates(model: nn.Module, optimizers: Optimizers, mesh: Mesh) -> st
     for optimizer in optimizers:
         inner = inner_optimizer(optimizer)
         for group in optimizer.param_groups:
-            decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
+            decay = f", decay {group['weight_decay']:g}" if group.get("weight_decay") else ""
             if decay and "weight_decay" not in inner.defaults:
                 decay = ", which takes no decay"
             update = f"{type(inner).__name__}, lr {group['lr']:g}{decay}"
@@ -301,6 +301,26 @@ def describe_updates(model: nn.Module, optimizers: Optimizers, mesh: Mesh) -> st
         kinds_of[update].append(f"{count} {kind}" if count > 1 else kind)
     parts = [f"{update}: {', '.join(kinds)}" for update, kinds in kinds_of.items()]
     return "; ".join(sorted(parts, key=lambda part: part.startswith("frozen")))
+
+
+def check_optimizers(optimizers: Optimizers) -> None:
+    """
+    Check optimizers that train.py may have made without `make_optimizers`: their groups follow the schedule.
+
+    Raises:
+        ValueError: one is not element-wise, see `kept_by`, or a group does not say how its rate follows.
+    """
+    for inner in map(inner_optimizer, optimizers):
+        groups = [group for group in inner.param_groups if "lr_scale" not in group]
+        if groups:
+            kept_by(type(inner))
+        if len({float(group["lr"]) for group in groups}) > 1:
+            raise ValueError(
+                f"groups of {type(inner).__name__} have different rates: give each an lr_scale, the multiple "
+                "of --learning_rate that it takes, or use --optimizer=FILE.py:CLASS"
+            )
+        for group in groups:
+            group["lr_scale"] = 1.0
 
 
 def set_rates(optimizers: Optimizers, step: int, lr: float, muon_momentum: float) -> None:

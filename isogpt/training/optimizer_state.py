@@ -99,7 +99,8 @@ def saved_state(model: nn.Module, optimizers: Optimizers) -> dict:
         return {"state": state_by_name(model, optimizers)}
     state = optimizers[0].state_dict()
     for group in state["param_groups"]:
-        del group["lr_scale"], group["optimizer"]
+        group.pop("lr_scale")
+        group.pop("optimizer", None)
     return state
 
 
