@@ -150,7 +150,6 @@ def test_a_run_whose_layout_differs_stops_with_one_line(zygote, work):
     assert message.startswith(
         "error: tp=2 does not compute what one process computes with this model.py: the"
     )
-    assert "; dp and zero=3 compute the same." in message
 
 
 @pytest.mark.parametrize(("name", "nproc"), [("mixture of depths", 1), ("frozen embeddings", 2)])

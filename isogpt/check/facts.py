@@ -16,15 +16,15 @@ from isogpt.common.console import error_text
 from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
 from isogpt.nn.counts import make_model
 from isogpt.nn.kernels import IGNORE
-from isogpt.nn.module_values import plain_values
 from isogpt.parallel import parallelize
+from isogpt.parallel.changes import Changes
 from isogpt.parallel.data_parallel import reshard, uses_ddp
 from isogpt.parallel.gradients import make_sums
 from isogpt.parallel.local_parts import Splits, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
-from isogpt.parallel.shares import multiple_up, parse_shares, quotient_up, share_of_plan
+from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
@@ -110,12 +110,9 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
         vocab_size, layers = min(vocab_size, 16 * tp + 32 + vocab_size % tp), LONG_LAYERS
         length = LONG_ON_CPU if plan.device_type == "cpu" else LONG_ON_GPU
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
-    head_size, queries = args["n_embd"] // args["n_head"], min(args["n_head"] // args["n_kv_head"], 2)
-    kv_heads = min(args["n_kv_head"], 2 * tp)  # a multiple of tp
-    if kv_heads * queries * head_size > WIDTH:
-        kv_heads = tp
+    queries, kv_heads = min(args["n_head"] // args["n_kv_head"], 2), min(args["n_kv_head"], 2 * tp)
     heads = kv_heads * queries
-    width = heads * min(head_size, max(4, WIDTH // heads // 2 * 2))
+    width = heads * min(args["n_embd"] // args["n_head"], max(4, WIDTH // heads // 2 * 2))
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
     small = {
         "n_layer": min(args["n_layer"], max(layers, stages)),
@@ -143,60 +140,6 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
         compile=False,
         cuda_graphs=False,
     )
-
-
-class Changes:
-    """What the micro-batches of one process leave in a model, besides the sums of its gradients."""
-
-    def __init__(self, model: nn.Module, keeps_weights: bool) -> None:
-        self.model, self.keeps_weights = model, keeps_weights
-        self.params = dict(model.named_parameters())
-        self.tensors = self.params | dict(model.named_buffers())
-        self.before = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        self.passes, self.gradients = 0, Counter()
-        for p in self.params.values():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self.count)
-
-    def count(self, p: Tensor) -> None:
-        """Count the backward passes from which a parameter gets a gradient."""
-        self.gradients[p] += 1
-
-    def add_pass(self) -> None:
-        """Note what the model holds after the first micro-batch, and count the backward passes."""
-        self.passes += 1
-        if self.passes == 1:
-            self.values = plain_values(self.model)
-            if self.keeps_weights:
-                self.before |= {name: p.detach().clone() for name, p in self.params.items()}
-
-    def check(self, has_readers: bool, needs_gradients: bool) -> None:
-        """
-        Raise LayoutError if checkpoints, or other ranks, do not know of a change.
-
-        Args:
-            has_readers: whether ranks that read different tokens hold the same parameters.
-            needs_gradients: whether these need the gradient of each.
-        """
-        for name, tensor in self.tensors.items():
-            reason = "ranks that read different tokens would get different weights" if has_readers else ""
-            if name not in self.params:
-                reason = "checkpoints contain no buffers: make it a parameter with requires_grad_(False)"
-            elif not self.keeps_weights:
-                reason = "zero 2 and 3 lose the change: set --zero=1"
-            after = tensor.detach().float()
-            if reason and (after - self.before[name]).norm() > LIMIT * after.norm():
-                raise LayoutError(f"a forward pass of model.py changes {name}: {reason}")
-        for name, _ in sorted(self.values.items() ^ plain_values(self.model).items()):
-            reason = "checkpoints contain no Python values. A schedule can use self.step"
-            raise LayoutError(f"a forward pass of model.py changes {name}: {reason}, see GPT.set_step")
-        for name, p in self.params.items():
-            n, of = self.gradients[p], self.passes
-            if p.requires_grad and needs_gradients and not n:
-                raise LayoutError(f"{name} gets no gradient, but DDP and exact need one: use or freeze it")
-            if p.requires_grad and has_readers and 0 < n < of:
-                advice = f"add 0 * {name}.sum() to the output where it is not used"
-                raise LayoutError(f"{name} gets a gradient from {n} of {of} micro-batches only: {advice}")
 
 
 @dataclass
@@ -238,15 +181,12 @@ class Trial:
         generator = torch.Generator().manual_seed(self.draw)
         last = self.plan.model_args["vocab_size"] - 1
         between = torch.linspace(0, last, BETWEEN).long()
-        ids = torch.cat(
-            [torch.arange(FIRST).clamp(max=last), between, last - torch.arange(LAST).clamp(max=last)]
-        )
-        ids, kinds = ids.unique(), []
+        ids = torch.cat([torch.arange(FIRST), between, last - torch.arange(LAST)]).clamp(0, last).unique()
+        kinds, n = [], ROWS * (self.length + 1)
         for kind in range(KINDS):
             of_kind = ids[kind % len(ids) :: KINDS]
-            repeats = quotient_up(ROWS * (self.length + 1), len(of_kind))
-            order = torch.rand(repeats, len(of_kind), generator=generator).argsort().flatten()
-            kinds.append(of_kind[order[: ROWS * (self.length + 1)]].view(-1, ROWS).T)
+            order = torch.rand(n // len(of_kind) + 1, len(of_kind), generator=generator).argsort()
+            kinds.append(of_kind[order.flatten()[:n]].view(-1, ROWS).T)
         tokens = torch.stack(kinds)
         x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
         y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
@@ -303,7 +243,7 @@ class Trial:
             LayoutError: checkpoints, or ranks that read different micro-batches, do not support what an edit
                 does.
         """
-        changes = Changes(model, keeps_weights=self.plan.zero < 2)
+        changes = Changes(model, is_lost=self.plan.zero >= 2)
         places = self.share.island
         counts = Counter(kind_of(place) for place in places[::ROWS])
         tokens = float(len(places) * self.length)
@@ -319,7 +259,7 @@ class Trial:
                 island_loss += loss.detach()
                 changes.add_pass()
         exact = self.plan.exact
-        changes.check(self.mesh.loss.size > 1 or exact, uses_ddp(self.plan, self.mesh) or exact)
+        changes.check(self.plan.world_size > 1 or exact, uses_ddp(self.plan, self.mesh) or exact)
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 

@@ -8,14 +8,12 @@ longer be true, and nothing else would say so.
 """
 
 import gc
-from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from isogpt.check.facts import Trial, crash_of, small_plan
-from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan
 from isogpt.training import precision
 
@@ -53,16 +51,6 @@ def prove_layout(
         sizes = f"n_layer {args['n_layer']}, block_size {args['block_size']}"
         line = f"layout:  {name} computes the same as one process: checked with a small model ({sizes})"
         return [line] if name else []
-    same = []
-    for zero in (0, 3) if plan.batch_size else (0,):
-        other = replace(plan, **ONE_PROCESS | {"zero": zero})
-        if layout_name(other) != name and plan.world_size > 1:
-            other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
-            with suppress(Exception):  # it cannot be computed
-                if not first_problem(model_class, other, other_mesh, device, config):
-                    same.append(f"zero={zero}" if zero else "dp")
-    if same:
-        problem += f"; {' and '.join(same)} compute the same"
     raise LayoutError(refusal(plan, problem))
 
 
