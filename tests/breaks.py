@@ -20,6 +20,13 @@ SCALED = ("scale_grads=False", "scale_grads=True")
 PIPELINE_LOSS = ("torch.stack(terms).sum() * self.mesh.pp", "torch.stack(terms).sum()")
 SCATTERED = "return total\n\n\nclass"
 LOSS_AXES = '("dp_replicate", "dp_shard", "ep", "cp")'
+# these are seen only by a rare id, an id that a rank lacks, a length or a second micro-batch
+ALL_REDUCED = "dist.all_reduce(self.total, group=self.mesh.replicas.group)"
+IS_MINE = "(row >= 0) & (row < n)"
+LAST_ALONE = (
+    'reduces = is_last and self.plan.grad_sync != "never"',
+    'reduces = is_last and self.plan.grad_sync != "never"\n        self.start_step()',
+)
 EXACT_DIVISOR = ("float(plan.sequences", "float(2 * plan.sequences")
 
 # way -> {what is broken: (text, its replacement)}
@@ -28,21 +35,32 @@ BREAKS = {
         "not reduced": NOT_REDUCED,
         "divisor": DIVISOR,
         "all ranks read the same": (" + self.rows_before", ""),
+        "only the last micro-batch": LAST_ALONE,
+        "the first micro-batch again": ("micro_step * self.island_rows", "0 * self.island_rows"),
     },
     "zero 1": {"not reduced": NOT_REDUCED, "weights not sent": ("self._sync_params()", "pass")},
     "zero 2": {"not scattered": NOT_SCATTERED},
-    "zero 3": {"not scattered": NOT_SCATTERED, "divisor": DIVISOR, "wrong rows": (OFFSETS, "pass")},
+    "zero 3": {
+        "not scattered": NOT_SCATTERED,
+        "divisor": DIVISOR,
+        "wrong rows": (OFFSETS, "pass"),
+        "only the last micro-batch": LAST_ALONE,
+    },
     "tp 2": {
         "norms not reduced": ("if mesh.tp > 1:\n            whole", "if False:\n            whole"),
         "q, k, v mixed": ("stacked * (n // sum(stacked))", "(n,)"),
         "norm": (".square().sum() / n", ".square().sum()"),
         "bias twice": ("F.linear(x, self.weight)", "F.linear(x, self.weight, self.bias)"),
+        "no embedding of the last id": (IS_MINE, f"{IS_MINE} & (idx < self.ranks.vocab_size - 1)"),
+        "no embedding of the first id": (IS_MINE, f"{IS_MINE} & (idx > 0)"),
         "vocabulary not reduced": ('if op == "max" else dist.ReduceOp.SUM', ""),
     },
     "cp 2": {
         "keys' gradient not reduced": (SCATTERED, SCATTERED.replace("total", "parts[dist.get_rank(group)]")),
         "order of the chunks": ("torch.tensor(in_ranks).argsort()", "torch.tensor(in_ranks).sort()[0]"),
         "sees the next position": ("tril(S - T)", "tril(S - T + 1)"),
+        "sees the next of many positions": ("tril(S - T)", "tril(S - T + (S > 256))"),
+        "sees at most 256 positions": ("end = (c + 1) * size", "end = min((c + 1) * size, 256)"),
         "divisor": DIVISOR,
     },
     "pp 2, 1f1b": {
@@ -74,6 +92,10 @@ BREAKS = {
     "exact": {
         "first micro-batch twice": ("for p in params:\n                    p.grad = None", "pass"),
         "divisor": EXACT_DIVISOR,
+        "rows of ids that a rank lacks": (
+            ALL_REDUCED,
+            f"read = self.total != 0\n            {ALL_REDUCED}\n            self.total *= read",
+        ),
         "maximum": (
             "(self.total, group=self.mesh.replicas.group",
             "(self.total, dist.ReduceOp.MAX, group=self.mesh.replicas.group",
@@ -86,6 +108,12 @@ BREAKS = {
     "recompute full": {
         "input changed": ("checkpoint(compute, *args,", "checkpoint(compute, args[0] * 1.01, *args[1:],")
     },
+}
+# {what is broken: settings of a model that shows it}
+SHOWN_BY = {
+    "rows of ids that a rank lacks": {"arch": "llama"},
+    "sees the next of many positions": {"block_size": 1024},
+    "sees at most 256 positions": {"block_size": 1024},
 }
 
 

@@ -3,22 +3,21 @@ What a small model with the code of model.py computes, as facts that can be comp
 all ranks, as a plan divides it.
 """
 
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from isogpt.common.console import error_text
 from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
-from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import make_model
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel import parallelize
+from isogpt.parallel.changes import Changes
 from isogpt.parallel.data_parallel import reshard, uses_ddp
 from isogpt.parallel.gradients import make_sums
 from isogpt.parallel.local_parts import Splits, local, local_part_of, splits_of
@@ -29,8 +28,10 @@ from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, WIDTH = 12, 64  # more if there are more stages or heads
-LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
+LAYERS, LONG_LAYERS = 12, 2  # more if there are more stages
+LENGTH, LONG_ON_CPU, LONG_ON_GPU = 32, 384, 1536  # tokens of a sequence, on each rank of cp
+WIDTH = 256  # at most, unless there are more heads
+FIRST, BETWEEN, LAST = 16, 16, 64  # token ids of a batch: GPT-2's last, 50256, is the 48th last of 50304
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
 RATE = 1e-2  # of the optimizers' step: the run's may be too small or too large to see anything
@@ -78,8 +79,9 @@ def difference(result: Fact, whole: Fact) -> str:
     squares = torch.zeros(3, dtype=torch.float64)
     part = local_part_of(result.value, result.splits)
     for piece, values in part.cut(whole.value):
-        piece, values = piece.cpu().double(), values.cpu().double()
-        squares += torch.stack([t.square().sum() for t in (piece - values, piece, values)])
+        piece, values = piece.cpu(), values.cpu()
+        norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (piece - values, piece, values)]
+        squares += torch.stack(norms).square()
     error, norm, expected = squares.sqrt().tolist()
     if error <= whole.limit:
         return ""
@@ -91,34 +93,36 @@ def difference(result: Fact, whole: Fact) -> str:
 def crash_of(error: Exception) -> str:
     """The error that was raised first, and the last line of our code that led to it."""
     error = cause_of(error)
-    reason = " ".join(str(error).split())[:300]
     if is_connection_lost(error):
         reason = "a different rank has failed, or communicates differently"
-    text = f"{type(error).__name__}: {reason}"
-    root = Path(__file__).resolve().parents[2]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(root):
-            return f"{text} ({path.relative_to(root)}, line {frame.lineno})"
-    return text
+        error = RuntimeError(reason).with_traceback(error.__traceback__)
+    return error_text(error)
 
 
-def small_plan(plan: Plan) -> Plan:
-    """The plan with a small model of the same kind and a small batch, without what is lossy on purpose."""
-    args = plan.model_args
+def small_plan(plan: Plan, is_long: bool = False) -> Plan:
+    """
+    The plan with a small model of the same kind and a small batch, without what is lossy on purpose: with the
+    real vocabulary and short sequences, or with long sequences in few layers.
+    """
+    args, tp = plan.model_args, plan.tp
+    vocab_size, layers, length = args["vocab_size"], LAYERS, LENGTH
+    if is_long:
+        vocab_size, layers = min(vocab_size, 16 * tp + 32 + vocab_size % tp), LONG_LAYERS
+        length = LONG_ON_CPU if plan.device_type == "cpu" else LONG_ON_GPU
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
-    heads, tp = args["n_head"], plan.tp
-    head_size = min(args["n_embd"] // heads, max(4, WIDTH // heads // 2 * 2))
-    width = heads * head_size
+    queries, kv_heads = min(args["n_head"] // args["n_kv_head"], 2), min(args["n_kv_head"], 2 * tp)
+    heads = kv_heads * queries
+    width = heads * min(args["n_embd"] // args["n_head"], max(4, WIDTH // heads // 2 * 2))
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
-    longest = LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU
     small = {
-        "n_layer": min(args["n_layer"], max(LAYERS, stages)),
+        "n_layer": min(args["n_layer"], max(layers, stages)),
+        "n_head": heads,
+        "n_kv_head": kv_heads,
         "n_embd": width,
         # as uneven as the real sizes
         "n_hidden": 2 * width + args["n_hidden"] % tp,
-        "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
-        "block_size": min(args["block_size"], longest // parts * parts),
+        "vocab_size": vocab_size,
+        "block_size": min(args["block_size"], multiple_up(length * plan.cp, parts)),
         "n_expert": min(args["n_expert"], multiple_up(args["n_expert_active"] + 1, plan.ep)),
         "dropout": 0.0,
     }
@@ -146,17 +150,19 @@ class Trial:
     Args:
         run_plan: of the run. If it has no batch_size, the model only generates.
         draw: seed of the weights and tokens.
+        is_long: see `small_plan`.
     """
 
-    model_class: Callable[[GPTConfig], nn.Module]
+    model_class: type[nn.Module]
     run_plan: Plan
     mesh: Mesh
     device: torch.device
     config: dict
     draw: int = 0
+    is_long: bool = False
 
     def __post_init__(self) -> None:
-        self.plan = plan = small_plan(self.run_plan)
+        self.plan = plan = small_plan(self.run_plan, self.is_long)
         self.share = share_of_plan(plan, self.mesh)
         self.length = plan.model_args["block_size"]
         self.trains = bool(self.run_plan.batch_size)
@@ -169,11 +175,19 @@ class Trial:
     def batches(self, mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
         """
         The different micro-batches, inputs and targets of the positions that a rank of a mesh reads, (ROWS, T
-        / cp) each. Some targets do not count.
+        / cp) each. Each kind reads token ids that the others lack, and reads all of them before it repeats
+        one. Some targets do not count.
         """
         generator = torch.Generator().manual_seed(self.draw)
-        shape = (KINDS, ROWS, self.length + 1)
-        tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
+        last = self.plan.model_args["vocab_size"] - 1
+        between = torch.linspace(0, last, BETWEEN).long()
+        ids = torch.cat([torch.arange(FIRST), between, last - torch.arange(LAST)]).clamp(0, last).unique()
+        kinds, n = [], ROWS * (self.length + 1)
+        for kind in range(KINDS):
+            of_kind = ids[kind % len(ids) :: KINDS]
+            order = torch.rand(n // len(of_kind) + 1, len(of_kind), generator=generator).argsort()
+            kinds.append(of_kind[order.flatten()[:n]].view(-1, ROWS).T)
+        tokens = torch.stack(kinds)
         x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
         y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
         if self.pads:
@@ -187,7 +201,7 @@ class Trial:
         The whole model, with weights that are all different from 0 and from each other: an initial weight of
         0 would hide what comes before it.
         """
-        model = self.model_class(self.model_class.config_class(**self.plan.model_args), self.draw)
+        model = make_model(self.model_class, self.plan.model_args, "cpu", self.draw)
         generator = torch.Generator().manual_seed(self.draw)
         with torch.no_grad():
             for p in model.parameters():
@@ -209,8 +223,7 @@ class Trial:
     def divided_model(self, weights: dict[str, Tensor]) -> tuple[nn.Module, Pipeline | None]:
         """This rank's parts of the model, with these weights of the whole model, as train.py makes them."""
         plan, mesh, device = self.plan, self.mesh, self.device
-        with torch.device("meta"):
-            model = self.model_class(self.model_class.config_class(**plan.model_args))
+        model = make_model(self.model_class, plan.model_args)
         splits = parallelize.divide_model(model, plan, mesh, device, splits_sequence=self.trains)
         parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
         for name, p in model.named_parameters():
@@ -227,18 +240,16 @@ class Trial:
         norm of the gradient (all ranks).
 
         Raises:
-            LayoutError: checkpoints, zero 2 and 3, or DDP do not support what an edit does.
+            LayoutError: checkpoints, or ranks that read different micro-batches, do not support what an edit
+                does.
         """
-        constants = dict(model.named_buffers())
-        if self.plan.zero >= 2:
-            constants |= dict(model.named_parameters())
-        before = {name: tensor.detach().clone() for name, tensor in constants.items()}
+        changes = Changes(model, is_lost=self.plan.zero >= 2)
         places = self.share.island
         counts = Counter(kind_of(place) for place in places[::ROWS])
         tokens = float(len(places) * self.length)
         island_loss = 0.0
         for kind, (x, y) in enumerate(self.batches(Mesh())):
-            precision.seed_micro_batch(self.draw, 0, 0, Mesh())
+            precision.seed_micro_batch(self.draw, 0, kind, Mesh())
             if self.pads:
                 is_read = (y != IGNORE).any(1)
                 x, y = x[is_read], y[is_read]
@@ -246,16 +257,9 @@ class Trial:
                 loss = counts[kind] * model(xs, ys, tokens)[1]
                 loss.backward()
                 island_loss += loss.detach()
-        for name, tensor in constants.items():
-            if not torch.equal(tensor, before[name]):
-                raise LayoutError(
-                    f"a forward pass of model.py changes {name}: checkpoints contain no buffers (make it a "
-                    "parameter with requires_grad_(False)), and zero 2 and 3 lose the change (set --zero=1)"
-                )
-        needs_gradients = uses_ddp(self.plan, self.mesh) or self.plan.exact
-        for name, p in model.named_parameters():
-            if needs_gradients and p.requires_grad and p.grad is None:
-                raise LayoutError(f"{name} gets no gradient, but DDP and exact need one: use or freeze it")
+                changes.add_pass()
+        exact = self.plan.exact
+        changes.check(self.plan.world_size > 1 or exact, uses_ddp(self.plan, self.mesh) or exact)
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 
@@ -269,7 +273,8 @@ class Trial:
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
         batches = self.batches(mesh)
-        micro_batches = [batches[kind_of(share.first(number))] for number in range(share.micro_steps)]
+        kinds = [kind_of(share.first(number)) for number in range(share.micro_steps)]
+        micro_batches = [batches[kind] for kind in kinds]
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
         if pipeline:
@@ -277,9 +282,9 @@ class Trial:
             loss_sum = pipeline.step(micro_batches)
         else:
             loss_sum = 0.0
-            for number, (x, y) in enumerate(micro_batches, 1):
-                precision.seed_micro_batch(self.draw, 0, 0, mesh)
-                with gradients.micro_batch(is_last=number == share.micro_steps):
+            for number, (x, y) in enumerate(micro_batches):
+                precision.seed_micro_batch(self.draw, 0, kinds[number], mesh)
+                with gradients.micro_batch(is_last=number == share.micro_steps - 1):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()
                 loss_sum += gradients.loss_term(loss)
@@ -312,6 +317,7 @@ class Trial:
             facts[f"the gradient of {name}"] = Fact(grad.detach(), LIMIT * norm, splits_of(p))
         if self.plan.islands == 1:  # islands have separate gradients
             facts["the gradient's norm"] = fact(norm, LIMIT)
+        model.set_step(self.config["max_iters"])  # schedules have ended
         with torch.no_grad():
             _, loss = called.eval()(x, y, 1.0)
         reshard(model)
@@ -339,8 +345,8 @@ class Trial:
         Raises:
             LayoutError: one process cannot compute the model, or see `step_of_one_process` and `check_block`.
         """
+        whole = self.new_model()
         try:
-            whole = self.new_model()
             weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
             expected = self.facts(whole)
         except LayoutError:

@@ -80,28 +80,32 @@ def count_model(model: nn.Module) -> ModelCounts:
     return ModelCounts(**total, blocks=blocks, outside=outside, model_class=type(model))
 
 
-def model_on_meta(model_class: type[nn.Module], model_args: dict) -> nn.Module:
+def make_model(
+    model_class: type[nn.Module], model_args: dict, device: str = "meta", seed: int | None = None
+) -> nn.Module:
     """
-    Make a model on the meta device, without memory.
+    Make a model, by default on the meta device, without memory.
 
     Raises:
         ValueError: an edited model cannot be made there.
     """
     try:
-        with torch.device("meta"):
-            return model_class(model_class.config_class(**model_args))
+        with torch.device(device):
+            return model_class(model_class.config_class(**model_args), seed)
     except ValueError as e:  # a sentence for the user, or a mistake
         raise ValueError(error_text(e).removeprefix("ValueError: ")) from e
     except Exception as e:
-        raise ValueError(
-            f"models are made on the meta device, where GPT(config) fails: {error_text(e)}. Tensors have no "
-            "values there: use Python numbers, or device='cpu'"
-        ) from e
+        text = f"GPT(config) fails on the {device} device: {error_text(e)}"
+        if device == "meta":
+            text += (
+                ". Models are made there, where tensors have no values: use Python's numbers or device='cpu'"
+            )
+        raise ValueError(text) from e
 
 
 def count_on_meta(model_class: type[nn.Module], model_args: dict) -> ModelCounts:
     """`count_model` of a model that is made on the meta device for this."""
-    return count_model(model_on_meta(model_class, model_args))
+    return count_model(make_model(model_class, model_args))
 
 
 def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:
