@@ -13,8 +13,9 @@ from runs import REPO, assert_same_curve
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import make_model
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.parallelize import materialize
+from model import GPT
 
 MODELS = {
     "gpt2": {"bias": True},
@@ -150,6 +151,30 @@ def test_a_run_whose_layout_differs_stops_with_one_line(zygote, work):
     assert message.startswith(
         "error: tp=2 does not compute what one process computes with this model.py: the"
     )
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_error_of_an_edit_is_one_line(zygote, work, nproc):
+    repo = apply("crash", work / "edited")
+    run = zygote.train(["--check_layout=True", "--max_iters=1"], work, nproc, repo=repo, ok=False)
+    (message,) = re.findall(r"^error: .*", run.text(), flags=re.M)
+    assert "Traceback" not in run.text()
+    assert re.search(r"RuntimeError: a bug \(model.py, line \d+\)\. --check_layout=False trains", message)
+
+
+class Unreadable(GPT):
+    """A model whose constructor reads a tensor's value."""
+
+    def __init__(self, config, seed=None):
+        super().__init__(config, seed)
+        self.rate = torch.linspace(0, 0.2, 2)[1].item()
+
+
+def test_what_fails_on_the_meta_device_is_said_with_its_place():
+    shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9)
+    place = r"Tensor.item.* \(tests/test_layout_check.py, line \d+\)"
+    with pytest.raises(ValueError, match=f"^GPT.config. fails on the meta device: .*{place}.*device='cpu'$"):
+        count_on_meta(Unreadable, shape)
 
 
 @pytest.mark.parametrize(("name", "nproc"), [("mixture of depths", 1), ("frozen embeddings", 2)])
