@@ -13,7 +13,7 @@ from runs import REPO, assert_same_curve
 
 from isogpt.common.torch_versions import SENDS_TO_ITSELF
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.counts import count_on_meta
+from isogpt.nn.counts import count_on_meta, make_model
 from isogpt.parallel.parallelize import materialize
 from model import GPT
 
