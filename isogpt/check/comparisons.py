@@ -106,7 +106,7 @@ def compare_alone(trial: Trial) -> Answer:
         whole = model(*map(torch.cat, zip(*batches, strict=True)), 1.0)[1]
     if not is_random and difference(fact(apart), fact(whole, LIMIT)):
         text = "a term of the loss counts once per micro-batch: multiply it by (targets != IGNORE).sum()"
-        return DIFFERS, f"{text} / target_count"
+        return DIFFERS, f"{text} / target_count, or sequences of a micro-batch mix"
     return HOLDS, optim.describe_updates(model, optimizers, trial.mesh)
 
 
