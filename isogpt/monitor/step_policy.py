@@ -187,5 +187,6 @@ def problem_of_values(before: dict[str, str], after: dict[str, str]) -> str:
     was, now = (shorten(values.get(name, "missing"), 40) for values in (before, after))
     problem = f"a step changes model.{name}, a Python value, from {was} to {now}"
     advice = "compute it from self.step, which train.py sets (write self.step = 0 in __init__)"
-    advice += ", or store it in a parameter with requires_grad=False, or in state.extra in train.py; a number for a log stays a tensor"
+    advice += ", or store it in a parameter with requires_grad=False, or in state.extra in train.py"
+    advice += "; a number for a log can stay a tensor"
     return f"{problem}: checkpoints contain no such values: {advice}"

@@ -17,7 +17,9 @@ SETTINGS |= {"gradient_accumulation_steps": 4, "max_iters": 5, "eval_interval": 
 SETTINGS |= {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 1, "lr_decay_iters": 5}
 SETTINGS |= {"cooldown_iters": 2, "save_checkpoint": True, "always_save_checkpoint": True, "layout": "manual"}
 SETTINGS |= {"init_from": "scratch", "check_layout": False, "check_ranks_interval": 1, "data_order": "random"}
-SETTINGS |= {"dist_timeout_s": TIMEOUT_S, "nproc": 0}
+SETTINGS |= {"dist_timeout_s": TIMEOUT_S, "nproc": 0, "backend": "auto", "profile": False}
+# what is lossy on purpose, or needs a layout or a GPU
+SETTINGS |= {"grad_compression": "none", "local_steps": 1, "cuda_graphs": False}
 # at most; other sizes are those of the small model
 SIZES = {"n_layer": 4, "vocab_size": 256, "block_size": 64}
 # {name: settings} of the runs. They have one folder: a resume continues the run before it
