@@ -208,7 +208,7 @@ def compare_counts(trial: Trial) -> Answer:
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
     if measured > 1.01 * counted:  # fewer, if batched matmuls compute some
-        return DIFFERS, f"matmuls of {measured:,.0f} FLOPs per token, of which {counted:,} are counted"
+        return REFUSED, f"plans and MFU count {counted:,} of {measured:,.0f} FLOPs of matmuls per token"
     return HOLDS, ""
 
 
