@@ -85,6 +85,18 @@ def test_an_edit_that_keeps_state_resumes_to_the_bit(zygote, work, name):
 
 
 @pytest.mark.slow
+def test_an_edit_changes_gradients_without_the_loss_scale_of_float16(zygote, work):
+    repo = edited("A penalty of the weights", work / "edited")
+    path = repo / "train.py"
+    path.write_text(path.read_text().replace("alpha=2e-3", "alpha=2.0"))
+    norms = [
+        column(train(zygote, work, repo, dtype, 1, f"--dtype={dtype}"), "grad_norm")
+        for dtype in ("float32", "float16")
+    ]
+    same(*norms, absolute=0.0, relative=0.02)
+
+
+@pytest.mark.slow
 def test_extra_tensors_resume_on_any_layout(zygote, work):
     """An average, saved and continued by different layouts, has all its numbers."""
     repo = edited("An average of the weights", work / "edited")
