@@ -11,7 +11,10 @@ from edits import edited as replaced
 from runs import assert_same_run, column, records, same, tensors_in
 from torch._dynamo.utils import counters
 
-from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.ckpt_file import nanogpt_state
+from isogpt.checkpoint.search import StoredCheckpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.state import TrainState, read_extra
 from isogpt.parallel.compilation import compile_parts
 from model import GPT, GPTConfig
 
@@ -82,6 +85,18 @@ def test_an_edit_that_keeps_state_resumes_to_the_bit(zygote, work, name):
 
 
 @pytest.mark.slow
+def test_an_edit_changes_gradients_without_the_loss_scale_of_float16(zygote, work):
+    repo = edited("A penalty of the weights", work / "edited")
+    path = repo / "train.py"
+    path.write_text(path.read_text().replace("alpha=2e-3", "alpha=2.0"))
+    norms = [
+        column(train(zygote, work, repo, dtype, 1, f"--dtype={dtype}"), "grad_norm")
+        for dtype in ("float32", "float16")
+    ]
+    same(*norms, absolute=0.0, relative=0.02)
+
+
+@pytest.mark.slow
 def test_extra_tensors_resume_on_any_layout(zygote, work):
     """An average, saved and continued by different layouts, has all its numbers."""
     repo = edited("An average of the weights", work / "edited")
@@ -103,24 +118,23 @@ def test_extra_tensors_resume_on_any_layout(zygote, work):
                 assert (found[key] - expected[key]).abs().max() < 2e-4, key
 
 
-INLINE = (
-    "    optimizers = optim.make_optimizers(raw_model, run.config, plan.zero, plan.torch_dtype, mesh)\n",
-    "    optimizers = [torch.optim.SGD(raw_model.parameters(), lr=learning_rate, momentum=0.9)]\n",
-)
+MADE = "    optimizers = optim.make_optimizers(raw_model, run.config, plan.zero, plan.torch_dtype, mesh)\n"
+INLINE = blocks(SECTIONS["An optimizer of your own"], "python").splitlines(keepends=True)
 
 
 def with_optimizer(folder, made):
     """A copy of the repository whose train.py makes its optimizer inline."""
     repo = copy_of_repository(folder)
     text = (repo / "train.py").read_text()
-    assert INLINE[0] in text
-    (repo / "train.py").write_text(text.replace(INLINE[0], made))
+    assert MADE in text
+    (repo / "train.py").write_text(text.replace(MADE, made))
     return repo
 
 
+@pytest.mark.parametrize("made", INLINE)
 @pytest.mark.slow
-def test_an_optimizer_that_is_made_inline(zygote, work):
-    repo = with_optimizer(work / "edited", INLINE[1])
+def test_an_optimizer_that_is_made_inline(zygote, work, made):
+    repo = with_optimizer(work / "edited", made)
     one = train(zygote, work, repo, "one")
     for name, args in (("ddp", []), ("zero1", ["--zero=1"]), ("zero3", ["--zero=3"])):
         assert_same_numbers(train(zygote, work, repo, name, 2, *args), one)
@@ -204,6 +218,24 @@ def test_layouts_without_all_logits_say_so(zygote, work, name):
     assert "logits" in run.text() and f"set --{name}=1" in run.text() and "Traceback" not in run.text()
 
 
+def test_extra_tensors_in_a_file(tmp_path):
+    """A state dict, where a tied head has two names; a key named like a parameter; and the key of a fork."""
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=8), 1)
+    model.skip = torch.nn.Parameter(torch.ones(2))
+    extra = {"ema": {name: w + 1 for name, w in model.state_dict().items()}, "skip": torch.tensor([3])}
+    extra["learned"] = torch.nn.Parameter(torch.ones(4))
+    run = {"model_args": model.describe(), "iter_num": 1, "config": {}, "isogpt": {}}
+    state = nanogpt_state(run, model, [], extra, copy=True)
+    path = tmp_path / "ckpt.pt"
+    torch.save(state, path)
+    read = read_extra(open_checkpoint(StoredCheckpoint(path, 1, {}), GPTConfig), model)
+    assert read.keys() == extra.keys() and read["skip"].equal(extra["skip"])
+    assert all(read["ema"][name].equal(w) for name, w in extra["ema"].items())
+    del state["isogpt"]
+    torch.save(state | {"extra": "a fork's"}, path)
+    assert open_checkpoint(StoredCheckpoint(path, 1, {}), GPTConfig).run["extra"] == "a fork's"
+
+
 MORE_FIELDS = [
     (
         "# of a block: (B, T, C), and",
@@ -241,7 +273,7 @@ def test_a_config_with_more_fields_is_trained_resumed_and_sampled(zygote, work):
             {"ema": {"transformer.wte.weight": torch.ones(2)}},
             r"wte\.weight has the shape \(2,\), not \(9, 8\)",
         ),
-        ({"count": 1}, r"state\.extra\.count is no tensor"),
+        ({"count": 1}, r"state\.extra\.count is not a tensor"),
         ({"a.b": torch.ones(2)}, "choose a key without a dot"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from isogpt.common.files import HashedFile, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
@@ -85,15 +86,12 @@ def nanogpt_state(
     state = optimizer_state.saved_state(model, optimizers)
     for number, kept in state["state"].items():
         state["state"][number] = {key: taken(tensor) for key, tensor in kept.items()}
-    kept = {}
-    for key, value in (extra or {}).items():
-        is_dict = isinstance(value, dict)
-        kept[key] = {name: taken(t) for name, t in value.items()} if is_dict else taken(value)
+    copied = tree_map(lambda tensor: taken(tensor.detach()), extra or {})
     others = dict(run["model_args"])
     args = {name: others.pop(name) for name in MODEL_ARGS}
     ours = run["isogpt"] | {"model_args": others}
-    named = {"extra": kept} if kept else {}
-    return {"model": weights, "optimizer": state, **named, **run, "model_args": args, "isogpt": ours}
+    tensors = {"model": weights, "optimizer": state} | ({"extra": copied} if copied else {})
+    return tensors | run | {"model_args": args, "isogpt": ours}
 
 
 def write_file(path: Path, state: dict) -> dict:

@@ -121,7 +121,8 @@ def open_checkpoint(stored: StoredCheckpoint, config_class: type = dict) -> Open
                 parts = [part for part in name.split(".") if part not in WRAPPERS]
                 weights[".".join(parts)] = weight
         moments = optimizer_state.by_name(weights, state.pop("optimizer", None))
-        named = flat(weights, moments) | flat_extra(state.pop("extra", {}))
+        extra = state.pop("extra", {}) if "isogpt" in state else {}  # a fork of nanoGPT may use this name
+        named = flat(weights, moments) | flat_extra(extra)
         tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -142,12 +143,16 @@ def flat(weights: dict, state: dict[str, dict]) -> dict:
 def flat_extra(extra: dict) -> dict:
     """
     What TrainState.extra contains under its names in a checkpoint: extra.KEY for a tensor, extra.KEY.NAME for
-    each tensor of a dict.
+    each tensor of a dict. Raises ValueError if a key contains a dot.
     """
     named = {}
     for key, value in extra.items():
-        parts = {f".{name}": part for name, part in value.items()} if isinstance(value, dict) else {"": value}
-        named |= {f"extra.{key}{name}": part for name, part in parts.items()}
+        if "." in key:
+            raise ValueError(f"state.extra[{key!r}]: choose a key without a dot")
+        if isinstance(value, dict):
+            named |= {f"extra.{key}.{name}": part for name, part in value.items()}
+        else:
+            named[f"extra.{key}"] = value
     return named
 
 

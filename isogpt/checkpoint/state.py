@@ -100,11 +100,9 @@ class TrainState:
         What this rank holds of `extra`. With several islands, tensors like parameters are rows of a stack.
 
         Raises:
-            ValueError: a key contains a dot, a value is no tensor, or has not the shape of its parameter.
+            ValueError: a key contains a dot, a value is not a tensor, or does not have its parameter's shape.
         """
-        if wrong := [key for key in self.extra if "." in key]:
-            raise ValueError(f"state.extra[{wrong[0]!r}]: choose a key without a dot")
-        return parts_of_extra(self.model, flat_extra(self.extra), self.island)
+        return parts_of_extra(self.model, self.extra, self.island)
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -120,8 +118,9 @@ class TrainState:
             if self.islands:
                 self.islands.put_outer_weights()
             set_mode(self.optimizers, "eval")
-            for name, p in self.model.named_parameters() if self.evaluated else ():
-                local(p.detach()).copy_(local(self.evaluated[name]))
+            parameters = dict(self.model.named_parameters(remove_duplicate=False))
+            for name, weight in (self.evaluated or {}).items():
+                local(parameters[name].detach()).copy_(local(weight.detach()))
             try:
                 yield
             finally:
@@ -135,19 +134,17 @@ class TrainState:
         return flat(weights, moments) | flat({}, self.parts_of_network()) | self.parts_of_extra()
 
 
-def parts_of_extra(
-    model: nn.Module, named: dict[str, Tensor], island: tuple[int, int]
-) -> dict[str, LocalPart]:
-    """The parts of what `flat_extra` has returned; for errors see TrainState.parts_of_extra."""
-    parameters, parts = dict(model.named_parameters()), {}
-    for name, value in named.items():
+def parts_of_extra(model: nn.Module, extra: dict, island: tuple[int, int]) -> dict[str, LocalPart]:
+    """See TrainState.parts_of_extra."""
+    parameters, parts = dict(model.named_parameters(remove_duplicate=False)), {}  # with a head tied to wte
+    for saved, value in flat_extra(extra).items():
         if not torch.is_tensor(value):
-            raise ValueError(f"state.{name} is no tensor: use torch.tensor(...)")
-        p = parameters.get(name.split(".", 2)[-1])
+            raise ValueError(f"state.{saved} is not a tensor: use torch.tensor(...)")
+        p = parameters.get("".join(saved.split(".", 2)[2:]))
         if p is not None and p.shape != value.shape:
-            raise ValueError(f"state.{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
+            raise ValueError(f"state.{saved} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
         part = local_part_of(value.detach(), () if p is None else splits_of(p))
-        parts[name] = part if p is None else part.in_row(*island)
+        parts[saved] = part if p is None else part.in_row(*island)
     return parts
 
 
@@ -155,22 +152,21 @@ def read_extra(
     checkpoint: OpenCheckpoint, model: nn.Module, island: tuple[int, int] = (0, 1)
 ) -> dict[str, Tensor | dict[str, Tensor]]:
     """This rank's part of what TrainState.extra contained; for errors and `island` see restore_checkpoint."""
-    parameters, extra = dict(model.named_parameters()), {}
+    parameters, extra = dict(model.named_parameters(remove_duplicate=False)), {}
     for saved, shape in checkpoint.shapes.items():
-        kind, _, name = saved.partition(".")
-        key, _, name = name.partition(".")
+        kind, key, name = (*saved.split(".", 2), "")[:3]
         if kind != "extra" or (f"model.{name}" in checkpoint.shapes and name not in parameters):
             continue  # with pp, a different rank holds the parameter
-        dtype, device = checkpoint.dtypes[saved], next(model.parameters()).device
-        if name in parameters:
-            new = torch.empty_like(parameters[name], dtype=dtype, requires_grad=False)
+        like, dtype = parameters.get(name), checkpoint.dtypes[saved]
+        if like is None:
+            new = torch.empty(shape, dtype=dtype, device=next(model.parameters()).device)
         else:
-            new = torch.empty(shape, dtype=dtype, device=device)
+            new = torch.empty_like(like, dtype=dtype, requires_grad=False)
         if name:
             extra.setdefault(key, {})[name] = new
         else:
             extra[key] = new
-    checkpoint.read(parts_of_extra(model, flat_extra(extra), island))
+    checkpoint.read(parts_of_extra(model, extra, island))
     return extra
 
 
