@@ -54,8 +54,10 @@ class StepPolicy:
         """
         model, step = self.state.model, self.state.step
         is_first = self.updates == 1 and self.values is None
-        if is_first or (interval and step % interval == 0):
-            cause = CAUSE if is_first else ""
+        # with grad_sync never, which measures communication, they must differ
+        compares_first = is_first and self.reader.plan.grad_sync != "never"
+        if compares_first or (interval and step % interval == 0):
+            cause = CAUSE if compares_first else ""
             check_equal_weights(model, self.reader.mesh, step, self.logger.failed, cause)
         if is_first:
             self.values = plain_values(model)
