@@ -209,7 +209,7 @@ class GPT(nn.Module):
             `torch.manual_seed(1337)` before `GPT(config)` has the usual effect.
     """
 
-    config_class = GPTConfig
+    config_class = GPTConfig  # what checkpoints and plans build, so that it may be extended above
 
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
         super().__init__()
@@ -312,8 +312,18 @@ class GPT(nn.Module):
 
     @cached_property
     def modules_with_step(self) -> list[nn.Module]:
-        """The modules that `set_step` tells the step, listed once: to look for them takes 0.2 ms."""
-        return [module for module in self.modules() if "step" in vars(module)]
+        """
+        The modules that `set_step` tells the step, listed once: to look for them takes 0.2 ms.
+
+        Raises:
+            ValueError: a module's `step` means something else.
+        """
+        modules = [module for module in self.modules() if "step" in vars(module)]
+        for module in modules:
+            if module.step != 0:
+                name = type(module).__name__
+                raise ValueError(f"{name}.step is {module.step!r}, but train.py sets it: use another name")
+        return modules
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
