@@ -219,6 +219,20 @@ EDITS = {
     "blocks applied twice": [
         ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
     ],
+    "block that runs as often as its input says": [
+        (
+            "            x = block(x, rope, caches[int(number)] if caches else None)\n",
+            "            for _ in range(1 + int(number == 1 and x[0, 0, 0] > 0)):\n"
+            "                x = block(x, rope, caches[int(number)] if caches else None)\n",
+        )
+    ],
+    "block that every other step uses": [
+        (
+            "            x = block(x, rope, caches[int(number)] if caches else None)\n",
+            "            if number != 1 or self.step % 2 == 0:\n"
+            "                x = block(x, rope, caches[int(number)] if caches else None)\n",
+        )
+    ],
     "running average in a buffer": [
         after(MLP_INIT, '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'),
         (
@@ -408,6 +422,11 @@ EXPECTED = {
     "mixture of depths": SEQUENCE,
     "ternary MLP": {"tp 2": "differs"},
     "blocks applied twice": {"pp 2, 1f1b": "differs", "pp 2, zbv": "crashed"},
+    "block that runs as often as its input says": dict.fromkeys(("zero 3", "cp 2", *PIPELINES), "refused"),
+    # in a pipeline, no rank waits for its gradient
+    "block that every other step uses": dict.fromkeys(
+        ("zero 3", "tp 2", "cp 2", "exact", "recompute full"), "refused"
+    ),
     "running average in a buffer": dict.fromkeys(TRIED, "refused"),
     "embeddings of limited norm": dict.fromkeys(TRIED, "refused"),
     "branch on a rare token": dict.fromkeys(TRIED, "refused"),

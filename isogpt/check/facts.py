@@ -249,7 +249,7 @@ class Trial:
         tokens = float(len(places) * self.length)
         island_loss = 0.0
         for kind, (x, y) in enumerate(self.batches(Mesh())):
-            precision.seed_micro_batch(self.draw, 0, kind, Mesh())
+            self.begin_micro_batch(model, kind, Mesh())
             if self.pads:
                 is_read = (y != IGNORE).any(1)
                 x, y = x[is_read], y[is_read]
@@ -258,10 +258,17 @@ class Trial:
                 loss.backward()
                 island_loss += loss.detach()
                 changes.add_pass()
-        exact = self.plan.exact
-        changes.check(self.plan.world_size > 1 or exact, uses_ddp(self.plan, self.mesh) or exact)
+        plan = self.plan
+        blocks_wait = plan.zero >= 2 or plan.tp * plan.cp * plan.pp > 1
+        needs_gradients = plan.exact or uses_ddp(plan, self.mesh)
+        changes.check(plan.exact or plan.world_size > 1, needs_gradients, blocks_wait)
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
+
+    def begin_micro_batch(self, model: nn.Module, kind: int, mesh: Mesh) -> None:
+        """Set the seed and, except in a pipeline, the training step, which differ between micro-batches."""
+        precision.seed_micro_batch(self.draw, 0, kind, mesh)
+        model.set_step(kind if self.plan.pp == 1 else 0)
 
     def step(self, model: nn.Module, pipeline: Pipeline | None) -> tuple[float, float]:
         """The same as `step_of_one_process` on all ranks together, with train.py's step (all ranks)."""
@@ -283,7 +290,7 @@ class Trial:
         else:
             loss_sum = 0.0
             for number, (x, y) in enumerate(micro_batches):
-                precision.seed_micro_batch(self.draw, 0, kinds[number], mesh)
+                self.begin_micro_batch(model, kinds[number], mesh)
                 with gradients.micro_batch(is_last=number == share.micro_steps - 1):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()

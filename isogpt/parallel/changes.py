@@ -22,6 +22,9 @@ class Changes:
         self.tensors = self.params | dict(model.named_buffers())
         self.before = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self.passes, self.gradients = 0, Counter()
+        self.blocks = Counter()  # how many each micro-batch has run
+        for block in model.transformer.h:
+            block.register_forward_pre_hook(self.count_block)
         for p in self.params.values():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self.count)
@@ -30,19 +33,24 @@ class Changes:
         """Count the backward passes that reach a parameter."""
         self.gradients[p] += 1
 
+    def count_block(self, *_: object) -> None:
+        """Count a call of a block in this micro-batch."""
+        self.blocks[self.passes] += 1
+
     def add_pass(self) -> None:
         """Count a micro-batch. Changes of the weights that the first makes do not depend on what it reads."""
         self.passes += 1
         if self.passes == 1 and not self.is_lost:
             self.before |= {name: p.detach().clone() for name, p in self.params.items()}
 
-    def check(self, is_divided: bool, needs_gradients: bool) -> None:
+    def check(self, is_divided: bool, needs_gradients: bool, blocks_wait: bool) -> None:
         """
         Raise LayoutError if checkpoints or other ranks would not know of a change.
 
         Args:
             is_divided: whether ranks divide the micro-batches, or what these compute.
             needs_gradients: whether each parameter that is trained needs a gradient.
+            blocks_wait: whether ranks wait for each other in each block.
         """
         for name, tensor in self.tensors.items():
             after, is_buffer = tensor.detach().float(), name not in self.params
@@ -62,3 +70,9 @@ class Changes:
                     f"{name} gets a gradient from {n} of {self.passes} micro-batches, but ranks wait for "
                     f"each other's gradients: where it is not used, add 0 * {name}.sum() to the output"
                 )
+        fewest, most = min(self.blocks.values()), max(self.blocks.values())
+        if blocks_wait and fewest < most:
+            raise LayoutError(
+                f"a micro-batch runs {fewest} to {most} blocks, as it reads, but with zero 2 and 3, tp, cp "
+                "and pp, ranks wait for each other in each block: set --zero=1, and the others to 1"
+            )
