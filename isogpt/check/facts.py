@@ -33,7 +33,7 @@ LENGTH, LONG_ON_CPU, LONG_ON_GPU = 32, 384, 1536  # tokens of a sequence, on eac
 WIDTH = 256  # at most, unless there are more heads
 FIRST, BETWEEN, LAST = 16, 16, 64  # token ids of a batch: GPT-2's last, 50256, is the 48th last of 50304
 ROWS = 2  # sequences of a micro-batch
-KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
+KINDS = 3  # different micro-batches, at most, which the batch repeats: the cost does not grow with the ranks
 RATE = 1e-2  # of the optimizers' step: the run's may be too small or too large to see anything
 # How much numbers may differ, relative to themselves, and gradients, relative to the norm of the whole
 # gradient: a parameter's norm is no measure, since the gradient of the keys' bias is nothing but rounding
@@ -165,6 +165,7 @@ class Trial:
         self.plan = plan = small_plan(self.run_plan, self.is_long)
         self.share = share_of_plan(plan, self.mesh)
         self.length = plan.model_args["block_size"]
+        self.kinds = min(KINDS, plan.gradient_accumulation_steps)  # all of which are read
         self.trains = bool(self.run_plan.batch_size)
         run = self.run_plan if self.trains else plan
         share = share_of_plan(run, self.mesh, parse_shares(run.shares))
@@ -183,8 +184,8 @@ class Trial:
         between = torch.linspace(0, last, BETWEEN).long()
         ids = torch.cat([torch.arange(FIRST), between, last - torch.arange(LAST)]).clamp(0, last).unique()
         kinds, n = [], ROWS * (self.length + 1)
-        for kind in range(KINDS):
-            of_kind = ids[kind % len(ids) :: KINDS]
+        for kind in range(self.kinds):
+            of_kind = ids[kind % len(ids) :: self.kinds]
             order = torch.rand(n // len(of_kind) + 1, len(of_kind), generator=generator).argsort()
             kinds.append(of_kind[order.flatten()[:n]].view(-1, ROWS).T)
         tokens = torch.stack(kinds)
@@ -195,6 +196,10 @@ class Trial:
         positions = mesh.positions(self.length)
         x, y = x[..., positions], y[..., positions]
         return list(zip(x.to(self.device), y.to(self.device), strict=True))
+
+    def kind_of(self, sequence: int) -> int:
+        """Which of the micro-batches begins at this place of the batch."""
+        return sequence // ROWS % self.kinds
 
     def new_model(self) -> nn.Module:
         """
@@ -245,7 +250,7 @@ class Trial:
         """
         changes = Changes(model, is_lost=self.plan.zero >= 2)
         places = self.share.island
-        counts = Counter(kind_of(place) for place in places[::ROWS])
+        counts = Counter(self.kind_of(place) for place in places[::ROWS])
         tokens = float(len(places) * self.length)
         island_loss = 0.0
         for kind, (x, y) in enumerate(self.batches(Mesh())):
@@ -280,7 +285,7 @@ class Trial:
         scaler = torch.amp.GradScaler(self.device.type, enabled=False)
         gradients = make_sums(wrapped, model, mesh, plan, share, scaler)
         batches = self.batches(mesh)
-        kinds = [kind_of(share.first(number)) for number in range(share.micro_steps)]
+        kinds = [self.kind_of(share.first(number)) for number in range(share.micro_steps)]
         micro_batches = [batches[kind] for kind in kinds]
         gradients.allocate(*micro_batches[0], nullcontext())
         gradients.start_step()
@@ -363,8 +368,3 @@ class Trial:
             raise LayoutError(f"{text}. --check_layout=False trains without this check") from e
         model, pipeline = self.divided_model(weights)
         return first_difference(expected, self.facts(model, pipeline, is_divided=True))
-
-
-def kind_of(sequence: int) -> int:
-    """Which of the micro-batches begins at this place of the batch."""
-    return sequence // ROWS % KINDS
