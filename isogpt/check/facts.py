@@ -30,7 +30,7 @@ from isogpt.training.optim import make_optimizers
 
 LAYERS, LONG_LAYERS = 12, 2  # more if there are more stages
 LENGTH, LONG_ON_CPU, LONG_ON_GPU = 32, 384, 1536  # tokens of a sequence, on each rank of cp
-WIDTH = 256  # at most, unless there are more heads
+WIDTH, EMBEDDING = 256, 2**23  # features, and numbers of the token embedding, at most
 FIRST, BETWEEN, LAST = 16, 16, 64  # token ids of a batch: GPT-2's last, 50256, is the 48th last of 50304
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, at most, which the batch repeats: the cost does not grow with the ranks
@@ -110,9 +110,12 @@ def small_plan(plan: Plan, is_long: bool = False) -> Plan:
         vocab_size, layers = min(vocab_size, 16 * tp + 32 + vocab_size % tp), LONG_LAYERS
         length = LONG_ON_CPU if plan.device_type == "cpu" else LONG_ON_GPU
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
-    queries, kv_heads = min(args["n_head"] // args["n_kv_head"], 2), min(args["n_kv_head"], 2 * tp)
+    head_size, queries = args["n_embd"] // args["n_head"], min(args["n_head"] // args["n_kv_head"], 2)
+    kv_heads, widest = min(args["n_kv_head"], 2 * tp), min(WIDTH, EMBEDDING // vocab_size)
+    if kv_heads * queries * head_size > widest:
+        kv_heads = min(kv_heads, tp)
     heads = kv_heads * queries
-    width = heads * min(args["n_embd"] // args["n_head"], max(4, WIDTH // heads // 2 * 2))
+    width = heads * min(head_size, max(4, widest // heads // 2 * 2))
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
     small = {
         "n_layer": min(args["n_layer"], max(layers, stages)),
@@ -267,7 +270,7 @@ class Trial:
         blocks_wait = plan.zero >= 2 or plan.tp * plan.cp * plan.pp > 1
         needs_gradients = plan.exact or uses_ddp(plan, self.mesh)
         changes.check(plan.exact or plan.world_size > 1, needs_gradients, blocks_wait)
-        norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        norm = nn.utils.get_total_norm(p.grad.double() for p in model.parameters() if p.grad is not None)
         return gather_number(island_loss, self.device).mean().item(), norm.item()
 
     def begin_micro_batch(self, model: nn.Module, kind: int, mesh: Mesh) -> None:

@@ -21,6 +21,10 @@ from isogpt.parallel.mesh import Mesh, Role
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
 
+# A CPU adds up the squares of a norm one after the other: in float32, that of 38 million numbers, the token
+# embedding of GPT-2, was 0.2% too small (torch 2.13), that of this many 4e-7
+SQUARES_AT_ONCE = 2**16
+
 
 @dataclass
 class FloatSums:
@@ -177,7 +181,7 @@ class FloatSums:
         """
         shares = []
         for n, params in self.by_replica_count.items():
-            grads = [local(p.grad) for p in params if p.grad is not None]
+            grads = [piece for p in params if p.grad is not None for piece in pieces(local(p.grad))]
             norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
             shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
         return torch.stack(shares).sum(), 0.0
@@ -201,6 +205,11 @@ def make_sums(
     if plan.exact:
         return ExactSums(raw_model, mesh, plan, share, scaler)
     return FloatSums(model, raw_model, mesh, plan, share, compression)
+
+
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor as tensors whose norms are precise in float32, see SQUARES_AT_ONCE."""
+    return tensor.flatten().split(SQUARES_AT_ONCE) if tensor.device.type == "cpu" else (tensor,)
 
 
 def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
