@@ -39,7 +39,7 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for number, (model_settings, layout, fault, edit) in enumerate(json.loads(path.read_text())):
     config = train_defaults(**SMALL) | model_settings | layout
     gpt = edited_gpt(edit) if edit else GPT
-    args = asdict(gpt.config_class(**model_args_of(config, vocab_size=65)))
+    args = asdict(gpt.config_class(**model_args_of(config, vocab_size=config["vocab_size"] or 65)))
     decided = dict(world_size=size, device_type="cpu", dtype="float32", model_args=args)
     plan = plan_of(config, config["islands"], **decided)
     dist.init_process_group("gloo", f"file://{path}.{number}", rank=rank, world_size=size)

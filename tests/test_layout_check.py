@@ -90,6 +90,10 @@ def test_layouts_compute_what_one_process_computes(zygote, work, models, nproc):
         if ("n_expert" in MODELS[model] or "ep" not in way)
         and (SENDS_TO_ITSELF or way.get("pp_schedule") != "zbv")
     }
+    # float32 adds up the squares of this embedding's gradient, whole and in parts, with different errors
+    items |= {
+        way: [{"vocab_size": 50304, "n_embd": 256}, LAYOUTS[way], None, ""] for way in ("zero 3", "tp 2")
+    }
     assert compare(zygote, work, items, nproc) == {}
 
 
