@@ -63,7 +63,7 @@ def error_text(error: Exception) -> str:
     root = Path(__file__).resolve().parents[2]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_relative_to(root):
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
             return f"{text} ({path.relative_to(root)}, line {frame.lineno})"
     return text
 
