@@ -822,7 +822,7 @@ class DroppedPaths(GPT):
     """In training, samples omit the last block at random."""
 
     def embed(self, idx, positions):
-        self.kept = torch.rand(idx.size(0), 1, 1) > 0.5
+        self.kept = torch.rand(idx.size(0), 1, 1) > 0.8
         return super().embed(idx, positions)
 
     def run_blocks(self, blocks, x, *more):
