@@ -28,13 +28,17 @@ SEQUENCES_WITH_EXPERTS = 3
 
 def random_sequences(config: GPTConfig, length: int, device: torch.device) -> Iterator[Tensor]:
     """
-    Yield the token ids (1, length) on which computations of a model are compared, always the same ones. They
-    contain the first and the last id, which edited models may treat differently.
+    Yield the token ids (1, length) on which computations of a model are compared, always the same ones. Every
+    second id is one of the last and the first ones, which edited models may treat differently: the last 64
+    contain the end of a text, also if the vocabulary is padded to a multiple of 64.
     """
+    last = config.vocab_size - 1
+    ends = torch.stack((last - torch.arange(64), torch.arange(64)), 1).flatten().clamp(0, last)
     for seed in range(SEQUENCES_WITH_EXPERTS if config.n_expert else 1):
         generator = torch.Generator().manual_seed(seed)  # torch's own is left as it is
         tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
-        tokens[0, length // 3], tokens[0, length // 2] = 0, config.vocab_size - 1
+        special = ends[: (length + 1) // 2]
+        tokens[0, : 2 * len(special) : 2] = special
         yield tokens.to(device)
 
 
