@@ -209,7 +209,7 @@ class LayerStatistics:
     @torch.no_grad()
     def squares(self, kind: str, tensors: list[Tensor]) -> dict[str, Tensor]:
         """This rank's share of the squared norm of each parameter, and 0, since it is not a mean."""
-        norms = torch.stack(torch._foreach_norm(tensors, 2, self.copies.dtype))
+        norms = torch.stack(torch._foreach_norm(tensors, 2, self.copies.dtype)).to(self.copies)
         squares = norms.square() / self.copies
         rows = torch.stack((squares, torch.zeros_like(squares)), 1)
         return {f"{kind}/{name}": row for name, row in zip(self.parameters, rows, strict=True)}
