@@ -23,7 +23,7 @@ SHORT = """
 """.split()
 # what a shrunk command of train.py does not keep
 OURS = tuple(f"{word.partition('=')[0]}=" for word in SHORT)
-REPLACED = (*OURS, "--nproc=", "--layout=", "--save_interval=", "--out_dir=")
+REPLACED = (*OURS, "--n_kv_head=", "--nproc=", "--layout=", "--save_interval=", "--out_dir=")
 OF_A_CHECKPOINT = ("--n_layer=", "--n_head=", "--n_embd=")
 DIVIDES = "nproc|nproc_per_node|num_processes|num_gpus|tp|pp|cp|ep|dp_replicate|islands|shares"
 
