@@ -106,8 +106,9 @@ def reason_for(code: int, errors: str) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """The last place in a traceback that is in this repository, in parentheses; "" if there is none."""
+    """The last place in a traceback that is in our code, in parentheses; "" if there is none."""
     places = re.findall(rf'File "{re.escape(str(REPOSITORY))}/(.*)", line (\d+)', traceback)
+    places = [place for place in places if "site-packages" not in place[0]]  # of an environment in the folder
     return " ({}, line {})".format(*places[-1]) if places else ""
 
 
