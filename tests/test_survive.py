@@ -444,6 +444,7 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     assert first.until(lambda text: "held by the test" in text)
     # it is written in the background, and reported only after step 12
     wait_for(lambda: (work / "out/step_00000010/manifest.json").exists())
+    (work / "out/owner").unlink()  # else the second start would be refused
     zygote.start([*TINY, *args], work).wait()
     before = shutil.copytree(work / "out", work / "before", symlinks=True)
     (work / "go").touch()

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,11 +25,11 @@ from pathlib import Path
 from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.download import find_newest
 from isogpt.checkpoint.manifest import is_run, no_checkpoint, step_folders, step_of, unfinished_folder
-from isogpt.checkpoint.owner import check_owner, read_owner, was_entered_by, write_owner
+from isogpt.checkpoint.owner import check_owner, is_alive, keep, read_owner, was_entered_by, write_owner
 from isogpt.checkpoint.search import StoredCheckpoint, best_folder, find_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
-from isogpt.common.files import free_name, read_records, read_utf8, remove, write_whole
+from isogpt.common.files import free_name, lock, read_records, read_utf8, regular_file, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import broadcast, do_together, is_main
@@ -96,10 +97,15 @@ def make_writable(out_dir: str) -> None:
             file.write("0")
         os.rename(tried / "folder", tried / "renamed")
     except OSError as e:
-        host = socket.gethostname()
-        raise ValueError(f"out_dir {out_dir} cannot be used on {host} ({e}): set another --out_dir=") from e
+        raise unusable(out_dir, e) from e
     finally:
         shutil.rmtree(tried, ignore_errors=True)
+
+
+def unusable(out_dir: str | Path, error: OSError) -> ValueError:
+    """Return the error of a folder that cannot be used on this machine."""
+    problem = f"out_dir {out_dir} cannot be used on {socket.gethostname()} ({error})"
+    return ValueError(f"{problem}: set another --out_dir=")
 
 
 def clean_up(out: Path) -> None:
@@ -112,18 +118,63 @@ def clean_up(out: Path) -> None:
             remove(path)
 
 
-def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
+def claim(out: Path, launch: Launch) -> str:
     """
-    Prepare the folder for this run, which resumes from `resumed` or starts from scratch, and make the run the
-    owner (rank 0). Returns the owner's identifier, on other ranks ''. If an earlier run is still alive,
-    checkpoints that it writes after this do not count.
+    Create the folder `out` and claim it until this process ends. Returns the identifier of the owner. A
+    restart of the launch that owns the folder takes it over: the earlier start may be cut off from the
+    network.
+
+    Raises:
+        ValueError: the run that owns the folder is alive, or the folder cannot be used.
+    """
+    path, owner = out / "owner", uuid.uuid4().hex
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.unlink()  # somebody has put it there
+        file = open(path, "ab", opener=regular_file)
+    except OSError as e:
+        raise unusable(out, e) from e
+    before, is_restart = read_owner(out), was_entered_by(out, launch)
+    is_locked = lock(file)
+    if not is_restart and is_alive(path, before, is_locked):
+        process = console.visible(str(before.get("process", "which has just begun")))[:200]
+        problem = f"{out} is the folder of a run that is alive ({process})"
+        raise ValueError(f"{problem}: stop it, or set --out_dir={free_name(out.parent, out.name)}")
+    # a restart enters the folder later, and must still find that its launch has been here
+    write_owner(out, owner, Launch(**before["launch"]) if is_restart else None)
+    threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
+    return owner
+
+
+def claim_existing(out_dir: str, eval_only: bool, launch: Launch) -> str:
+    """
+    Claim a folder that exists before what is there is read (rank 0), see `claim`. Returns '' if nothing is
+    claimed yet: on other ranks, and with eval_only, which writes nothing.
+    """
+    if is_main() and not eval_only and os.path.isdir(out_dir):
+        return claim(Path(out_dir), launch)
+    return ""
+
+
+def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch, owner: str = "") -> str:
+    """
+    Prepare the folder for this run, which resumes from `resumed` or starts from scratch (rank 0). Returns the
+    owner's identifier, on other ranks ''.
+
+    Args:
+        owner: what claim_existing returned; '': the folder is claimed here.
+
+    Raises:
+        ValueError: the folder cannot be used, or a different run has claimed it.
     """
     if not is_main():
         return ""
+    out = Path(out_dir)
+    owner = owner or claim(out, launch)
     make_writable(out_dir)
-    out, owner = Path(out_dir), uuid.uuid4().hex
+    check_owner(out, owner)  # two machines that see no lock may have claimed it at the same time
     is_restart = was_entered_by(out, launch)
-    write_owner(out, owner, launch if is_restart else None)
     clean_up(out)
     if resumed:
         continue_from(out, resumed)
@@ -145,7 +196,7 @@ class RunFolder:
 
 
 def claim_folder(
-    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh
+    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh, claimed: str
 ) -> RunFolder:
     """
     Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). With
@@ -154,11 +205,12 @@ def claim_folder(
 
     Args:
         resumed: the checkpoint whose run continues; None for a new run.
+        claimed: what claim_existing returned.
     """
     if config["eval_only"]:
         return RunFolder(Path(config["out_dir"]))
     # removing and copying what earlier runs left may take a while
-    owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
+    owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch, claimed)
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
     if config["save_checkpoint"] and is_sharded(plan, mesh):
         do_together(check_folder, folder)

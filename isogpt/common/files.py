@@ -110,17 +110,17 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def lock(file: IO[bytes] | int) -> bool:
+def lock(file: IO[bytes]) -> bool | None:
     """
-    Lock an open file, or the descriptor of a folder, for as long as it is open; False if a different process
-    has locked it. On Windows, and on a file system without locks, nothing is locked.
+    Lock an open file for as long as it is open; False if a different process has locked it, None if there are
+    no locks, as on Windows and on some file systems.
     """
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as e:
-        return not isinstance(e, BlockingIOError)
+        return False if isinstance(e, BlockingIOError) else None
     return True
 
 
@@ -136,7 +136,7 @@ def regular_file(path: str | os.PathLike, flags: int) -> int:
     Raises:
         OSError: it is not a regular file.
     """
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -109,7 +109,7 @@ class SweptRun:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = open(self.folder / LOG, "ab")
-        if not lock(self.log) or self.is_complete:
+        if lock(self.log) is False or self.is_complete:
             self.log.close()
             return False
         print_line(f"start  {self.folder}")

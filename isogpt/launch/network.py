@@ -135,14 +135,21 @@ def meet(store: dist.Store, rank: int, world_size: int, process: Process, timeou
 # machines and cores
 
 
+def this_kernel() -> str:
+    """A name for the running kernel, which containers of a machine share; without Linux the host name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def this_machine() -> str:
     """
     The host name, and what differs between machines of equal name. Containers can share a kernel and a host
     name; a container with a separate network counts as a machine.
     """
-    name, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname()
     with suppress(OSError):  # not on Linux
-        return f"{name} {boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        return f"{name} {this_kernel()} {os.readlink('/proc/self/ns/net')}"
     return name
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isogpt.checkpoint.folder import RESULT
 from isogpt.checkpoint.measures import NONE
-from isogpt.checkpoint.owner import check_owner
+from isogpt.checkpoint.owner import owns
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.common.files import METRICS, as_json, reason_of, write_whole
@@ -37,9 +37,8 @@ class MetricsFile:
 
     def write(self, record: dict, text: str) -> None:
         """Append a line. The file is opened by its name each time, since it may have been removed."""
-        if not record:
+        if not record or not owns(self.path.parent, self.owner):
             return
-        check_owner(self.path.parent, self.owner)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps(as_json(record | {"time": now})) + "\n"
         with open(self.path, "a+b", opener=no_link) as file:
@@ -73,8 +72,7 @@ class Result:
             self.facts = {name: record[name] for name in self.facts}
         if record.get("event") in FINAL:
             content = as_json(self.summary(record))
-            if self.owner:
-                check_owner(self.folder, self.owner)
+            if self.owner and owns(self.folder, self.owner):
                 write_whole(self.folder / RESULT, json.dumps(content, indent=2) + "\n")
 
     def summary(self, ending: dict) -> dict:
