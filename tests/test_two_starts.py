@@ -11,7 +11,7 @@ import pytest
 from runs import TINY, column, records, start_faulty, wait_for
 
 from isogpt.checkpoint import owner
-from isogpt.checkpoint.folder import claim
+from isogpt.checkpoint.folder import enter_folder
 from isogpt.launch.launchers import Launch
 from isogpt.launch.network import this_kernel
 
@@ -71,7 +71,7 @@ def test_of_starts_at_the_same_time_one_trains(begin, work, nproc):
     starts = [begin(init_from) for init_from in ("scratch", "auto", "scratch")]
     codes = sorted(set(run.wait(ok=False).codes).pop() for run in starts)
     assert codes == [0, 1, 1]
-    assert sum(bool(re.search(ALIVE.format(".*"), run.text())) for run in starts) == 2
+    assert sum("is the folder of a run that is alive" in run.text() for run in starts) == 2
     assert [*column(work / "out", "loss")] == [*range(13)] and not list(work.glob("out/previous*"))
 
 
@@ -107,25 +107,25 @@ def test_a_run_on_a_different_machine_is_known_by_its_touches(tmp_path, at, caps
     beating = threading.Thread(target=owner.keep, args=(out, "x", open(out / "owner")))
     beating.start()
     with pytest.raises(ValueError, match=r"alive \(process 7 on b\): stop it, or set --out_dir=.*out_1"):
-        claim(out, Launch())
+        enter_folder(str(out), None, Launch())
     owner.write_owner(out, "y", None)  # ends it
     beating.join()
     claim_elsewhere(out)
     began = time.monotonic()
-    assert claim(out, Launch()) and "waiting up to 1 s" in capsys.readouterr().out
+    assert enter_folder(str(out), None, Launch()) and "waiting up to 1 s" in capsys.readouterr().out
     assert time.monotonic() - began < 10
     with pytest.raises(ValueError, match=f"alive .process {os.getpid()} "):
-        claim(out, Launch())
+        enter_folder(str(out), None, Launch())
     # a run that ended long ago is not waited for
     other = tmp_path / "other"
     other.mkdir()
     claim_elsewhere(other)
     os.utime(other / "owner", (0, 0))
-    assert claim(other, Launch()) and not capsys.readouterr().out
+    assert enter_folder(str(other), None, Launch()) and not capsys.readouterr().out
     # a restart of a launch takes over what an earlier start may still hold
     again = tmp_path / "again"
     again.mkdir()
     launch = Launch(agents=("one",))
-    owner.write_owner(again, claim(again, launch), launch)
-    assert claim(again, Launch(agents=("one", "two")))
+    enter_folder(str(again), None, launch)
+    assert enter_folder(str(again), None, Launch(agents=("one", "two")))
     assert this_kernel() in (again / "owner").read_text()

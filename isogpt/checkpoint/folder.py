@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from isogpt.checkpoint.commit import link_checkpoints
 from isogpt.checkpoint.download import find_newest
@@ -118,63 +119,57 @@ def clean_up(out: Path) -> None:
             remove(path)
 
 
-def claim(out: Path, launch: Launch) -> str:
+def lock_folder(out: Path, launch: Launch) -> IO[bytes]:
     """
-    Create the folder `out` and claim it until this process ends. Returns the identifier of the owner. A
-    restart of the launch that owns the folder takes it over: the earlier start may be cut off from the
-    network.
+    Open and lock the file `owner` of a folder. A restart of the launch that owns the folder takes it over:
+    the earlier start may be cut off from the network.
 
     Raises:
-        ValueError: the run that owns the folder is alive, or the folder cannot be used.
+        ValueError: the run that owns the folder is alive.
+        OSError: the file cannot be used.
     """
-    path, owner = out / "owner", uuid.uuid4().hex
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.unlink()  # somebody has put it there
-        file = open(path, "ab", opener=regular_file)
-    except OSError as e:
-        raise unusable(out, e) from e
-    before, is_restart = read_owner(out), was_entered_by(out, launch)
-    is_locked = lock(file)
-    if not is_restart and is_alive(path, before, is_locked):
-        process = console.visible(str(before.get("process", "which has just begun")))[:200]
+    path = out / "owner"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()  # somebody has put it there
+    file = open(path, "ab", opener=regular_file)
+    before, is_locked = read_owner(out), lock(file)
+    if not was_entered_by(out, launch) and is_alive(path, before, is_locked):
+        process = console.visible(str(before.get("process", "a process that has just begun")))[:200]
         problem = f"{out} is the folder of a run that is alive ({process})"
         raise ValueError(f"{problem}: stop it, or set --out_dir={free_name(out.parent, out.name)}")
-    # a restart enters the folder later, and must still find that its launch has been here
-    write_owner(out, owner, Launch(**before["launch"]) if is_restart else None)
-    threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
-    return owner
+    return file
 
 
-def claim_existing(out_dir: str, eval_only: bool, launch: Launch) -> str:
+def check_free(out_dir: str, launch: Launch) -> None:
     """
-    Claim a folder that exists before what is there is read (rank 0), see `claim`. Returns '' if nothing is
-    claimed yet: on other ranks, and with eval_only, which writes nothing.
+    Raise ValueError if the folder's run is alive, before anything there is read (rank 0). `enter_folder`
+    looks again.
     """
-    if is_main() and not eval_only and os.path.isdir(out_dir):
-        return claim(Path(out_dir), launch)
-    return ""
+    if is_main() and os.path.exists(os.path.join(out_dir, "owner")):
+        with suppress(OSError):  # which enter_folder explains
+            lock_folder(Path(out_dir), launch).close()
 
 
-def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch, owner: str = "") -> str:
+def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
     """
-    Prepare the folder for this run, which resumes from `resumed` or starts from scratch (rank 0). Returns the
-    owner's identifier, on other ranks ''.
-
-    Args:
-        owner: what claim_existing returned; '': the folder is claimed here.
+    Prepare the folder for this run, which resumes from `resumed` or starts from scratch, and make the run the
+    owner as long as this process lives (rank 0). Returns the owner's identifier, on other ranks ''.
 
     Raises:
-        ValueError: the folder cannot be used, or a different run has claimed it.
+        ValueError: the folder cannot be used, or its run is alive.
     """
     if not is_main():
         return ""
-    out = Path(out_dir)
-    owner = owner or claim(out, launch)
+    out, owner = Path(out_dir), uuid.uuid4().hex
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = lock_folder(out, launch)
+    except OSError as e:
+        raise unusable(out_dir, e) from e
     make_writable(out_dir)
-    check_owner(out, owner)  # two machines that see no lock may have claimed it at the same time
     is_restart = was_entered_by(out, launch)
+    write_owner(out, owner, launch if is_restart else None)
+    threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
     clean_up(out)
     if resumed:
         continue_from(out, resumed)
@@ -196,7 +191,7 @@ class RunFolder:
 
 
 def claim_folder(
-    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh, claimed: str
+    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh
 ) -> RunFolder:
     """
     Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). With
@@ -205,12 +200,11 @@ def claim_folder(
 
     Args:
         resumed: the checkpoint whose run continues; None for a new run.
-        claimed: what claim_existing returned.
     """
     if config["eval_only"]:
         return RunFolder(Path(config["out_dir"]))
     # removing and copying what earlier runs left may take a while
-    owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch, claimed)
+    owner = do_together(enter_folder, config["out_dir"], resumed and resumed.stored, ranks.launch)
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner))
     if config["save_checkpoint"] and is_sharded(plan, mesh):
         do_together(check_folder, folder)

@@ -24,7 +24,7 @@ def open_folder(run: Run, ranks: Ranks, state: TrainState, logger: Any, clock: C
     resumed = run.start.resumed
     logger.start_services(run.recorded)
     mirror = open_mirror(run.config, resumed)
-    folder = claim_folder(run.config, resumed, ranks, run.plan, run.mesh, run.owner)
+    folder = claim_folder(run.config, resumed, ranks, run.plan, run.mesh)
     logger.open_files(run.recorded, folder.owner, run.data)
     return Saver(
         folder, run.plan, run.mesh, run.recorded, run.vocabulary, logger, state.step, mirror, clock.part

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from isogpt.check.layout import prove_layout
-from isogpt.checkpoint.folder import claim_existing
+from isogpt.checkpoint.folder import check_free
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.start import Start, find_start
 from isogpt.data.dataset import Dataset, open_dataset
@@ -30,7 +30,6 @@ class Run:
 
     Attributes:
         config: train.py's settings, with the number of steps that a budget of tokens amounts to.
-        owner: who has claimed the run's folder, on rank 0; '': nobody has, since it does not exist yet.
         start: the checkpoint or the weights to start from. train.py deletes it, which frees their memory.
         plan: how a step is divided, and what it computes.
         stop: what all ranks agree on once per step, on a signal or with time_limit_s.
@@ -45,7 +44,6 @@ class Run:
     config: dict
     data: Dataset
     schedule: Schedule
-    owner: str
     start: Start
     plan: Plan
     mesh: Mesh
@@ -80,7 +78,8 @@ def resolve_run(config: dict, ranks: Ranks, progress: Progress, model_class: typ
     schedule = make_schedule(config)
     code = check_start(ranks, config | data.facts())
     stop = watch_signals(config["time_limit_s"])
-    owner = do_together(claim_existing, config["out_dir"], config["eval_only"], ranks.launch)
+    if not config["eval_only"]:  # which writes nothing
+        do_together(check_free, config["out_dir"], ranks.launch)
     start = find_start(config, ranks, model_class)
     plan = make_plan(config, ranks, data, start, model_class)
     mesh = connect_mesh(ranks.rank, plan, config["dist_timeout_s"])
@@ -93,6 +92,4 @@ def resolve_run(config: dict, ranks: Ranks, progress: Progress, model_class: typ
     notes += not_continued + differences + limits.notes + schedule.notes(config)
     recorded = config | plan.layout_settings() | settings_of_model(plan.model_args, config)
     recorded = without_secrets(recorded)
-    return Run(
-        config, data, schedule, owner, start, plan, mesh, stop, vocabulary, code, recorded, notes, checked
-    )
+    return Run(config, data, schedule, start, plan, mesh, stop, vocabulary, code, recorded, notes, checked)
