@@ -23,6 +23,8 @@ import isogpt.common.interrupt  # noqa: F401  (first: torch's import takes secon
 
 import gc
 import os
+import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,7 +44,21 @@ def use_passive_waiting() -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def use_own_cache() -> None:
+    """
+    Let torch.compile keep what it has compiled in ~/.cache/torchinductor, unless TORCHINDUCTOR_CACHE_DIR is
+    set: files of earlier runs are unpickled and run, and torch's default is a name in /tmp that somebody else
+    may have taken. Without a home that can be written to, it is a new name in /tmp.
+    """
+    home = os.path.expanduser("~")
+    folder = f"{home}/.cache/torchinductor"
+    if not os.access(home, os.W_OK):
+        folder = f"{tempfile.gettempdir()}/torchinductor-{secrets.token_hex(8)}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+
+
 use_passive_waiting()
+use_own_cache()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 gc.disable()
