@@ -30,6 +30,7 @@ from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of, with_equals_signs
 from isogpt.check.comparisons import check_model
+from isogpt.common import interrupt
 from isogpt.common.console import discard_output, print_result
 from isogpt.data.data_folder import write_random_tokens
 from isogpt.lab.combinations import read_lists
@@ -161,6 +162,7 @@ try:
     print_result(result["machine"])
 
     # the reports, most of which launch train.py
+    interrupt.raise_interrupt()  # the folder is deleted
     with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
         if workload.is_random and not comm:
             print_result(f"random tokens instead of {settings['dataset']}")

@@ -12,7 +12,6 @@ The first run's group is the one with which the others are compared. Runs may be
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
-import signal
 import sys
 from json import dumps
 from pathlib import Path
@@ -32,7 +31,6 @@ picture = "compare.png"  # the file of the picture ("": none)
 json = False  # print everything as JSON instead of the table
 # ------------------------------------------------------------------------------------------------------------
 # 1. the settings, and the runs
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this script without a traceback
 arguments = with_equals_signs(sys.argv[1:], settings_of(__file__))
 folders = [argument for argument in arguments if not argument.startswith("-")]
 configure(globals(), [option for option in arguments if option not in folders])

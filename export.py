@@ -7,6 +7,8 @@ List a run's checkpoints, or convert the newest checkpoint. Neither needs the de
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
+
 import argparse
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.search import StoredCheckpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import read_extra, restore_checkpoint
-from isogpt.common import console
+from isogpt.common import console, interrupt
 from isogpt.common.files import free_name
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
@@ -183,6 +185,7 @@ def main() -> None:
     either("--from", dest="source", choices=["hf"], help="convert a model of transformers")
     add("--dataset", default="", help="with --to=hf: the data set whose vocabulary is written")
     options = parser.parse_args()
+    interrupt.raise_interrupt()  # what is unfinished is deleted
     try:
         if options.to:
             result = convert(options.out_dir, options.to, options.dataset)
@@ -193,6 +196,8 @@ def main() -> None:
         console.print_result(str(result))
     except (OSError, ValueError) as e:
         sys.exit(f"error: {console.visible(str(e))}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
+import isogpt.common.interrupt  # (first: the other imports take longer)
 
 from read_files import read_documents, read_hub, read_shakespeare
 from train_tokenizer import train_tokenizer
@@ -53,6 +54,7 @@ def run(work: Callable, *args: object, **options: object) -> None:
     Call work(*args, **options), and exit, with a one-line message after Ctrl-C and errors that a user can
     fix.
     """
+    isogpt.common.interrupt.raise_interrupt()
     try:
         sys.exit(work(*args, **options))
     except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:

@@ -246,11 +246,16 @@ def test_a_plan_compares_numbers_of_devices(plan, weak, batches):
 
 
 FINETUNE = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--dtype=auto"]
+SAVES = "--save_checkpoint=True"
 
 
 def test_a_plan_for_pretrained_weights(plan):
-    """OpenAI's models are planned by name, without data or weights; the command keeps the name."""
-    text, found = plan(*FINETUNE, "--init_from=auto:gpt2-large", "--hardware=h100")
+    """
+    OpenAI's models are planned by name, without data or weights; the command keeps the name, but no secrets.
+    """
+    secrets = ["--mirror=s3://me:SECRET@bucket/run", "--alert_command=curl -H SECRET https://example.com"]
+    text, found = plan(*FINETUNE, "--init_from=auto:gpt2-large", "--hardware=h100", *secrets, SAVES)
+    assert "SECRET" not in text and "SECRET" not in found["command"]
     assert "--init_from=auto:gpt2-large" in shlex.split(found["command"]), text
     shape = ["--n_layer=36", "--n_head=20", "--n_embd=1280", "--bias=True", "--vocab_size=50257"]
     for budget, steps in ((), 21), (["--max_iters=59"], 60), (["--max_tokens=51200"], 100):

@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from edits import edited_train
 from functorch.compile import make_boxed_func
-from runs import default_plan
+from runs import REPO, default_plan
 from test_layouts import args_of, compare
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -38,6 +39,33 @@ def dynamo():
     torch._dynamo.reset()
     counters.clear()
     compilation.trial_compilation.cache_clear()
+
+
+CACHE = """
+import os
+import tempfile
+tempfile.tempdir = None  # the zygote's
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+if "CHOSEN" in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["CHOSEN"]
+import isogpt.launch.torch_import
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(cache_dir())
+"""
+
+
+def test_compiled_functions_are_kept_where_nobody_else_can_write(zygote, tmp_path):
+    """/tmp/torchinductor_USER can be anybody's."""
+    (tmp_path / "cache.py").write_text(f"import sys\nsys.path.insert(0, {str(REPO)!r})\n{CACHE}")
+    own = f"{tmp_path}/own"
+    for env in ({"HOME": str(tmp_path)}, {"HOME": str(tmp_path), "CHOSEN": own}, {"HOME": "missing"}):
+        env["TMPDIR"] = str(tmp_path)
+        folder = zygote.start([], tmp_path, script="cache.py", repo=tmp_path, env=env).wait().text().strip()
+        default = f"{tmp_path}/.cache/torchinductor"
+        if env["HOME"] == "missing":  # a new folder
+            default = f"{tmp_path}/torchinductor-[0-9a-f]{{16}}"
+        assert re.fullmatch(env.get("CHOSEN", default), folder)
+        assert not Path(folder).stat().st_mode & 0o022
 
 
 def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, column, default_plan, free_port, listening
+from runs import REPO, column, default_plan, free_port, listening, wait_for
 
 from isogpt.launch import network
 from isogpt.launch.device import pick_device
@@ -43,6 +44,28 @@ def start_ranks(zygote, folder, nproc, code, *args, **kw):
     """Start processes that run this code; see Zygote.start."""
     (folder / "rank.py").write_text(RANK + code)
     return zygote.start(args, folder, nproc, script="rank.py", repo=folder, **kw)
+
+
+MEETS = """
+import isogpt.launch.torch_import
+from isogpt.launch.process_group import meet_ranks
+try:
+    meet_ranks(1, 3, "", 60)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_starts_while_a_launcher_ends_rank_0_says_so_in_one_line():
+    """In a new process, since torch reads the level of its log when it is imported."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    words, both = [sys.executable, "-c", MEETS], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=REPO, env=os.environ | ranks, text=True, **both) as process:
+        wait_for(lambda: store.check(["start None/process/1"]))
+        store = None  # rank 0 has ended
+        said = r"cannot reach the other ranks at 127.0.0.1:\d+ within 60 s: .*, type unset RANK\n"
+        assert re.fullmatch(said, process.communicate()[0])
 
 
 # ------------------------------------------------------------------------------------------------------------

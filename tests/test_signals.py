@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +41,31 @@ def test_nohup_protects_a_process():
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert signal.SIGHUP not in stop_signals() and signal.SIGTERM in stop_signals()
     signal.signal(signal.SIGHUP, handler)
+
+
+def has_loaded(pid, library):
+    """Whether a process has opened this shared library."""
+    maps = Path(f"/proc/{pid}/maps")
+    return maps.exists() and library in maps.read_text()
+
+
+AGENT = "from isogpt.launch.nproc import main; main()"  # what --nproc becomes
+IMPORTING = [  # the words of a command, and what it loads early in its imports
+    (["train.py"], "libtorch_cpu"),
+    (["-c", AGENT, "--standalone", "--nproc_per_node=2", "train.py"], "libtorch_cpu"),
+    (["export.py", "out"], "libtorch_cpu"),
+    (["data/stdlib_char/prepare.py", "--help"], "_multiarray_umath"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_modules_are_imported_ends_a_script_without_a_traceback():
+    for words, library in IMPORTING:
+        command = [sys.executable, *words]
+        with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            wait_for(lambda pid=process.pid, name=library: has_loaded(pid, name))
+            process.send_signal(signal.SIGINT)
+            assert process.communicate()[0] == b"" and process.returncode == -signal.SIGINT, words
 
 
 # a shell that starts pytest with & lets it ignore QUIT, as mpirun then does too

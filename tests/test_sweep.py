@@ -9,10 +9,21 @@ from contextlib import suppress
 
 import pytest
 import torch
-from runs import TINY, assert_same_run, children, records, script, script_that_fails, steps_in, tiny_data
+from runs import (
+    TINY,
+    assert_same_run,
+    children,
+    records,
+    script,
+    script_that_fails,
+    steps_in,
+    tiny_data,
+    train_defaults,
+)
 
 from isogpt.lab.combinations import folder_name, part_of_task, points_of, read_lists
-from isogpt.lab.queue import make_slots
+from isogpt.lab.queue import SweptRun, make_slots
+from isogpt.training.settings import check_training
 
 FORKED = "tests/forked_sweep.py"
 LISTS = ["--learning_rate=1e-3,3e-3", "--seed=1,2", "--out_dir=out"]
@@ -117,6 +128,36 @@ def test_a_dry_run_lists_states_and_times_and_writes_nothing(at, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == [f"out/{name}: {state}" for name, state in zip(names, states, strict=True)]
     assert last == "runs: 4, in parallel: 1, time left: about 2:40" and sorted(at.path.rglob("*")) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has neither")
+def test_a_log_that_is_a_fifo_or_a_link_is_refused(tmp_path):
+    run, other = SweptRun(tmp_path, [], {}), tmp_path / "other"
+    os.mkfifo(tmp_path / "train.log")
+    with pytest.raises(OSError, match="it is not a regular file: .*train.log"):
+        _ = run.state
+    other.touch()
+    for make in (os.mkfifo, lambda log: log.symlink_to(other)):
+        (tmp_path / "train.log").unlink()
+        make(tmp_path / "train.log")
+        with pytest.raises(OSError, match=r"train\.log"):
+            run.start(tmp_path / "train.py", [])
+    assert other.read_text() == ""
+
+
+def test_a_url_with_a_password_is_neither_stored_nor_printed(at):
+    tiny_data(at.path)
+    config = train_defaults(dataset="tiny", block_size=32, init_from="auto:memory://me:SECRET@run")
+    run = SweptRun(at.path / "out", [], config)
+    assert run.start(at.path / "missing.py", []) and run.process.wait() == 2
+    run.log.close()
+    assert "SECRET" not in (run.folder / "sweep.json").read_text()
+    (run.folder / "step_00000001").mkdir()
+    run.check()  # the same settings
+    with pytest.raises(ValueError, match=" with --init_from=auto:memory://run: type them"):
+        SweptRun(run.folder, [], config | {"init_from": "auto:memory://me:SECRET@other"}).check()
+    with pytest.raises(ValueError, match="mirror is 's3://bucket', but needs save_checkpoint"):
+        check_training(config | {"mirror": "s3://me:SECRET@bucket", "save_checkpoint": False})
 
 
 # ------------------------------------------------------------------------------------------------------------

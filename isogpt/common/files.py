@@ -125,17 +125,19 @@ def lock(file: IO[bytes]) -> bool | None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# reading
+# opening and reading
 
 
 def regular_file(path: str | os.PathLike, flags: int) -> int:
     """
-    Open a file that somebody else may have written: the opener of `open`. Reading from a FIFO, a socket or a
-    device could wait forever, which not even a signal ends.
+    Open a file that somebody else may have made: the opener of `open`. A FIFO, a socket or a device could
+    wait forever, which not even a signal ends, and what is written to a link would change a different file.
 
     Raises:
-        OSError: it is not a regular file.
+        OSError: it is not a regular file, or a link if it is opened to be written to.
     """
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= getattr(os, "O_NOFOLLOW", 0)
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

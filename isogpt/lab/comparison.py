@@ -22,7 +22,7 @@ NOT_COMPARED = {
     *("time_limit_s", "dist_timeout_s", "check_layout", "check_ranks_interval", "eval_datasets"),
 }
 # settings that a command for more seeds does not repeat
-NOT_REPEATED = {"seed", "out_dir", "wandb_log", "wandb_project", "wandb_run_name"}
+NOT_REPEATED = {"seed", "out_dir", "mirror", "wandb_log", "wandb_project", "wandb_run_name"}
 LOSS, BITS = "val_loss", "val_bpb"  # what runs are compared by
 NAMES = {LOSS: "validation loss", BITS: "number of bits per byte"}
 TO_LOSS = {"iter": "steps_to_loss", "tokens": "tokens_to_loss", "seconds": "seconds_to_loss"}

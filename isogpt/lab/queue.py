@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from isogpt.checkpoint.folder import RESULT
 from isogpt.checkpoint.manifest import steps_in
 from isogpt.common.console import duration, print_line, print_to_stderr
-from isogpt.common.files import lock, parse_json, read_records, read_utf8, write_whole
+from isogpt.common.files import lock, parse_json, read_records, read_utf8, regular_file, write_whole
 from isogpt.data.dataset import open_dataset
 from isogpt.lab.combinations import typed
 from isogpt.lab.comparison import NOT_COMPARED
@@ -25,7 +26,7 @@ from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import environment_without_launcher, stop_signals
 from isogpt.launch.network import own_cores
 from isogpt.training.budget import limits_of
-from isogpt.training.settings import check_training
+from isogpt.training.settings import check_training, without_secrets
 
 LOG = "train.log"  # what a run printed; the file is locked while the run is trained
 SETTINGS = "sweep.json"  # the settings with which a run was started, in a line
@@ -75,7 +76,9 @@ class SweptRun:
         step = f"at step {self.step}" if self.step else "new"
         if result:
             return f"{step}, {result['exit_reason']}: {result['reason']}"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = []
+        with suppress(FileNotFoundError), open(log, errors="replace", opener=regular_file) as file:
+            lines = file.read().splitlines()
         return f"{step}, its last line: {lines[-1]}" if lines else step
 
     def check(self) -> None:
@@ -92,10 +95,10 @@ class SweptRun:
         c.update(limits_of(c, len(data.train)).settings())
         if not self.step and not self.is_complete:
             return  # train.py moves aside what is in the folder
-        before = next(read_records(self.folder / SETTINGS), {})
-        changed = {name: value for name, value in before.items() if c.get(name, value) != value}
+        before, now = next(read_records(self.folder / SETTINGS), {}), without_secrets(c)
+        changed = {name: value for name, value in before.items() if now.get(name, value) != value}
         if changed or not before:
-            text = " ".join(typed(changed)) or "unknown settings"
+            text = shlex.join(typed(changed)) or "unknown settings"
             raise ValueError(f"{self.folder} was trained with {text}: type them, or a different --out_dir=")
 
     def start(self, train_py: Path, slot: list[str]) -> bool:
@@ -108,12 +111,12 @@ class SweptRun:
             slot: how the command begins, see `make_slots`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.log = open(self.folder / LOG, "ab")
+        self.log = open(self.folder / LOG, "ab", opener=regular_file)
         if lock(self.log) is False or self.is_complete:
             self.log.close()
             return False
         print_line(f"start  {self.folder}")
-        kept = {name: value for name, value in self.config.items() if name not in MAY_CHANGE}
+        kept = {name: v for name, v in without_secrets(self.config).items() if name not in MAY_CHANGE}
         write_whole(self.folder / SETTINGS, json.dumps(kept) + "\n")
         (self.folder / RESULT).unlink(missing_ok=True)  # of an earlier start
         sweep = os.getpid()

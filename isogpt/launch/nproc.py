@@ -1,5 +1,7 @@
 """torchrun for --nproc, without torchrun's report of a failure: the ranks have printed theirs."""
 
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
+
 import logging
 import socket
 import sys

@@ -1,6 +1,6 @@
 """
-Import torch without garbage collection, after choosing how OpenMP's threads wait and letting gloo connect on
-demand.
+Import torch without garbage collection, after choosing how OpenMP's threads wait, letting gloo connect on
+demand, and letting Ctrl-C end the process quietly.
 
 libgomp's threads spin while they wait for work. On cores that other processes keep busy, this slows all
 processes down. Two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. On an
@@ -12,12 +12,19 @@ N^2 addresses pass through one store, 8.8 GB with 1,024 processes, and each proc
 for each group. With TORCH_GLOO_LAZY_INIT=1, which gloo reads when a group is created, a process connects to
 those that it exchanges messages with: to two for an all-reduce or an all-gather, to log N for a broadcast.
 
+Where a process has lost another one, torch's C++ code logs a page of frames as a warning, also when a
+launcher has just stopped all of them. TORCH_CPP_LOG_LEVEL=ERROR leaves it out: the error itself is raised.
+
 torch's import creates objects that stay until the process ends. Searching them for garbage takes 0.8 of the
 3.1 s of CPU time that the imports of torch and of torch.compile take.
 """
 
+import isogpt.common.interrupt  # noqa: F401  (first: torch's import takes seconds)
+
 import gc
 import os
+import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,8 +44,23 @@ def use_passive_waiting() -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def use_own_cache() -> None:
+    """
+    Let torch.compile keep what it has compiled in ~/.cache/torchinductor, unless TORCHINDUCTOR_CACHE_DIR is
+    set: files of earlier runs are unpickled and run, and torch's default is a name in /tmp that somebody else
+    may have taken. Without a home that can be written to, it is a new name in /tmp.
+    """
+    home = os.path.expanduser("~")
+    folder = f"{home}/.cache/torchinductor"
+    if not os.access(home, os.W_OK):
+        folder = f"{tempfile.gettempdir()}/torchinductor-{secrets.token_hex(8)}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+
+
 use_passive_waiting()
+use_own_cache()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 gc.disable()
 import torch  # noqa: E402, F401
 

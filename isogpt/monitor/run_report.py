@@ -61,6 +61,7 @@ class RunReport:
     peak: Peak  # if it is unknown, the mfu is None
     measurements: int = 1  # of the peak
     steps_taken: int = 0  # by this process
+    spikes: int = 0  # steps, taken or skipped, see RecentSteps
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
     slow_steps: dict = field(default_factory=dict)  # for how many logged steps a rank is slow
@@ -256,6 +257,7 @@ class RunReport:
             text += f" at step {p.best_step}" if p.best_step != NONE else ""
             if bits := self.reader.data.bits_per_byte(p.best_val_loss):
                 text += f", {bits:.4f} bits per byte"
+        text += f", {count_text(self.spikes, 'spike')}" if self.spikes else ""
         advice = how_to_sample(self.config["out_dir"], self.run.vocabulary)
         self.logger.print(records.waiting_text(means_of(self.throughout)), text, advice)
 

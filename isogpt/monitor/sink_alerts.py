@@ -8,7 +8,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
 
-QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
+QUIET = ("save", "mirror", "sample", "spike")  # frequent, and no reason to look
 LIMIT_S = 10  # seconds that a command may take
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.owner import owns
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
-from isogpt.common.files import METRICS, as_json, reason_of, write_whole
+from isogpt.common.files import METRICS, as_json, reason_of, regular_file, write_whole
 from isogpt.data.dataset import Dataset
 from isogpt.lab import pictures
 from isogpt.lab.runs import Group, read_run
@@ -41,16 +40,11 @@ class MetricsFile:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps(as_json(record | {"time": now})) + "\n"
-        with open(self.path, "a+b", opener=no_link) as file:
+        with open(self.path, "a+b", opener=regular_file) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read() not in (b"", b"\n"):  # a kill or a full disk has torn the last line
                 line = "\n" + line
             file.write(line.encode())
-
-
-def no_link(path: str, flags: int) -> int:
-    """Open a file, but not through a link, which may lead to a file of somebody else."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 class Result:

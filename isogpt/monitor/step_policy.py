@@ -83,7 +83,8 @@ class StepPolicy:
 
     def decide(self, numbers: StepNumbers) -> bool:
         """
-        Return whether a step is taken. A finite step that is taken is remembered, and a spike is reported.
+        Return whether a step is taken. A finite step that is taken is remembered. A spike is counted and
+        recorded, but printed only if it is skipped, since ordinary runs have some.
 
         A float16 step whose gradient overflowed because of the loss scale counts as taken: the optimizer has
         left the step out, and the scale is halved. A scale of 1 cannot be the cause.
@@ -100,9 +101,9 @@ class StepPolicy:
         names = ("loss", "loss_limit", "grad_norm", "grad_norm_limit")
         facts = {name: getattr(numbers, name).mean().item() for name in names}
         if not numbers.is_update(skips_spikes=True):
+            self.report.spikes += 1
             values = ", ".join(f"{name} {value:.4g}" for name, value in facts.items())
-            follows = "; --skip_steps=spikes would leave it out" if is_taken else ": the step is skipped"
-            text = f"warning: step {step} is a spike: {values}{follows}"
+            text = "" if is_taken else f"warning: step {step} is a spike: {values}: the step is skipped"
             self.logger.event("spike", text, **facts, skipped=not is_taken)
         if is_taken:
             recent_steps.add(facts["loss"], facts["grad_norm"])

@@ -189,7 +189,7 @@ class Watchdog:
                 console.print_to_stderr(f"error: {text}")
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {reason} (and while explaining it: {e})")
-        self.exit(130 if kind is KeyboardInterrupt else 1)
+        self.exit()
 
 
 def start_watch(config: dict, ranks: Ranks) -> Watchdog:

@@ -64,6 +64,7 @@ def trial_compilation(device: torch.device) -> str:
     compiler, or ''.
     """
     problem = ""
+    torch._inductor.config.cpp_cache_precompile_headers = False  # they would be in /tmp, see torch_import.py
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda t: (t.sin() * t).sum())(x).backward()

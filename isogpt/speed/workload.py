@@ -12,7 +12,7 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset
 from isogpt.lab.combinations import typed, without
 from isogpt.nn.architecture import GPT2
 from isogpt.nn.counts import count_on_meta
-from isogpt.options.values import Setting
+from isogpt.options.values import Setting, without_credentials
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of_plan
@@ -151,20 +151,21 @@ class Workload:
         Return the command that trains with a plan.
 
         Args:
-            arguments: bench.py's, of which the command repeats those for train.py.
+            arguments: bench.py's, of which the command repeats those for train.py, but no secrets.
         """
         n, per_node = plan.world_size, self.config["per_node"]
         wanted = self.chosen | plan.layout_settings()
         changed = {name: value for name, value in wanted.items() if value != self.typed[name]}
         own = self.config.keys() - self.typed.keys()
-        words = without(arguments, {*own, *changed, "nproc", "profile", "layout", "dry_run_ranks"})
+        others = ("nproc", "profile", "layout", "dry_run_ranks", "alert_command", "mirror")
+        words = map(without_credentials, without(arguments, {*own, *changed, *others}))
         program = "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
         elif n > 1:
             program = f"torchrun --standalone --nproc_per_node={n}"
-        return f"{program} train.py {shlex.join(words + typed(changed))}"
+        return f"{program} train.py {shlex.join([*words, *typed(changed)])}"
 
 
 def vocab_size_of(settings: dict) -> int:

@@ -75,9 +75,9 @@ def check_plan(plan: Plan, splits_sequence: bool = True) -> None:
 
 
 def report(sentences: list[str]) -> None:
-    """Raise ValueError with all sentences, one on each line, if there are any."""
+    """Raise ValueError with all sentences, one on each line and without credentials, if there are any."""
     if sentences:
-        raise ValueError("\n".join(sentences))
+        raise ValueError("\n".join(map(without_credentials, sentences)))
 
 
 def without_secrets(config: dict) -> dict:
