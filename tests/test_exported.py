@@ -75,6 +75,19 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_export_has_the_dropout_of_the_run_and_can_be_read_by_others(tmp_path, name):
+    """Otherwise the Trainer and peft would train with the defaults of GPT2Config."""
+    umask = os.umask(0o027)
+    try:
+        export_model(tmp_path, dropout=0.25, **ARCHITECTURES[name])
+    finally:
+        os.umask(umask)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert {value for field, value in config.items() if "drop" in field} == {0.25}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
+
+
 def test_an_export_keeps_what_a_user_has_put_into_the_folder(tmp_path, capsys):
     """For example the .gguf file that llama.cpp's converter writes next to the model."""
     for kept in ("", "hf_1", "hf_2"):

@@ -90,6 +90,7 @@ MLPS = {
 }
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+GPT2_DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout")  # their default is 0.1
 # the rows of these weights are tokens
 ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
 OTHER_FORMS = "set --to=ckpt.pt"  # advice if a model cannot be exported
@@ -284,8 +285,10 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
         gelus = {ours: theirs for theirs, ours in GELUS.items()}
         # llama.cpp's converter reads n_ctx, the former name of n_positions
         fields |= {"n_ctx": c.block_size, "activation_function": gelus[c.gelu], "bias": c.bias}
+        fields |= dict.fromkeys(GPT2_DROPOUT, c.dropout)
     else:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+        fields["attention_dropout"] = c.dropout
     cls = getattr(transformers, CLASSES[kind])
     config = cls.config_class(**fields)
     with torch.device("meta"):

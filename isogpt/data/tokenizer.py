@@ -139,7 +139,7 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     Returns:
         bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
         token. The defaults of LlamaConfig and GPT2Config would end the text at any character with the id of
-        their token. suppress_tokens: the ids that must not be generated, since sample.py does not sample them
+        their token, and llama.cpp's would begin an empty prompt with a comma. suppress_tokens: the ids that must not be generated, since sample.py does not sample them
         either.
 
     Raises:
@@ -163,9 +163,12 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     if vocabulary.is_table or not (end or has_holes):
         pad = UNTRAINED
         tokenizer.add_special_tokens([UNTRAINED])
+    # what the tokenizer itself puts before a text; else what is before each document in training
+    first = next(map(tokenizer.id_to_token, tokenizer.encode("").ids), end)
     end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        bos_token=first,
         eos_token=end,
         pad_token=pad,
         unk_token=pad if vocabulary.is_table else None,
@@ -175,7 +178,7 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     ).save_pretrained(folder)
     n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
     return {
-        "bos_token_id": None,
+        "bos_token_id": first and tokenizer.token_to_id(first),
         "eos_token_id": end and tokenizer.token_to_id(end),
         "pad_token_id": pad and tokenizer.token_to_id(pad),
         "suppress_tokens": list(range(n_ids, n_generated)) or None,
