@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isogpt.common.console import short_repr
 from isogpt.common.packages import needed_by
 from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, parse_tokenizer
 
@@ -113,7 +114,7 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
     old, new = before.tokens, now.tokens
     for i in sorted(old.keys() & new.keys()):
         if old[i] != new[i]:
-            return f"id {i} was {old[i]!r} and is {new[i]!r}"
+            return f"id {i} was {short_repr(old[i])} and is {short_repr(new[i])}"
     return ""
 
 
@@ -139,8 +140,8 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     Returns:
         bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
         token. The defaults of LlamaConfig and GPT2Config would end the text at any character with the id of
-        their token, and llama.cpp's would begin an empty prompt with a comma. suppress_tokens: the ids that must not be generated, since sample.py does not sample them
-        either.
+        their token, and llama.cpp's would begin an empty prompt with a comma. suppress_tokens: the ids that
+        must not be generated, since sample.py does not sample them either.
 
     Raises:
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
