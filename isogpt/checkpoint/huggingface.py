@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from isogpt.common.files import reason_of
 from isogpt.common.packages import needed_by
 from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.logits import CHECKED_TOKENS, compare_logits, random_sequences
@@ -134,9 +135,9 @@ def load(name: str) -> tuple[dict, dict[str, Tensor]]:
         reason = shorten(str(e), 250)
         if name in GPT2 and isinstance(e, OSError) and "connect" in reason:
             reason = (
-                "it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with "
-                f"Internet access, type: hf download {name} config.json model.safetensors tokenizer.json "
-                f"--local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
+                "it is not in the cache, and the Hugging Face hub cannot be reached or HF_HUB_OFFLINE is set. "
+                f"On a machine with Internet access, type: hf download {name} config.json model.safetensors "
+                f"tokenizer.json --local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
             )
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
     # which transformers would initialize randomly
@@ -246,6 +247,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_
 
     Raises:
         ValueError: transformers contains no class for this model, or its class computes other logits.
+        OSError: the files cannot be written.
     """
     hf, c = converted(model, token_ids), model.eval().config
     problem = compare_logits(
@@ -259,7 +261,10 @@ def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_
         raise ValueError(
             f"{name} of transformers does not compute what model.py does: {problem}: {OTHER_FORMS}"
         )
-    hf.save_pretrained(folder, max_shard_size=file_size)
+    try:
+        hf.save_pretrained(folder, max_shard_size=file_size)
+    except Exception as e:  # safetensors replaces the OSError of a full disk
+        raise OSError(f"{folder} cannot be written: {reason_of(e)}") from e
 
 
 def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":

@@ -89,7 +89,10 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:
-        advice = "choose one such as gpt2, and go online, or set TIKTOKEN_CACHE_DIR"
+        known = tiktoken.list_encoding_names()
+        advice = (
+            "go online, or set TIKTOKEN_CACHE_DIR" if name in known else f"choose from {', '.join(known)}"
+        )
         raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
 
 
