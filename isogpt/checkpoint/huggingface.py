@@ -4,6 +4,7 @@ and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -135,8 +136,8 @@ def load(name: str) -> tuple[dict, dict[str, Tensor]]:
         reason = shorten(str(e), 250)
         if name in GPT2 and isinstance(e, OSError) and "connect" in reason:
             reason = (
-                "it is not in the cache, and the Hugging Face hub cannot be reached or HF_HUB_OFFLINE is set. "
-                f"On a machine with Internet access, type: hf download {name} config.json model.safetensors "
+                "it is not in the cache, and HF_HUB_OFFLINE is set or the hub cannot be reached. On a "
+                f"machine with Internet access, type: hf download {name} config.json model.safetensors "
                 f"tokenizer.json --local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
             )
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
@@ -280,12 +281,9 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
     fields = {theirs: getattr(c, ours) for theirs, ours in FIELDS[kind].items()} | token_ids
     suppressed = fields.pop("suppress_tokens", None)
     rows = max([c.vocab_size, *(i + 1 for i in token_ids.values() if isinstance(i, int))])
-    if added := rows - c.vocab_size:
+    if rows > c.vocab_size:
         fields |= {"vocab_size": rows, "trained_vocab_size": c.vocab_size}
-        for name in ROWS_OF_TOKENS:
-            # the mean, so that an added token's logit is the mean logit, and its probability at most the mean
-            mean = weights[name].mean(0, keepdim=True)
-            weights[name] = torch.cat((weights[name], mean.expand(added, -1)))
+        weights = with_more_ids(weights, rows)
     if kind == "gpt2":
         gelus = {ours: theirs for theirs, ours in GELUS.items()}
         # llama.cpp's converter reads n_ctx, the former name of n_positions
@@ -312,6 +310,27 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
     hf.tie_weights()
     hf.generation_config.suppress_tokens = suppressed
     return hf.eval()
+
+
+def with_more_ids(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """
+    The weights of a model that knows vocab_size ids. The rows of the new ones are the mean of the others, so
+    that a new token's logit is the mean logit, and its probability at most the mean.
+    """
+    longer = dict(weights)
+    for name in ROWS_OF_TOKENS:
+        rows = weights[name]
+        added = rows.mean(0, keepdim=True).expand(vocab_size - len(rows), -1)
+        longer[name] = torch.cat((rows, added))
+    return longer
+
+
+def add_ids(model: nn.Module, vocab_size: int) -> nn.Module:
+    """A copy of a GPT that knows vocab_size ids, see `with_more_ids`; a GPT that knows as many as it is."""
+    if vocab_size <= model.config.vocab_size:
+        return model
+    config = replace(model.config, vocab_size=vocab_size)
+    return type(model).from_state(config, with_more_ids(model.state_dict(), vocab_size))
 
 
 def kind_of(config: GPTConfig) -> str:

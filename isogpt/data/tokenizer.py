@@ -89,10 +89,9 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:
-        known = tiktoken.list_encoding_names()
-        advice = (
-            "go online, or set TIKTOKEN_CACHE_DIR" if name in known else f"choose from {', '.join(known)}"
-        )
+        names = tiktoken.list_encoding_names()
+        is_known = name in names
+        advice = "go online, or set TIKTOKEN_CACHE_DIR" if is_known else f"choose from {', '.join(names)}"
         raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
 
 
@@ -161,7 +160,7 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     ids = tokenizer.get_vocab()
     ids.pop(UNTRAINED, None)
     n_ids = max(ids.values()) + 1
-    check_size(n_ids, vocab_size)
+    check_size(vocabulary, vocab_size, n_ids)
     end = pad = vocabulary.end_of_text if vocabulary.end_of_text in ids else None
     has_holes = len(ids) < n_ids
     if vocabulary.is_table or not (end or has_holes):
