@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,33 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     # what was added for other tools is not imported
     back = GPT.from_pretrained(str(tmp_path / "hf"))
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_export_has_the_dropout_of_the_run_and_can_be_read_by_others(tmp_path, name):
+    """Otherwise the Trainer and peft would train with the defaults of GPT2Config."""
+    umask = os.umask(0o027)
+    try:
+        export_model(tmp_path, dropout=0.25, **ARCHITECTURES[name])
+    finally:
+        os.umask(umask)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert {value for field, value in config.items() if "drop" in field} == {0.25}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
+
+
+def test_an_export_that_cannot_be_written_says_the_systems_reason(trained, tmp_path, at, capsys):
+    """Safetensors raises an error of its own, here for a limit of `ulimit -f`."""
+    out = shutil.copytree(trained(["--max_iters=1"]), tmp_path / "out", symlinks=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    at.set(sys, "argv", ["export.py", str(out), "--to=hf"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"^error: .*hf cannot be written: .*File too large"):
+            export.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (out / "hf").exists()
 
 
 def test_an_export_keeps_what_a_user_has_put_into_the_folder(tmp_path, capsys):

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,25 @@ def test_what_is_no_file(copy_of, check_law, kind):
         SPECIAL[kind](out / name)
         check_law(name, use, out)
         check_law(name, open_dataset, str(data), 8)
+
+
+def test_a_few_bytes_that_have_no_end(zygote, runs, tmp_path):
+    """A list that contains a list twice, which contains a list twice, and so on."""
+    nested = reduce(lambda part, _: [part, part], range(60), [])
+    data, out = (shutil.copytree(runs / name, tmp_path / name) for name in ("data/tiny", "whole"))
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": nested}))
+    assert (data / "meta.pkl").stat().st_size < 400
+    state = torch.load(out / "ckpt.pt")
+    state["isogpt"]["model_args"]["residual_dtype"] = nested
+    torch.save(state, out / "ckpt.pt")
+    shutil.rmtree(out / "step_00000004")
+    shutil.rmtree(out / "step_00000002")
+    for arguments, script, problem in (
+        ([f"--dataset={data}", "--device=cpu"], "train.py", "meta.pkl cannot be read: it contains more than"),
+        ([f"--out_dir={out}", "--device=cpu"], "sample.py", "ckpt.pt is not a checkpoint .*it contains more"),
+    ):
+        run = zygote.start(arguments, tmp_path, script=script).wait(LIMIT_S, ok=False)
+        assert re.search(f"error: .*{problem}", run.text())
 
 
 def test_a_log_that_is_no_file_ends_no_run(zygote, copy_of):

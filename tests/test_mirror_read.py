@@ -24,6 +24,7 @@ from test_mirror import impatient
 from isogpt.checkpoint.folder import enter_folder
 from isogpt.checkpoint.manifest import damage, read_manifest, steps_in
 from isogpt.checkpoint.mirror import open_mirror
+from isogpt.checkpoint.remote import Remote
 from isogpt.checkpoint.start import find_start
 from isogpt.launch.launchers import Launch
 from isogpt.options.values import is_url, without_credentials
@@ -158,7 +159,7 @@ def test_a_mirror_that_cannot_be_read(start, url, run, at, capsys):
 def test_a_download_that_fails_is_not_replaced_by_an_older_step(start, at, capsys):
     """What is newer would be lost; also when the disk is full."""
     full = OSError(errno.ENOSPC, "No space left on device", "ckpt.pt")
-    at.set(LocalFileSystem, "get_file", Mock(side_effect=full))
+    at.set(Remote, "get_file", Mock(side_effect=full))
     assert f"cannot be read ({full})" in failed(capsys, start) and steps_in("new") == []
 
 
@@ -170,7 +171,7 @@ def test_a_job_that_slurm_requeues_to_an_empty_disk_resumes(start, at):
 
 
 PHASES = {
-    "a file": "LocalFileSystem.get_file = die",
+    "a file": "Remote.get_file = die",
     "the rename": "os.rename = die",
     "after the rename": "rename = os.rename; os.rename = lambda *paths: (rename(*paths), die())",
 }
@@ -185,7 +186,7 @@ def test_after_a_kill_a_downloaded_step_is_complete_or_absent(start, phase):
             os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            exec(PHASES[phase], {"LocalFileSystem": LocalFileSystem, "os": os, "die": die})
+            exec(PHASES[phase], {"Remote": Remote, "os": os, "die": die})
             start()
         finally:
             os._exit(0)
@@ -206,6 +207,29 @@ def test_a_manifest_does_not_lead_out_of_its_folder(start):
         shutil.rmtree("new")
     seal(newest, files=files)
     assert start().resumed.stored.step == 8
+
+
+def test_nothing_is_read_beyond_the_size_in_the_manifest(start, at):
+    """Whoever writes to the mirror could otherwise fill the disk of each machine that resumes."""
+    newest, read = Path("mirror/step_00000008"), []
+    for name in read_manifest(newest)["files"]:
+        with open(newest / name, "ab") as file:
+            file.truncate(10**9)  # sparse
+    opener = LocalFileSystem.open
+
+    def counted(files, path, *args, **kw):
+        file = opener(files, path, *args, **kw)
+        at.set(file, "read", lambda *n, read_of=file.read: read.append(read_of(*n)) or read[-1])
+        return file
+
+    at.set(LocalFileSystem, "open", counted)
+    found = start().resumed.stored
+    assert found.step == 8 and not damage(found.folder)
+    assert max(map(len, read)) < 10**6
+    with open(newest / "ckpt.pt", "r+b") as file:
+        file.write(b"other")
+    shutil.rmtree("new")
+    assert start().resumed.stored.step == 4
 
 
 def test_weights_from_a_url(start, url, run, capsys):

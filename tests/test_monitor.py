@@ -43,6 +43,7 @@ from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import open_sampler
+from isogpt.monitor.sink_wandb import Wandb
 from isogpt.speed.clock import Clock
 
 CPU = torch.device("cpu")
@@ -500,6 +501,17 @@ def test_a_wandb_that_fails_is_tried_again_and_one_that_blocks_does_not_block_th
     blocked.event("end")
     assert capsys.readouterr().err.count("Wandb failed (it has not taken 10,000 records)") == 1
     may_log.set()  # the thread ends
+
+
+@pytest.mark.parametrize("mode, advice", [("", "set WANDB_MODE=offline or --w"), ("offline", "set --w")])
+def test_what_to_type_if_wandb_does_not_start(monkeypatch, mode, advice):
+    """Without a home folder, wandb fails offline too."""
+    wandb = Mock()
+    wandb.init.side_effect = RuntimeError("Could not determine home directory.")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(ValueError, match=rf"home directory\.\): mend this, or {advice}andb_log=False$"):
+        Wandb({"wandb_project": "p", "wandb_run_name": "n"}, None)
 
 
 HELD_PLOT = """

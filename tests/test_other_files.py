@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,9 +13,12 @@ import torch
 from runs import REPO, script_that_fails, tiny_data, train_defaults
 from test_hostile import ALONE
 
+from isogpt.checkpoint import huggingface
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.source import check_weights
 from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import restore_checkpoint
+from isogpt.data.dataset import open_dataset
 from model import GPT, GPTConfig
 
 ARGS = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
@@ -123,6 +127,41 @@ def test_weights_without_a_shape(at, capsys):
     restore_checkpoint(checkpoint, loaded)
     tokens = torch.arange(60)[None]
     assert torch.equal(loaded(tokens, tokens)[0], model(tokens, tokens)[0])
+
+
+def test_added_tokens_of_a_chat(at, capsys):
+    """The message names them, and what it says to type adds them; so does the block in the documentation."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path("my-folder")
+    huggingface.save(folder, GPT(GPTConfig(**ARGS), seed=1), {})
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(65)}, "w0"))
+    words.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    data = tiny_data(at.path)
+    shutil.copy(folder / "tokenizer.json", data)
+    write(data / "meta.json", {"vocab_size": 67, "tokenizer": "tokenizer.json"})
+    data, config = open_dataset("tiny", 8), train_defaults(init_from="my-folder")
+    with pytest.raises(SystemExit):
+        start("my-folder").vocabulary(config, data, 65)
+    (advice,) = re.findall(
+        "65: set --(.*)=(.*), which adds '<.im_start.>', '<.im_end.>'", capsys.readouterr().err
+    )
+    config |= {advice[0]: int(advice[1])}
+    begin = find_start(config, ALONE, GPT)
+    assert begin.vocabulary(config, data, 67)[0].size == 67 == begin.model_args(config, 65)["vocab_size"]
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        rows = begin.pretrained.state_dict()[name]
+        assert torch.equal(rows[:65], weights()[name])
+        torch.testing.assert_close(rows[65:], rows[:65].mean(0).expand(2, -1))
+
+    with pytest.raises(ValueError, match="set --dataset=NAME, or add '<.im_start.>', '<.im_end.>' to the "):
+        vocabulary_of_run({"model_args": ARGS}, folder)
+    text = (REPO / "docs/recipes.md").read_text()
+    exec(text.partition("### Added tokens")[2].split("```")[1].removeprefix("python"), {})
+    args = GPT.from_pretrained("my-folder").describe()
+    assert vocabulary_of_run({"model_args": args}, folder).size == args["vocab_size"] == 67
 
 
 # ------------------------------------------------------------------------------------------------------------

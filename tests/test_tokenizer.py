@@ -64,7 +64,7 @@ def test_gpt2s_tokenizer(tmp_path):
     # a model with a custom tokenizer class
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
-    assert [*ids.values()] == [None, 50256, 50256, list(range(50257, 50304))]
+    assert [*ids.values()] == [50256, 50256, 50256, list(range(50257, 50304))]
     saved = AutoTokenizer.from_pretrained(tmp_path)
     assert (len(saved), saved.model_max_length, saved.eos_token_id) == (50257, 1024, 50256)
     assert_equal(saved, tiktoken.get_encoding("gpt2"), random_texts(300))
@@ -76,7 +76,7 @@ def test_gpt2s_tokenizer(tmp_path):
 def test_an_encoding_of_tiktoken(tmp_path, monkeypatch, pattern):
     encoding = small_encoding(pattern)
     ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 2011, 64)
-    assert [*ids.values()] == [None, 2000, 2000, None]
+    assert [*ids.values()] == [2000, 2000, 2000, None]
     assert_equal(AutoTokenizer.from_pretrained(tmp_path), encoding, random_texts(300))
 
 
@@ -101,6 +101,20 @@ def test_characters(tmp_path):
     assert imported.name == "char" and imported.ids == stoi
     assert tokenizer.save_tokenizer(tmp_path / "again", imported, 300, 64) == ids
     assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("a\u0416") == unknown
+
+
+def test_the_token_at_the_start_is_the_one_that_the_tokenizer_adds(tmp_path):
+    from tokenizers import Tokenizer, models, processors
+
+    added = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+    template = {"single": "<s> $A </s>", "special_tokens": [("<s>", 1), ("</s>", 2)]}
+    added.post_processor = processors.TemplateProcessing(**template)
+    added.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    ids = tokenizer.save_tokenizer(tmp_path / "hf", vocabulary.tokenizer_in(tmp_path), 3, 64)
+    assert [*ids.values()] == [1, 2, 2, None]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert saved.bos_token == "<s>" and saved.encode("a") == [1, 0, 2]
 
 
 def test_vocabularies_that_transformers_cannot_hold(tmp_path, monkeypatch):
@@ -136,6 +150,8 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tiktoken.load.read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): .* or set TIKTOKEN_CACHE_DIR"
+    message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): go online, or set TIKTOKEN_"
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
+    with pytest.raises(ValueError, match="tiktoken cannot load 'gpt3' .*: choose from .*gpt2"):
+        tokenizer.load(Vocabulary("tiktoken", "gpt3"))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from isogpt.common.files import HashedFile, reason_of, regular_file
+from isogpt.common.files import HashedFile, check_extent, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -52,7 +52,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
         open(path, "rb", opener=regular_file).close()
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = check_extent(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         # before February 2023, nanoGPT had no setting bias, and its models always had biases
         args = {"bias": True, "dropout": 0.0} | state.get("model_args", {})
         if others := sorted(args.keys() ^ MODEL_ARGS):  # of a fork, they may change what the model computes

@@ -4,6 +4,7 @@ and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from isogpt.common.files import reason_of
 from isogpt.common.packages import needed_by
 from isogpt.nn.architecture import GPT2, GPTConfig
 from isogpt.nn.logits import CHECKED_TOKENS, compare_logits, random_sequences
@@ -90,6 +92,7 @@ MLPS = {
 }
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+GPT2_DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout")  # their default is 0.1
 # the rows of these weights are tokens
 ROWS_OF_TOKENS = ("transformer.wte.weight", "lm_head.weight")
 OTHER_FORMS = "set --to=ckpt.pt"  # advice if a model cannot be exported
@@ -133,9 +136,9 @@ def load(name: str) -> tuple[dict, dict[str, Tensor]]:
         reason = shorten(str(e), 250)
         if name in GPT2 and isinstance(e, OSError) and "connect" in reason:
             reason = (
-                "it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with "
-                f"Internet access, type: hf download {name} config.json model.safetensors tokenizer.json "
-                f"--local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
+                "it is not in the cache, and HF_HUB_OFFLINE is set or the hub cannot be reached. On a "
+                f"machine with Internet access, type: hf download {name} config.json model.safetensors "
+                f"tokenizer.json --local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
             )
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
     # which transformers would initialize randomly
@@ -245,6 +248,7 @@ def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_
 
     Raises:
         ValueError: transformers contains no class for this model, or its class computes other logits.
+        OSError: the files cannot be written.
     """
     hf, c = converted(model, token_ids), model.eval().config
     problem = compare_logits(
@@ -258,7 +262,10 @@ def save(folder: Path, model: nn.Module, token_ids: dict, file_size: str = FILE_
         raise ValueError(
             f"{name} of transformers does not compute what model.py does: {problem}: {OTHER_FORMS}"
         )
-    hf.save_pretrained(folder, max_shard_size=file_size)
+    try:
+        hf.save_pretrained(folder, max_shard_size=file_size)
+    except Exception as e:  # safetensors replaces the OSError of a full disk
+        raise OSError(f"{folder} cannot be written: {reason_of(e)}") from e
 
 
 def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
@@ -274,18 +281,17 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
     fields = {theirs: getattr(c, ours) for theirs, ours in FIELDS[kind].items()} | token_ids
     suppressed = fields.pop("suppress_tokens", None)
     rows = max([c.vocab_size, *(i + 1 for i in token_ids.values() if isinstance(i, int))])
-    if added := rows - c.vocab_size:
+    if rows > c.vocab_size:
         fields |= {"vocab_size": rows, "trained_vocab_size": c.vocab_size}
-        for name in ROWS_OF_TOKENS:
-            # the mean, so that an added token's logit is the mean logit, and its probability at most the mean
-            mean = weights[name].mean(0, keepdim=True)
-            weights[name] = torch.cat((weights[name], mean.expand(added, -1)))
+        weights = with_more_ids(weights, rows)
     if kind == "gpt2":
         gelus = {ours: theirs for theirs, ours in GELUS.items()}
         # llama.cpp's converter reads n_ctx, the former name of n_positions
         fields |= {"n_ctx": c.block_size, "activation_function": gelus[c.gelu], "bias": c.bias}
+        fields |= dict.fromkeys(GPT2_DROPOUT, c.dropout)
     else:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+        fields["attention_dropout"] = c.dropout
     cls = getattr(transformers, CLASSES[kind])
     config = cls.config_class(**fields)
     with torch.device("meta"):
@@ -304,6 +310,27 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
     hf.tie_weights()
     hf.generation_config.suppress_tokens = suppressed
     return hf.eval()
+
+
+def with_more_ids(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """
+    The weights of a model that knows vocab_size ids. The rows of the new ones are the mean of the others, so
+    that a new token's logit is the mean logit, and its probability at most the mean.
+    """
+    longer = dict(weights)
+    for name in ROWS_OF_TOKENS:
+        rows = weights[name]
+        added = rows.mean(0, keepdim=True).expand(vocab_size - len(rows), -1)
+        longer[name] = torch.cat((rows, added))
+    return longer
+
+
+def add_ids(model: nn.Module, vocab_size: int) -> nn.Module:
+    """A copy of a GPT that knows vocab_size ids, see `with_more_ids`; a GPT that knows as many as it is."""
+    if vocab_size <= model.config.vocab_size:
+        return model
+    config = replace(model.config, vocab_size=vocab_size)
+    return type(model).from_state(config, with_more_ids(model.state_dict(), vocab_size))
 
 
 def kind_of(config: GPTConfig) -> str:

@@ -6,7 +6,7 @@ from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.data import tokenizer
 from isogpt.data.data_folder import find_dataset, vocabulary_in
 from isogpt.data.dataset import Dataset
-from isogpt.data.vocabulary import Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
+from isogpt.data.vocabulary import OTHER_IDS, Vocabulary, check_size, gpt2_or_unknown, recorded, tokenizer_in
 
 
 def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocabulary:
@@ -23,7 +23,13 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
         ValueError: a file cannot be read, the data set that is named does not exist, or the model has fewer
             ids than the vocabulary.
     """
-    vocab_size = run["model_args"]["vocab_size"]
+    vocabulary = find_vocabulary(run, folder, dataset)
+    check_size(vocabulary, run["model_args"]["vocab_size"])
+    return vocabulary
+
+
+def find_vocabulary(run: dict, folder: Path | str, dataset: str = "") -> Vocabulary:
+    """`vocabulary_of_run` without a comparison with the number of the model's ids."""
     vocabulary, name = None, dataset
     if not dataset:
         vocabulary = recorded(run) or tokenizer_in(folder)
@@ -34,9 +40,7 @@ def vocabulary_of_run(run: dict, folder: Path | str, dataset: str = "") -> Vocab
         except ValueError:
             if dataset:
                 raise
-    vocabulary = vocabulary or gpt2_or_unknown(vocab_size, name or folder)
-    check_size(vocabulary.size, vocab_size)
-    return vocabulary
+    return vocabulary or gpt2_or_unknown(run["model_args"]["vocab_size"], name or folder)
 
 
 def vocabulary_for_run(
@@ -60,11 +64,12 @@ def vocabulary_for_run(
     """
     before, notes = None, []
     if source:
-        before = vocabulary_of_run(source.run, source.stored.folder)
+        before = find_vocabulary(source.run, source.stored.folder)
     elif weights not in ("scratch", "auto", "resume"):
-        before = vocabulary_of_run({"model_args": {"vocab_size": vocab_size}}, weights)
+        before = find_vocabulary({"model_args": {"vocab_size": vocab_size}}, weights)
     now = data.vocabulary or before or gpt2_or_unknown(vocab_size, data.folder)
-    check_size(now.size, vocab_size)
+    advice = OTHER_IDS if source else "set --vocab_size={ids}, which adds {tokens} to the model"
+    check_size(now, vocab_size, data.highest + 1, advice)
     if changed := before and tokenizer.difference(before, now):
         what = "do not mean what they mean in the checkpoint"
         problem = f"the token ids of {data.folder} {what}: {changed}"
@@ -72,7 +77,7 @@ def vocabulary_for_run(
             advice = f"prepare it with --tokenizer={weights}, or start a new run"
             raise ValueError(f"{problem}: {advice}")
         notes.append(problem)
-    elif before and (now.kind == "unknown" or now.size < before.size):
+    elif before and before.size <= vocab_size and (now.kind == "unknown" or now.size < before.size):
         now = before  # text that was prepared again may contain only the first of the run's tokens
     for one in data.named:
         problem = ""

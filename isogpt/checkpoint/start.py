@@ -6,6 +6,7 @@ from torch import nn
 
 from isogpt.checkpoint.download import discard_weights, fetch_weights
 from isogpt.checkpoint.folder import look_for_start
+from isogpt.checkpoint.huggingface import add_ids
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
@@ -139,7 +140,8 @@ def find_start(config: dict, ranks: Ranks, model_class: type[nn.Module]) -> Star
         return Start(name, is_resume, do_together(open_checkpoint, stored, model_class.config_class))
     if name in ("scratch", "auto"):
         return Start(name)
-    return Start(name, pretrained=do_together(model_class.from_pretrained, name))
+    pretrained = do_together(model_class.from_pretrained, name)
+    return Start(name, pretrained=do_together(add_ids, pretrained, config["vocab_size"]))
 
 
 def differences(

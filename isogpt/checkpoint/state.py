@@ -188,7 +188,8 @@ def restore_checkpoint(
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
     if optimizers and not optimizer_state.is_of_kind(optimizers, saved_by):
         raise ValueError(
-            f"{checkpoint.stored.path} was saved with optimizer {saved_by!r}: set --optimizer={saved_by}, or "
+            f"{checkpoint.stored.path} was saved with optimizer {saved_by!r:.300}: set "
+            f"--optimizer={saved_by!s:.300}, or "
             "start a new run from the weights with --init_from=FOLDER"
         )
     reshard(model)

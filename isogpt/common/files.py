@@ -19,6 +19,7 @@ from typing import IO, Any
 from isogpt.common.console import RANKS_SHOWN, shortened
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
+MOST_VALUES = 2_000_000  # in a pickle, such as the ids of tokens in a meta.pkl
 METRICS = "metrics.jsonl"  # a line for each logged step, evaluation and event of a run
 
 
@@ -192,6 +193,23 @@ def read_records(path: Path) -> Iterator[dict]:
         yield from filter(None, map(as_record, f))
 
 
+def check_extent(content: object) -> object:
+    """
+    Return what a pickle contains. Raises ValueError if it has more than MOST_VALUES values when it is written
+    out: a list can contain another one twice, and so on, until a few hundred bytes take forever to print,
+    copy or compare.
+    """
+    waiting, count = [(content,)], 0
+    while waiting:
+        part = waiting.pop()
+        values = [*part, *part.values()] if isinstance(part, dict) else part
+        waiting += [value for value in values if isinstance(value, dict | list | tuple | set | frozenset)]
+        count += len(values)
+        if count > MOST_VALUES:
+            raise ValueError(f"it contains more than {MOST_VALUES:,} values")
+    return content
+
+
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
     """
     Read a pickle of builtin values and of the classes in `allowed`, {module: names}. Nothing in the pickle
@@ -199,6 +217,7 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
 
     Raises:
         pickle.UnpicklingError: the pickle names something else. A damaged file raises nearly anything.
+        ValueError: it is too long, see check_extent.
     """
 
     class PlainUnpickler(pickle.Unpickler):
@@ -211,4 +230,4 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
             raise pickle.UnpicklingError(f"it would run {module}.{name}; only plain values are read")
 
     with open(path, "rb", opener=regular_file) as f:
-        return PlainUnpickler(f).load()
+        return check_extent(PlainUnpickler(f).load())

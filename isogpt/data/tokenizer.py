@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isogpt.common.console import short_repr
 from isogpt.common.packages import needed_by
 from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, parse_tokenizer
 
@@ -88,7 +89,9 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:
-        advice = "choose one such as gpt2, and go online, or set TIKTOKEN_CACHE_DIR"
+        names = tiktoken.list_encoding_names()
+        is_known = name in names
+        advice = "go online, or set TIKTOKEN_CACHE_DIR" if is_known else f"choose from {', '.join(names)}"
         raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
 
 
@@ -113,7 +116,7 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
     old, new = before.tokens, now.tokens
     for i in sorted(old.keys() & new.keys()):
         if old[i] != new[i]:
-            return f"id {i} was {old[i]!r} and is {new[i]!r}"
+            return f"id {i} was {short_repr(old[i])} and is {short_repr(new[i])}"
     return ""
 
 
@@ -139,8 +142,8 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     Returns:
         bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
         token. The defaults of LlamaConfig and GPT2Config would end the text at any character with the id of
-        their token. suppress_tokens: the ids that must not be generated, since sample.py does not sample them
-        either.
+        their token, and llama.cpp's would begin an empty prompt with a comma. suppress_tokens: the ids that
+        must not be generated, since sample.py does not sample them either.
 
     Raises:
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
@@ -157,15 +160,18 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     ids = tokenizer.get_vocab()
     ids.pop(UNTRAINED, None)
     n_ids = max(ids.values()) + 1
-    check_size(n_ids, vocab_size)
+    check_size(vocabulary, vocab_size, n_ids)
     end = pad = vocabulary.end_of_text if vocabulary.end_of_text in ids else None
     has_holes = len(ids) < n_ids
     if vocabulary.is_table or not (end or has_holes):
         pad = UNTRAINED
         tokenizer.add_special_tokens([UNTRAINED])
+    # what the tokenizer itself puts before a text; else what is before each document in training
+    first = next(map(tokenizer.id_to_token, tokenizer.encode("").ids), end)
     end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        bos_token=first,
         eos_token=end,
         pad_token=pad,
         unk_token=pad if vocabulary.is_table else None,
@@ -175,7 +181,7 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     ).save_pretrained(folder)
     n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
     return {
-        "bos_token_id": None,
+        "bos_token_id": first and tokenizer.token_to_id(first),
         "eos_token_id": end and tokenizer.token_to_id(end),
         "pad_token_id": pad and tokenizer.token_to_id(pad),
         "suppress_tokens": list(range(n_ids, n_generated)) or None,

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from isogpt.common.console import short_repr, shortened
 from isogpt.common.files import read_utf8
 from isogpt.common.packages import needed_by
 
@@ -18,6 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 # stands for characters that a table does not contain, and pads batches, see tokenizer.save_tokenizer; its id
 # is beyond those of the model
 UNTRAINED = "<|untrained|>"
+# advice if a model lacks ids
+OTHER_IDS = "set --dataset=NAME, or add {tokens} to the model, see docs/recipes.md#added-tokens"
 
 
 @dataclass(frozen=True)
@@ -135,10 +138,19 @@ def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
     return Vocabulary("unknown", reason)
 
 
-def check_size(n_ids: int, vocab_size: int) -> None:
-    """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
+def check_size(vocabulary: Vocabulary, vocab_size: int, n_ids: int = 0, advice: str = OTHER_IDS) -> None:
+    """
+    Raise ValueError if a vocabulary does not fit a model with vocab_size ids.
+
+    Args:
+        n_ids: if more ids are used than those of the tokens that are known.
+        advice: what to type; {ids} and {tokens} stand for what the model lacks.
+    """
+    n_ids = max(n_ids, vocabulary.size)
     if n_ids > vocab_size:
-        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: set --dataset=NAME")
+        added = [short_repr(token) for i, token in sorted(vocabulary.tokens.items()) if i >= vocab_size]
+        advice = advice.format(ids=n_ids, tokens=shortened(added) or "ids")
+        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_files import MetricsFile, Plot, Result
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
-from isogpt.monitor.sink_wandb import Wandb
+from isogpt.monitor.sink_wandb import Wandb, how_to_go_on
 
 WAITING = 10_000  # records that may wait for a sink in a thread
 END_S = 120  # seconds that the end of a run waits for it, which is longer than wandb itself waits
@@ -121,7 +121,7 @@ class Logger:
         continues the run progress.wandb_id. Also check that TensorBoard is installed if it is used. Exits
         with a message if something cannot start.
         """
-        what = "has started wandb: if this does not end, set WANDB_MODE=offline or --wandb_log=False"
+        what = f"has started wandb: if this does not end, {how_to_go_on()}"
         if config["wandb_log"] or config["tensorboard_log"]:
             do_together(self.start_on_main, config, has_done=what)
 

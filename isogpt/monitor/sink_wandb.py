@@ -1,11 +1,18 @@
 """Weights & Biases: the steps and the evaluations."""
 
+import os
 import sys
 
 from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 
 FINISH_S = 60  # seconds for the upload at the end; `wandb sync` can upload the rest later
+
+
+def how_to_go_on() -> str:
+    """What to type if wandb does not start."""
+    is_offline = os.environ.get("WANDB_MODE") == "offline"
+    return "set --wandb_log=False" if is_offline else "set WANDB_MODE=offline or --wandb_log=False"
 
 
 class Wandb:
@@ -33,8 +40,7 @@ class Wandb:
             )
         except Exception as e:  # Exception is the only common base class of wandb's errors
             reason = " ".join(str(e).split())
-            advice = "mend this, or set WANDB_MODE=offline or --wandb_log=False"
-            raise ValueError(f"wandb cannot start ({reason}): {advice}") from e
+            raise ValueError(f"wandb cannot start ({reason}): mend this, or {how_to_go_on()}") from e
 
     def write(self, record: dict, text: str) -> None:
         """Send the numbers of a record. wandb keeps the first of two values for a step."""

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
+from isogpt.common.console import short_repr
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -132,7 +134,7 @@ def problems_of_shape(values: dict) -> list[str]:
             problems.append(f"{name} is {getattr(c, name)}: it must be from {least} to {most}")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            problems.append(f"{name} is {getattr(c, name)!r}; choose from {', '.join(choices)}")
+            problems.append(f"{name} is {short_repr(getattr(c, name))}; choose from {', '.join(choices)}")
     if problems:
         return problems
     if 0 < c.n_expert < c.n_expert_active:

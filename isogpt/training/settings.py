@@ -316,11 +316,9 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
         ValueError: the model's context is shorter than block_size, the data set contains token ids beyond the
             model's, or the number of experts differs.
     """
-    length, ids, size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
+    length, size = model_args["block_size"], config["block_size"]
     if size > length:
         raise ValueError(f"block_size is {size}, but the checkpoint's is {length}: set --block_size={length}")
-    if data.highest >= ids:
-        raise ValueError(f"{data.folder} contains token id {data.highest}, but the model knows {ids} ids")
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args | {name: config[name] for name in OF_THE_RUN}
     experts = fitted["n_expert"]
     if config["n_expert"] in (0, experts):
