@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from isogpt.common.console import shortened
 from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
-from isogpt.data.text_files import decode, endings_of, kind_of, known_of, shown
+from isogpt.data.text_files import decode, endings_of, kind_of, known_of, read_text, shown
 from isogpt.options.values import is_url, without_credentials
 
 FileSystem = fsspec.AbstractFileSystem
@@ -45,8 +45,9 @@ def find_files(data_files: str) -> dict[str, FileSystem]:
         try:
             files, paths, is_folder = expand(pattern)
         except Exception as error:  # file systems raise nearly anything
-            cause = error.__cause__ or error  # HTTP's status, of which fsspec makes a missing file
-            problem = f"{pattern} cannot be opened: {type(cause).__name__}: {cause}"
+            # the latter is HTTP's status, of which fsspec makes a missing file
+            reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
+            problem = f"{pattern} cannot be opened: {'; '.join(reasons)}"
             raise ValueError(f"--data_files: {without_credentials(problem)}") from error
         if is_folder:
             paths = known_of(paths, shown(pattern))
@@ -155,7 +156,7 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
         print(f"downloading {SHAKESPEARE}; without a network, put the text at {path}")
         with urlopen(SHAKESPEARE, timeout=60) as response:
             write_whole(path, response.read())
-    return decode(path.read_bytes(), str(path)), {"file": path.name}
+    return read_text(path), {"file": path.name}
 
 
 def read_hub(name: str, text_key: str, options: dict) -> Iterator[Document]:

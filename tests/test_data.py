@@ -306,7 +306,7 @@ def test_links_and_other_folders(data, tmp_path):
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
-    "--data_files=two.jsonl,table.csv": "'table.csv' is no file that ends in .txt, ",
+    "--data_files=two.jsonl,tables.csv": "there is no file at 'tables.csv'",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",

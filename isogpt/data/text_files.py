@@ -1,6 +1,4 @@
-"""
-Files of text for prepare.py: which ones a folder stands for, how their names are shown, and their decoding.
-"""
+"""Files of text: which ones a folder stands for, how their names are shown, and their decoding."""
 
 import glob
 import os
@@ -8,6 +6,7 @@ import shlex
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from isogpt.common.console import shortened
 from isogpt.options.values import is_url, without_credentials
@@ -47,6 +46,11 @@ def kind_of(path: str) -> str:
 def shown(names: str) -> str:
     """--data_files, or a path or a pattern of it, as messages and metadata show it: without credentials."""
     return ",".join(without_credentials(name) if is_url(name) else name for name in names.split(","))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, see `decode`."""
+    return decode(path.read_bytes(), str(path))
 
 
 def decode(content: bytes, name: str) -> str:
