@@ -232,6 +232,26 @@ def test_a_document_that_cannot_be_encoded_is_left_out(tmp_path, capsys):
     assert "Max stack size exceeded" in error_of(REPO / "data/shakespeare/prepare.py", *options)
 
 
+def test_nothing_is_written_or_deleted_through_a_link(source, tmp_path):
+    """Of any name that the scripts write, in the folder that they write to."""
+    folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "train.bin").write_text("kept")
+    folder.mkdir()
+    names = ["train.bin", "val.bin", "documents.bin", "meta.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*names, *(f"{name}.tmp" for name in names), "meta.pkl", "train_000000.bin"):
+        (folder / name).symlink_to(elsewhere / "train.bin")
+    for name in ("unfinished.tmp", "unfinished.x.tmp"):
+        (folder / name).symlink_to(elsewhere)
+    for shard_tokens in (0, 100, 0):
+        prepare(source, folder, f"--shard_tokens={shard_tokens}")
+    (folder / "val.bin").unlink()
+    (folder / "meta.json").unlink()
+    run(REPO / "data/split.py", folder)
+    run(REPO / "data/find_documents.py", folder)
+    assert contents(elsewhere) == {"train.bin": b"kept"}
+
+
 @pytest.mark.parametrize("shard_tokens", [0, 700])
 def test_a_kill_at_any_moment_leaves_no_half_data_set(source, tmp_path, shard_tokens):
     """
