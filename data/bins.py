@@ -36,7 +36,7 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     parser.formatter_class = ArgumentDefaultsHelpFormatter
     parser.set_defaults(**defaults)
     add = parser.add_argument
-    add("--data_files", help="files, folders or globs, separated by commas")
+    add("--data_files", help="files, folders, globs or URLs, separated by commas")
     add("--text_key", default="text", help="key or column of the text")
     add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
     add("--val_fraction", type=float, help="what part goes to val.bin")

@@ -45,9 +45,9 @@ def find_files(data_files: str) -> dict[str, FileSystem]:
         try:
             files, paths, is_folder = expand(pattern)
         except Exception as error:  # file systems raise nearly anything
-            # the latter is HTTP's status, of which fsspec makes a missing file
-            reasons = [f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e]
-            problem = f"{pattern} cannot be opened: {'; '.join(reasons)}"
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+            reason = cause or error  # the former is HTTP's status, for instance
+            problem = f"{pattern} cannot be opened: {type(reason).__name__}: {reason}"
             raise ValueError(f"--data_files: {without_credentials(problem)}") from error
         if is_folder:
             paths = known_of(paths, shown(pattern))
