@@ -45,8 +45,8 @@ def find_files(data_files: str) -> dict[str, FileSystem]:
         try:
             files, paths, is_folder = expand(pattern)
         except Exception as error:  # file systems raise nearly anything
-            cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-            reason = cause or error  # the former is HTTP's status, for instance
+            # what is missing for fsspec may be so for another reason, such as HTTP's status 403
+            reason = isinstance(error, FileNotFoundError) and error.__cause__ or error
             problem = f"{pattern} cannot be opened: {type(reason).__name__}: {reason}"
             raise ValueError(f"--data_files: {without_credentials(problem)}") from error
         if is_folder:
