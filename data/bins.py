@@ -10,14 +10,13 @@ import shlex
 import sys
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 import isogpt.common.interrupt  # (first: the other imports take longer)
 
-from read_files import read_documents, read_hub, read_shakespeare
+from read_files import find_files, read_documents, read_hub, read_shakespeare, shown
 from train_tokenizer import train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 
@@ -38,7 +37,7 @@ def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
     parser.formatter_class = ArgumentDefaultsHelpFormatter
     parser.set_defaults(**defaults)
     add = parser.add_argument
-    add("--data_files", help="files, folders or globs, separated by commas")
+    add("--data_files", help="files, folders, globs or URLs, separated by commas")
     add("--text_key", default="text", help="key or column of the text")
     add("--out", type=Path, default=Path(script).absolute().parent, help="folder to write to")
     add("--val_fraction", type=float, help="what part goes to val.bin")
@@ -57,7 +56,7 @@ def run(work: Callable, *args: object, **options: object) -> None:
     isogpt.common.interrupt.raise_interrupt()
     try:
         sys.exit(work(*args, **options))
-    except (ImportError, OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
+    except (ImportError, OSError, ValueError, KeyboardInterrupt) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print("error:", visible(reason), file=sys.stderr)
         sys.exit(1)
@@ -98,13 +97,14 @@ def prepare_text(script: str, about: str, read: Callable = read_shakespeare, **d
     defaults = {"val_fraction": 0.1, "tokenizer": "char", "num_proc": 1} | defaults
     args = make_parser(script, about, defaults).parse_args()
     if args.data_files:
-        text = "\n".join(read_documents(args.data_files, args.text_key))
-        source = {"data_files": args.data_files}
+        documents = read_documents(find_files(args.data_files), args.text_key)
+        text = "\n".join(text for _, text in documents)
+        source = {"data_files": shown(args.data_files)}
     else:
         text, source = read(Path(script).parent)
     cut = int(len(text) * (1 - args.val_fraction))
     train, val = text[:cut].encode(), text[cut:].encode()
-    write(args, source, [text], [("train", train), ("val", val)])
+    write(args, source, [text], [("train", train, []), ("val", val, [])])
 
 
 def prepare_documents(script: str, about: str, dataset: str, selection: dict, **defaults: object) -> None:
@@ -133,15 +133,17 @@ def prepare_documents(script: str, about: str, dataset: str, selection: dict, **
         raise ValueError("--tokenizer=char is for one text: see 'Your own text' in data/README.md")
 
     if args.data_files:
-        read = partial(read_documents, args.data_files, args.text_key, args.document_separator)
-        source = {"data_files": args.data_files}
+        files = find_files(args.data_files)
+        read = partial(read_documents, files, args.text_key, args.document_separator)
+        source = {"data_files": shown(args.data_files)}
     else:
         read = partial(read_hub, dataset, args.text_key, selection)
         source = {"dataset": dataset, **selection}
     source["seed"] = args.seed
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds
-    shown = tqdm(read(), unit=" documents", unit_scale=True, mininterval=pause, delay=pause)
-    write(args, source, read(), batches_of(shown, args.seed, args.val_fraction))
+    counted = tqdm(read(), unit=" documents", unit_scale=True, mininterval=pause, delay=pause)
+    texts = (text for _, text in read())
+    write(args, source, texts, batches_of(counted, args.seed, args.val_fraction))
 
 
 def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iterable[Batch]) -> None:
@@ -161,7 +163,7 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
         decoded = tokenizer.decode(tokenizer.encode(SAMPLE))
         if SAMPLE not in decoded:
             print("note: the tokenizer does not keep the text, for instance capital letters")
-    parts = tokenize(batches, make_tokenizer, args.num_proc)
+    parts = tokenize(batches, tokenizer, make_tokenizer, args.num_proc)
     folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     source["val_fraction"] = args.val_fraction

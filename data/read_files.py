@@ -1,88 +1,148 @@
 """Read the documents of --data_files or of the Hugging Face hub, and Tiny Shakespeare."""
 
 import glob
-import gzip
+import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from isogpt.common.console import shortened
 from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
-from isogpt.data.text_files import read_text
+from isogpt.data.text_files import decode, endings_of, kind_of, known_of, read_text, shown
+from isogpt.options.values import is_url, without_credentials
+
+FileSystem = fsspec.AbstractFileSystem
+Document = tuple[str, str]  # where it is, for messages, and its text
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-KINDS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 BATCH_ROWS = 1000
-BLOCK = 1 << 20  # characters of a .txt file, or bytes of a .parquet file, that are read at once
+BLOCK = 1 << 20  # characters of a .txt file, or bytes of any other, that are read at once
 
 
-def read_documents(data_files: str, text_key: str = "text", separator: str = "") -> Iterator[str]:
+# ------------------------------------------------------------------------------------------------------------
+# which files
+
+
+def find_files(data_files: str) -> dict[str, FileSystem]:
     """
-    Yield the documents of a comma-separated list of files, folders and globs, sorted by path. A .txt file is
-    one document, or several with a separator, a .jsonl file contains one per line, a .parquet file one per
-    row; null is none. All files are streamed, except a .txt file without a separator.
+    Find the files of --data_files: a comma-separated list of files, folders and globs, and of URLs of these
+    for fsspec. A note says which are left out of a folder, and which are read as text without being a .txt.
+
+    Returns:
+        the file system of each file, sorted by path.
 
     Raises:
-        ValueError: there is no file that can be read, or one of them cannot be parsed.
+        ValueError: there is no file, or a URL cannot be opened.
     """
-    for path in find_files(data_files):
+    found = {}
+    for pattern in data_files.split(","):
+        try:
+            files, paths, is_folder = expand(pattern)
+        except Exception as error:  # file systems raise nearly anything
+            # what is missing for fsspec may be so for another reason, such as HTTP's status 403
+            reason = isinstance(error, FileNotFoundError) and error.__cause__ or error
+            problem = f"{pattern} cannot be opened: {type(reason).__name__}: {reason}"
+            raise ValueError(f"--data_files: {without_credentials(problem)}") from error
+        if is_folder:
+            paths = known_of(paths, shown(pattern))
+        if not paths:
+            raise ValueError(f"--data_files: there is no file at {shown(pattern)!r}")
+        found |= dict.fromkeys(paths, files)
+    if others := endings_of(found):
+        print(f"note: read as text: {shortened(others, 10)}; records must be in .jsonl or .parquet files")
+    return dict(sorted(found.items()))
+
+
+def expand(pattern: str) -> tuple[FileSystem, list[str], bool]:
+    """The file system of a file, folder, glob or URL, the files there, and whether it is a folder."""
+    files, name = LocalFileSystem(), os.path.expanduser(pattern)  # a shell replaces ~ only in front
+    if is_url(pattern):
+        files, name = fsspec.url_to_fs(pattern)
+    if isinstance(files, LocalFileSystem):  # a glob of fsspec would find hidden files, and follow no links
+        is_folder = os.path.isdir(name)
+        if is_folder:
+            name = os.path.join(glob.escape(name), "**", "*")
+        paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        return files, [path for path in paths if os.path.isfile(path)], is_folder
+    try:
+        found = {name: files.info(name)}
+    except FileNotFoundError:
+        found = files.glob(name, detail=True)
+        if not found:
+            raise
+    is_folder = found.get(name, {}).get("type") == "directory"
+    if is_folder:
+        found = files.find(name, detail=True)
+    return files, [path for path, info in found.items() if info["type"] == "file"], is_folder
+
+
+# ------------------------------------------------------------------------------------------------------------
+# their documents
+
+
+def read_documents(
+    files: dict[str, FileSystem], text_key: str = "text", separator: str = ""
+) -> Iterator[Document]:
+    """
+    Yield the documents of files. A .jsonl file contains one per line, a .parquet file one per row; null is
+    none. Any other file is a document in UTF-8, or several with a separator. All files are streamed, except
+    a text without a separator.
+
+    Raises:
+        ValueError: one of the files cannot be read or parsed.
+    """
+    for path, file_system in files.items():
         count = 0
         try:
-            for text in texts_in(path, text_key, separator):
+            for text in texts_in(file_system, path, text_key, separator):
                 if not isinstance(text, str | None):
                     raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}: set --text_key=")
                 count += 1
                 if text is not None:
                     # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
-                    yield text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                    yield f"{shown(path)}, document {count}", text
         except Exception as error:  # a damaged file raises nearly anything
-            raise ValueError(f"{path}, document {count + 1}: {error}") from error
+            advice = f"; simplecache::{shown(path)} is downloaded first" if is_url(path) else ""
+            problem = f"{shown(path)}, document {count + 1}: {error}{advice}"
+            raise ValueError(without_credentials(problem) if advice else problem) from error
 
 
-def find_files(data_files: str) -> list[Path]:
-    """The files of --data_files, see `read_documents`."""
-    names = set()
-    for pattern in data_files.split(","):
-        name = os.path.expanduser(pattern)  # a shell replaces ~ only at the start of a word
-        if os.path.isdir(name):
-            name = os.path.join(glob.escape(name), "**", "*")
-        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        files = [file for file in found if file.lower().endswith(KINDS) and os.path.isfile(file)]
-        if not files:
-            raise ValueError(f"--data_files: '{pattern}' is no file that ends in {', '.join(KINDS)}")
-        names.update(files)
-    return [Path(name) for name in sorted(names)]
-
-
-def texts_in(path: Path, text_key: str, separator: str) -> Iterator[object]:
+def texts_in(files: FileSystem, path: str, text_key: str, separator: str) -> Iterator[object]:
     """Yield the texts of a file; for a record without text_key, the record itself."""
-    name = path.name.lower()
-    if name.endswith(".txt"):
-        yield from separated(path, separator) if separator else [read_text(path)]
-    elif name.endswith(".parquet"):
-        from pyarrow.parquet import ParquetFile
+    compression = "gzip" if shown(path).lower().endswith(".gz") else None
+    opened = files.open(path, "rb", compression=compression)
+    with io.BufferedReader(opened, BLOCK) as file:  # fsspec's own search for the end of a line is slow
+        if kind_of(path) == ".parquet":
+            from pyarrow.parquet import ParquetFile
 
-        # by default, a column of a whole row group would be in memory, which may be as large as the file
-        with ParquetFile(path, pre_buffer=False, buffer_size=BLOCK) as table:
+            # by default, a column of a whole row group would be in memory, which may be as large as the file
+            table = ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
             for batch in table.iter_batches(BATCH_ROWS, columns=[text_key]):
                 yield from batch[text_key].to_pylist()
-    else:  # `datasets` would read a text that is a date as a date, and records of one form only
-        with (gzip.open if name.endswith(".gz") else open)(path, "rb") as lines:
-            for line in filter(bytes.strip, lines):
+        elif kind_of(path) == ".jsonl":
+            # `datasets` would read a text that is a date as a date, and records of one form only
+            for line in filter(bytes.strip, file):
                 record = json.loads(line)
                 yield record.get(text_key, record) if isinstance(record, dict) else record
+        else:
+            yield from separated(file, separator) if separator else [decode(file.read(), shown(path))]
 
 
-def separated(path: Path, separator: str) -> Iterator[str]:
+def separated(file: io.BufferedReader, separator: str) -> Iterator[str]:
     """Yield the texts between the separators, without white space at both ends, while the file is read."""
     rest = ""
-    with open(path, encoding="utf-8-sig") as file:
-        # as much as is left of a long document, which is then searched twice and not once for each block
-        while block := file.read(max(BLOCK, len(rest))):
-            *documents, rest = (rest + block).split(separator)
-            yield from map(str.strip, documents)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig")
+    # as much as is left of a long document, which is then searched twice and not once for each block
+    while block := text.read(max(BLOCK, len(rest))):
+        *documents, rest = (rest + block).split(separator)
+        yield from map(str.strip, documents)
     yield rest.strip()
 
 
@@ -99,13 +159,17 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
     return read_text(path), {"file": path.name}
 
 
-def read_hub(name: str, text_key: str, options: dict) -> Iterator[str]:
+def read_hub(name: str, text_key: str, options: dict) -> Iterator[Document]:
     """Stream the documents of a data set of Hugging Face's datasets; `options` are those of load_dataset."""
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
     rows = load_dataset(name, split="train", streaming=True, **options)
+    count = 0
     for batch in rows.iter(batch_size=BATCH_ROWS):
         if text_key not in batch:
             raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
-        yield from filter(None, batch[text_key])
+        for text in batch[text_key]:
+            count += 1
+            if text:
+                yield f"{name}, document {count}", text

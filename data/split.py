@@ -37,7 +37,9 @@ def split(folder: Path, val_fraction: float) -> None:
         raise ValueError(f"--val_fraction={val_fraction} leaves train.bin or val.bin empty: set 0.1")
     parts = {"val.bin": parts_of(tokens, cut), "train.bin": parts_of(tokens, 0, cut)}
     for name, part in parts.items():
-        with open(folder / f"{name}.tmp", "wb") as file:
+        other = folder / f"{name}.tmp"
+        other.unlink(missing_ok=True)  # of a killed process, or a link to some other file
+        with open(other, "xb") as file:
             file.writelines(part)
             os.fsync(file.fileno())
     record(folder, {"dtype": tokens.dtype.name})  # the new files have no header that says the dtype

@@ -1,7 +1,8 @@
 """
 Tokenize text in several processes, and write the files of a data set, whole or not at all.
 
-A batch is a split, train or val, and some of its text in UTF-8, with END_OF_DOCUMENT after each document.
+A batch is a split, train or val, some of its text in UTF-8, with END_OF_DOCUMENT after each document, and the
+places of these documents, for messages. A part is a batch with its ids, in the dtype of the files.
 """
 
 import hashlib
@@ -11,40 +12,44 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
-from multiprocessing import get_context, parent_process
+from contextlib import contextmanager, suppress
+from itertools import chain, cycle, islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 
 import numpy as np
+from read_files import Document
 
+from isogpt.common.console import count_text, shortened
 from isogpt.data.dataset import parts_of
 from isogpt.data.token_files import Tokens, open_files
 from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.vocabulary import Vocabulary
 
-Batch = tuple[str, bytes]
+Batch = tuple[str, bytes, list[str]]
+Part = tuple[str, bytes, np.ndarray, list[str]]  # at last, which documents are left out and why
 
 BATCH_BYTES = 1 << 20  # of text, which one core tokenizes in about 0.1 s
-OF_PROCESS = {}  # "tokenizer": that of this process
 END_OF_DOCUMENT = b"\xff"  # which UTF-8 never contains, so that documents are not hashed as one text
 # what a new data set replaces, whether the earlier one consists of shards or not, in this order
 TOKEN_FILES = ("train.bin", "train_??????.bin", "val.bin", "val_??????.bin")
 REPLACED = (*TOKEN_FILES, "documents.bin", "meta.json", "meta.pkl")
 
 
-def batches_of(documents: Iterable[str], seed: int, val_fraction: float) -> Iterator[Batch]:
-    """Divide documents into batches; None and empty documents are left out."""
+def batches_of(documents: Iterable[Document], seed: int, val_fraction: float) -> Iterator[Batch]:
+    """Divide documents into batches; empty ones are left out."""
     texts = {"train": bytearray(), "val": bytearray()}
-    for index, document in enumerate(filter(None, documents)):
+    places = {"train": [], "val": []}
+    for index, (place, document) in enumerate(document for document in documents if document[1]):
         split = "val" if goes_to_val(seed, index, val_fraction) else "train"
         texts[split] += document.encode() + END_OF_DOCUMENT
+        places[split].append(place)
         if len(texts[split]) >= BATCH_BYTES:
-            yield split, bytes(texts[split])
-            texts[split].clear()
-    yield from texts.items()
+            yield split, bytes(texts[split]), places[split]
+            texts[split], places[split] = bytearray(), []
+    yield from ((split, bytes(text), places[split]) for split, text in texts.items())
 
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
@@ -58,60 +63,92 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < val_fraction * 2**64
 
 
-def tokenize(batches: Iterable[Batch], make: Callable, num_proc: int) -> Iterator[tuple[Batch, np.ndarray]]:
+def tokenize(batches: Iterable[Batch], tokenizer: Tokenizer, make: Callable, num_proc: int) -> Iterator[Part]:
     """
-    Yield each batch with its ids, in order.
+    Yield a part for each batch, in order.
 
     Args:
         make: returns the tokenizer.
-        num_proc: 1: in this process; else in so many others, or fewer if there are fewer batches.
+        num_proc: 1: in this process; else in so many others, to which the batches are dealt in turn.
 
     Raises:
-        ValueError: a text cannot be encoded.
-        BrokenProcessPool: a process has been killed, for instance for lack of memory.
+        ValueError: a text without documents cannot be encoded, the tokenizer lacks the token that ends a
+            document, or a process has been killed.
     """
-    if num_proc == 1:
-        OF_PROCESS["tokenizer"] = make()
-        yield from ((batch, ids_of(batch)) for batch in batches)
-        return
-    context = get_context("spawn")  # a fork would copy threads of the libraries that read files
-    with ProcessPoolExecutor(num_proc, context, start_process, (make,)) as pool:
-        earlier = ()
-        while some := list(islice(batches, 2 * num_proc)):
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is not for the processes
-            ids = pool.map(ids_of, some)  # starts, so that as many batches are read meanwhile
-            signal.signal(signal.SIGINT, before)
-            yield from earlier
-            earlier = zip(some, ids, strict=True)
-        yield from earlier
-
-
-def start_process(make: Callable) -> None:
-    """Prepare a tokenizing process, which ends with the main one, also after a kill."""
-    Thread(target=end_with_parent, daemon=True).start()
-    OF_PROCESS["tokenizer"] = make()
-
-
-def end_with_parent() -> None:
-    """Wait until the main process has ended, and end this one."""
-    parent_process().join()
-    os._exit(1)
-
-
-def ids_of(batch: Batch) -> np.ndarray:
-    """The ids of a batch, with the end-of-text token after each document."""
-    tokenizer, ids = OF_PROCESS["tokenizer"], []
-    *documents, rest = batch[1].split(END_OF_DOCUMENT)
-    if documents and tokenizer.end_of_text is None:
+    batches = iter(batches)
+    first = list(islice(batches, num_proc))
+    if tokenizer.end_of_text is None and any(places for _, _, places in first):
         raise ValueError("the tokenizer lacks a token that ends a document: set --tokenizer=gpt2")
-    for document in documents:
-        of_document = tokenizer.encode(document.decode())
+    if num_proc == 1:
+        yield from (encode(tokenizer, batch) for batch in chain(first, batches))
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is not for the processes
+    processes = [start_process() for _ in first]
+    signal.signal(signal.SIGINT, before)
+    with deaths_reported():
+        for process, batch in zip(processes, first, strict=True):
+            process.send(make)
+            process.send(batch)
+    for batch, process in zip(chain(batches, [None] * len(first)), cycle(processes), strict=False):
+        with deaths_reported():
+            part = process.recv()
+            if batch:
+                process.send(batch)
+        yield part
+
+
+@contextmanager
+def deaths_reported() -> Iterator[None]:
+    """Raise ValueError if the block cannot write to a tokenizing process or read from it."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        problem = "A tokenizing process has been killed, perhaps for lack of memory"
+        raise ValueError(f"{problem}: set --num_proc=1 to use less") from error
+
+
+def start_process() -> Connection:
+    """
+    Start a process that runs `serve`, and return this end of its own pipe: a queue that several processes
+    share would stay locked if one of them is killed.
+    """
+    context = get_context("spawn")  # a fork would copy threads of the libraries that read files
+    ours, its = context.Pipe()
+    context.Process(target=serve, args=(its,), daemon=True).start()
+    its.close()  # so that its end closes this one
+    return ours
+
+
+def serve(connection: Connection) -> None:
+    """Receive a function that makes the tokenizer, and then texts, until the main process ends or closes."""
+    with suppress(EOFError, ConnectionError):
+        tokenizer = connection.recv()()
+        while True:
+            connection.send(encode(tokenizer, connection.recv()))
+
+
+def encode(tokenizer: Tokenizer, batch: Batch) -> Part:
+    """
+    The part of a batch, with the end-of-text token after each document. Documents that the tokenizer cannot
+    encode are left out.
+    """
+    split, text, places = batch
+    *documents, rest = text.split(END_OF_DOCUMENT)
+    kept, ids, left_out = [], [], []
+    for document, place in zip(documents, places, strict=True):
+        try:
+            of_document = tokenizer.encode(document.decode())
+        except Exception as error:  # the tokenizers library raises this class
+            left_out.append(f"{place}: {error}")
+            continue
+        kept.append(document + END_OF_DOCUMENT)
         ids += of_document
         if of_document[-1:] != [tokenizer.end_of_text]:
             ids.append(tokenizer.end_of_text)
     if rest:
         ids = tokenizer.encode(rest.decode())
-    return np.array(ids, np.uint16 if tokenizer.n_ids <= 1 << 16 else np.uint32)
+    dtype = np.uint16 if tokenizer.n_ids <= 1 << 16 else np.uint32
+    return split, b"".join([*kept, rest]), np.array(ids, dtype), left_out
 
 
 class SplitText:
@@ -164,7 +201,7 @@ def write_data_set(
 
     Args:
         source: what meta.json records of the text's origin.
-        parts: batches and their ids, see tokenize.
+        parts: see tokenize.
 
     Raises:
         ValueError: one of the splits is empty.
@@ -175,8 +212,13 @@ def write_data_set(
     with TemporaryDirectory(prefix="unfinished.", suffix=".tmp", dir=folder) as name:
         temporary = Path(name)
         writers = {split: SplitText(temporary, split, per_file) for split in ("train", "val")}
-        for (split, text), ids in parts:
+        left_out = []
+        for split, text, ids, errors in parts:
             writers[split].add(text, ids)
+            left_out += errors
+        if left_out:
+            count = count_text(len(left_out), "document")
+            print(f"note: {count} left out, which cannot be encoded: {shortened(left_out, between='; ')}")
         if not all(writer.tokens for writer in writers.values()):
             raise ValueError("train.bin or val.bin would be empty: use more text, or set --val_fraction=0.1")
         meta = {"dtype": ids.dtype.name, "vocab_size": write_vocabulary(temporary, vocabulary, size)}

@@ -306,7 +306,7 @@ def test_links_and_other_folders(data, tmp_path):
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
-    "--data_files=two.jsonl,table.csv": "'table.csv' is no file that ends in .txt, ",
+    "--data_files=two.jsonl,tables.csv": "there is no file at 'tables.csv'",
     "--data_files=key.jsonl": "key.jsonl, document 2: no string at 'text' in {'content': .* set --text_key=",
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
@@ -366,12 +366,22 @@ def test_what_is_read_with_a_note(inputs, capsys):
 
 
 def test_chats_and_instructions(at):
-    """What data/README.md shows."""
+    """What data/README.md shows, which refuses what it does not know."""
+    chats = (REPO / "data" / "README.md").read_text().partition("### Chats and instructions")[2]
+    snippet = chats.split("```")[1].removeprefix("python")
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     alpaca = {"instruction": "add", "output": "3", "id": 1}
-    Path("messages.jsonl").write_text(f"{json.dumps(chat)}\n{json.dumps(alpaca)}\n")
-    chats = (REPO / "data" / "README.md").read_text().partition("### Chats and instructions")[2]
-    exec(chats.split("```")[1].removeprefix("python"), {})
+    Path("messages.jsonl").write_text(f"{json.dumps(chat)}\n{json.dumps(alpaca | {'input': ''})}\n")
+    exec(snippet, {})
     options = ["--data_files=chats.jsonl", "--val_fraction=0.5", "--out=out"]
     run(REPO / "data/shakespeare_char/prepare.py", *options)
     assert decode_characters(Path("out"))[1] == "user: hi\nadd\n3"
+    contents = [None, [{"type": "text", "text": "hi"}], 3]
+    unknown = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now"}}]}
+    unknown += [{"messages": [call]}, {"messages": [{"from": "user", "value": "hi"}]}, {"messages": "hi"}]
+    unknown += [{"conversations": []}, alpaca | {"output": None}, {"prompt": "hi", "completion": "ho"}, {}]
+    for record in unknown:
+        Path("messages.jsonl").write_text(f"{json.dumps(alpaca)}\n{json.dumps(record)}\n")
+        with pytest.raises(ValueError, match="record 2: "):
+            exec(snippet, {})

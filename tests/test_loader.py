@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -275,6 +276,23 @@ def test_the_highest_id_of_a_large_file(tmp_path):
         assert open_dataset(str(tmp_path), BLOCK).highest == 9
         ids[place] = 0
     assert open_dataset(str(tmp_path), BLOCK).highest < 9
+
+
+def test_a_file_that_was_written_in_part(work, zygote, monkeypatch):
+    """As nanoGPT's scripts do it, which allocate a whole file: one note, from one of the ranks."""
+    monkeypatch.chdir(work)
+    assert open_dataset("tiny", BLOCK).notes == ()
+    path = Path("data/tiny/train.bin")
+    ids = np.memmap(path, np.uint16, "r+")
+    ids[len(ids) // 2 :] = 0
+    shutil.copytree("data/tiny", "data/other")
+    (note,) = open_dataset("tiny", BLOCK).notes
+    assert re.match(rf"in [45]\d% of the samples of {path}, id 0 is repeated 256 times", note)
+    assert len(open_dataset("other,tiny", BLOCK).notes) == 2
+    shutil.copy(path, "data/other/val.bin")
+    assert len(open_dataset("tiny", BLOCK, eval_datasets="other").notes) == 2
+    run = zygote.train(["--max_iters=0", "--out_dir=out"], work, 2)
+    assert run.text().count("is repeated 256 times") == 1
 
 
 def test_invalid_metadata_is_refused(folder):

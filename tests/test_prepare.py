@@ -6,22 +6,33 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from runs import REPO, children, wait_for
 from test_data import cached_tokenizers as cached_tokenizers
-from test_data import contents, error_of, needs_gpt2, run, write_jsonl, write_tokenizer
+from test_data import (
+    contents,
+    decode_documents,
+    error_of,
+    needs_gpt2,
+    read,
+    run,
+    write_jsonl,
+    write_tokenizer,
+)
 
 from isogpt.data.data_folder import open_split, read_meta
 
 sys.path.insert(0, str(REPO / "data"))
-from read_files import read_documents
+from read_files import find_files, read_documents
 
 SCRIPT = REPO / "data/openwebtext/prepare.py"
 END = "<|endoftext|>"
@@ -73,6 +84,10 @@ def prepare_with_signal(number, is_moment, source, out, *args):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def texts(data_files):
+    return [text for _, text in read_documents(find_files(data_files))]
+
+
 def joined(folder, split):
     return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{split}*.bin")))
 
@@ -113,7 +128,128 @@ def test_folders_and_compressed_files(source, tmp_path):
     (source / "README.md").write_text("no document")
     (source / ".hidden.txt").write_text("no document")
     others = ["in d", "in e", "\ufffd b", "\ufffd\U0001f600"]
-    assert list(read_documents(str(source))) == DOCUMENTS + others
+    assert texts(str(source)) == DOCUMENTS + others
+
+
+def test_files_that_a_folder_leaves_out(tmp_path, monkeypatch, capsys):
+    """A note counts them and says what to type to read them, which works; a pattern that names files does."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "some [texts]"
+    (folder / "below").mkdir(parents=True)
+    names = ["a.txt", *(f"below/{i}.py" for i in range(20)), *(f"{i}.md" for i in range(19)), "README"]
+    for name in names:
+        (folder / name).write_text(name)
+    os.mkfifo(folder / "pipe.txt")
+    options = ["--data_files=some [texts]", "--val_fraction=0.5", "--tokenizer=char"]
+    run(REPO / "data/shakespeare_char/prepare.py", *options, "--out=out")
+    said = capsys.readouterr().out
+    assert said.startswith("note: left out of 'some [texts]': 20 .py, 19 .md, 1 README; set --data_files=")
+    advised = re.compile(r"set --data_files=('.*?') to read .py as text")
+    assert texts(*shlex.split(advised.search(said)[1])) == ["a.txt", *sorted(names[1:21])]
+    (folder / "a.txt").unlink()
+    with pytest.raises(ValueError) as problem:
+        texts("some [texts]")
+    assert texts(*shlex.split(advised.search(str(problem.value))[1])) == sorted(names[1:21])
+    capsys.readouterr()
+    (folder / "b.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert texts("some [[]texts]/*.json") == ['{"text": "one"}\n{"text": "two"}\n']
+    assert capsys.readouterr().out.startswith("note: read as text: 1 .json; records must be in .jsonl or ")
+    (folder / "b.json").rename(folder / "b.jsonl")
+    assert texts("some [[]texts]/*.jsonl") == ["one", "two"]
+    (folder / "c.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"c\.png, document 1: .* is not text in UTF-8 "):
+        texts("some [[]texts]/*")
+
+
+def test_urls(source, tmp_path, capsys):
+    """What fsspec opens is read like local files; errors are one line without credentials."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["in c", "more"]}), source / "c.parquet")
+    (source / "b").mkdir()
+    (source / "b" / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "in d"}\n\n{"text": "end"}'))
+    (source / "e.txt").write_text("in e===f")
+    (source / "f.md").write_text("in f")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(source), "/texts", recursive=True)
+    everything = texts(str(source))
+    capsys.readouterr()
+    for url in ("memory://texts", f"file://{source}", "simplecache::memory://texts"):
+        assert texts(url) == everything
+        assert capsys.readouterr().out.startswith(f"note: left out of '{url}': 1 .md; ")
+    assert texts("memory://texts/**/*.gz,memory://texts/*.md") == ["in d", "end", "in f"]
+    files = find_files("memory://texts/e.txt")
+    assert [*read_documents(files, separator="===")] == [
+        ("/texts/e.txt, document 1", "in e"),
+        ("/texts/e.txt, document 2", "f"),
+    ]
+    prepare(source, tmp_path / "local")
+    prepare(source, tmp_path / "remote", "--data_files=memory://texts")
+    local, remote = contents(tmp_path / "local"), contents(tmp_path / "remote")
+    assert local.pop("meta.json") != remote.pop("meta.json") and local == remote
+    fsspec.register_implementation("lacking", "no_such_package.fs.Class", errtxt="Install it", clobber=True)
+    for url, message in {
+        "memory://texts/no.txt": "memory://texts/no.txt cannot be opened: FileNotFoundError: ",
+        "memory://texts/*.no": r"memory://texts/\*.no cannot be opened: FileNotFoundError: ",
+        "lacking://me:secret@host/a?key=secret": "lacking://host/a cannot be opened: ImportError: Install it",
+        "unknown://a": "unknown://a cannot be opened: ValueError: Protocol not known: unknown",
+    }.items():
+        with pytest.raises(ValueError, match=f"--data_files: {message}") as problem:
+            find_files(url)
+        assert "secret" not in str(problem.value)
+    memory.rm("/texts", recursive=True)
+
+
+@needs_gpt2
+def test_a_document_that_cannot_be_encoded_is_left_out(tmp_path, capsys):
+    """It is named and counted, and the files are those of the other documents; one text is an error."""
+    spaces = " " * 1_200_000 + "x"
+    others = [f"document {i} " * 20 for i in range(40)]
+    write_jsonl(tmp_path / "all.jsonl", [*others[:16], spaces, *others[16:], spaces])
+    write_jsonl(tmp_path / "others.jsonl", others)
+    options = ["--val_fraction=0.3", "--seed=2", "--tokenizer=gpt2"]
+    found = {}
+    for name, number in (("all", 1), ("all", 2), ("others", 1)):
+        out = tmp_path / f"{name}{number}"
+        files = f"--data_files={tmp_path}/{name}.jsonl"
+        run(SCRIPT, files, *options, f"--num_proc={number}", f"--out={out}")
+        found[out.name] = contents(out)
+        del found[out.name]["meta.json"]
+        said = capsys.readouterr().out
+        assert said.count("note: 2 documents left out, which cannot be encoded: ") == (name == "all")
+        for n in (17, 42):
+            assert said.count(f"{tmp_path}/all.jsonl, document {n}: Regex error") == (name == "all")
+        meta, train, val = read(out)
+        assert meta["documents"] == 40
+        assert meta["train_bytes"] + meta["val_bytes"] == sum(map(len, others))
+        assert sorted(decode_documents(train) + decode_documents(val)) == sorted(others)
+        counted = {key: meta[key] for key in ("val_bytes", "val_text")}
+        run(REPO / "data/count_bytes.py", out)
+        assert counted == {key: read(out)[0][key] for key in counted}
+    assert found["all1"] == found["all2"]
+    (tmp_path / "spaces.txt").write_text(spaces + " x" * 100_000)
+    options = [f"--data_files={tmp_path}/spaces.txt", f"--out={tmp_path}/text"]
+    assert "Max stack size exceeded" in error_of(REPO / "data/shakespeare/prepare.py", *options)
+
+
+def test_nothing_is_written_or_deleted_through_a_link(source, tmp_path):
+    """Of any name that the scripts write, in the folder that they write to."""
+    folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "train.bin").write_text("kept")
+    folder.mkdir()
+    names = ["train.bin", "val.bin", "documents.bin", "meta.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*names, *(f"{name}.tmp" for name in names), "meta.pkl", "train_000000.bin"):
+        (folder / name).symlink_to(elsewhere / "train.bin")
+    for name in ("unfinished.tmp", "unfinished.x.tmp"):
+        (folder / name).symlink_to(elsewhere)
+    for shard_tokens in (0, 100, 0):
+        prepare(source, folder, f"--shard_tokens={shard_tokens}")
+    (folder / "val.bin").unlink()
+    (folder / "meta.json").unlink()
+    run(REPO / "data/split.py", folder)
+    run(REPO / "data/find_documents.py", folder)
+    assert contents(elsewhere) == {"train.bin": b"kept"}
 
 
 @pytest.mark.parametrize("shard_tokens", [0, 700])
@@ -175,14 +311,20 @@ def test_a_failure_leaves_the_earlier_files(source, tmp_path, capfd):
     assert contents(folder) == before and not list(folder.glob("*.tmp"))
 
 
-def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path):
-    """As for want of memory: in one line, not by waiting for its answer."""
+@pytest.mark.parametrize("is_starting", [True, False])
+def test_a_tokenizing_process_that_is_killed_is_reported(source, tmp_path, is_starting):
+    """As for want of memory: in one line, not by waiting until it answers, or takes a large tokenizer."""
     write_jsonl(source / "a.jsonl", ["word1 " * 1000] * 2000)
+    write_tokenizer(tmp_path / "tokenizer", {word: i for i, word in enumerate([*WORDS, "long" * 50_000])})
     command = [sys.executable, SCRIPT, *arguments(source, tmp_path / "out", "--num_proc=2")]
+
+    def of_pool():
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children(running.pid)}
+        return [pid for pid, command in commands.items() if "spawn_main" in command]
+
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: list(tmp_path.glob("out/*/train.bin")))
-        commands = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in children(running.pid)}
-        os.kill(next(pid for command, pid in commands.items() if "spawn_main" in command), signal.SIGKILL)
+        wait_for(of_pool if is_starting else lambda: list(tmp_path.glob("out/*/train.bin")))
+        os.kill(of_pool()[0], signal.SIGKILL)
         line = running.stderr.read()
     assert running.returncode == 1 and re.fullmatch("error: A .*process.*\n", line)
     assert not list((tmp_path / "out").iterdir())
@@ -196,7 +338,7 @@ def test_a_row_group_of_parquet_is_streamed(tmp_path):
     rows = [text[i : i + 500] for i in range(0, len(text), 500)]
     parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", use_dictionary=False)
     size, before = (tmp_path / "a.parquet").stat().st_size, pyarrow.total_allocated_bytes()
-    documents = read_documents(str(tmp_path))
+    documents = (text for _, text in read_documents(find_files(str(tmp_path))))
     assert next(documents) == rows[0]
     assert pyarrow.total_allocated_bytes() - before < size / 2
     assert list(documents) == rows[1:]

@@ -20,6 +20,7 @@ from isogpt.data.windows import Windows
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 MOST_IDS = 2**24  # more than any tokenizer uses
 PART = 2**18  # ids that are read at a time where all ids of a file are read
+RUN = 256  # ids in succession, which are hardly ever the same one in a text
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Dataset:
     quotas: tuple[int, ...] = (PER,)  # how many of each PER sequences are of each source
     vocab_size: int = 0  # of the run: from the setting, the metadata, or GPT-2's
     further: tuple["Dataset", ...] = ()  # validation sets that are evaluated too
+    notes: tuple[str, ...] = ()  # what a user should know about the files, also those of parts and further
 
     @property
     def name(self) -> str:
@@ -149,7 +151,8 @@ def open_dataset(
     for other in filter(None, map(str.strip, eval_datasets.split(","))):
         folder = find_dataset(other, "val")
         further.append(open_source(folder, MOST_IDS, block_size))
-    data = replace(whole, vocab_size=vocab_size, further=tuple(further))
+    notes = [note for one in (*sources, *further) for note in one.notes]
+    data = replace(whole, vocab_size=vocab_size, further=tuple(further), notes=tuple(notes))
     if len({one.name for one in data.named}) < len(data.named):
         folders = ", ".join(str(one.folder) for one in data.named)
         raise ValueError(f"{folders} have the same name, by which losses are reported: rename one")
@@ -166,9 +169,11 @@ def open_source(folder: Path, vocab_size: int, block_size: int, data_order: str 
     meta = read_meta(folder)
     names = ("train", "val") if data_order else ("val",)
     splits = {split: open_split(folder, split, meta, block_size) for split in names}
+    checked = [look_at(tokens, vocab_size) for tokens in splits.values()]
     return Dataset(
         folder,
-        highest=max(highest_id(tokens, vocab_size) for tokens in splits.values()),
+        highest=max(highest for highest, _ in checked),
+        notes=tuple(note for _, note in checked if note),
         digest=digest_of(splits),
         vocabulary=vocabulary_of_data(meta, folder),
         val_bytes=meta.get("val_bytes", 0),
@@ -210,13 +215,28 @@ def digest_of_parts(digests: list[str], quotas: list[int]) -> str:
 # the ids
 
 
-def highest_id(tokens: Tokens, vocab_size: int) -> int:
+def look_at(tokens: Tokens, vocab_size: int) -> tuple[int, str]:
     """
-    Return the highest id in a thousand samples, which are all ids of a file of up to four million (each batch
-    is checked when it is read). Raises DataError if an id is outside the vocabulary.
+    Look at a thousand samples, which are all ids of a file of up to four million (each batch is checked when
+    it is read).
+
+    Returns:
+        the highest id, and a note if more than one percent of the runs of RUN ids are a single id: a file
+        that was allocated at once, as nanoGPT's scripts do, and written in part, ends with zeros.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
     """
     starts, windows = samples(tokens, 1000)
-    return check_ids(windows, vocab_size, tokens, starts)
+    highest = check_ids(windows, vocab_size, tokens, starts)
+    runs = windows[:, : windows.shape[1] // RUN * RUN].reshape(len(windows), -1, RUN)
+    is_single = (runs == runs[:, :, :1]).all(axis=2)
+    if is_single.sum() <= is_single.size / 100:
+        return highest, ""
+    row, column = np.argwhere(is_single)[0]
+    file, _ = tokens.place_of(int(starts[row] + column * RUN))
+    found = f"in {is_single.mean():.0%} of the samples of {file.path}, id {runs[row, column, 0]} is repeated"
+    return highest, f"{found} {RUN} times: prepare the data set again if it was only written in part"
 
 
 def check_ids(windows: np.ndarray, vocab_size: int, tokens: Tokens, starts: np.ndarray) -> int:

@@ -89,7 +89,7 @@ def resolve_run(config: dict, ranks: Ranks, progress: Progress, model_class: typ
     notes = precision.set_up(ranks.device, plan, config["deterministic"], start.previous_dtype)
     not_continued = progress.begin(config, data, start.resumed)
     vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-    notes += not_continued + differences + limits.notes + schedule.notes(config)
+    notes += [*data.notes, *not_continued, *differences, *limits.notes, *schedule.notes(config)]
     recorded = config | plan.layout_settings() | settings_of_model(plan.model_args, config)
     recorded = without_secrets(recorded)
     return Run(config, data, schedule, start, plan, mesh, stop, vocabulary, code, recorded, notes, checked)
