@@ -85,7 +85,8 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     if not serves:
         wait_for_server(address, port, timeout_s)
     elif is_one_machine:
-        options["master_listen_fd"] = socket.create_server((address, port)).detach()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        options["master_listen_fd"] = socket.create_server((address, port), family=family).detach()
     store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
     # The agent's store is also that of the starts before, and contains what their ranks have written. Where
     # several agents may restart, they count differently (pytorch#135712), and
@@ -191,8 +192,15 @@ def choose_interface(other: str = LOOPBACK) -> str:
         other: the address of a machine; "" if it is not known, LOOPBACK if there is only one machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'.
+
+    Raises:
+        ValueError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = [name for _, name in socket.if_nameindex()]
+        if not {*chosen.split(",")} <= {*names}:  # not a prefix or an exclusion, which NCCL also takes
+            found = f"GLOO_SOCKET_IFNAME is {chosen!r}, but this machine has {', '.join(names)}"
+            raise ValueError(f"{found}: set it to one of these, or type unset GLOO_SOCKET_IFNAME")
         return chosen
     address = address_towards(other) if other else ""
     if not (name := interfaces().get(address)):

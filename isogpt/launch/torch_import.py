@@ -18,6 +18,8 @@ torch's import creates objects that stay until the process ends. Searching them 
 
 import gc
 import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,6 +41,10 @@ def use_passive_waiting() -> None:
 
 use_passive_waiting()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+try:
+    tempfile.gettempdir()  # torchrun writes there, and so do packages that torch imports
+except FileNotFoundError as e:
+    sys.exit(f"error: {e.strerror}: set TMPDIR to a folder that this process can write to")
 gc.disable()
 import torch  # noqa: E402, F401
 
