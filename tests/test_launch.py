@@ -229,6 +229,25 @@ leave_together("known")
         assert run.text().split() == [str(threads)] * 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_cores_are_those_of_the_container(monkeypatch):
+    """docker run --cpus limits the time, not the cores that a process sees."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(2, 10)})
+    for limit, cores in (("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)):
+        monkeypatch.setattr(network.Path, "read_text", lambda path, limit=limit: f"{limit}\n")
+        assert network.usable_cores() == cores
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(network.Path, "read_text", lambda path: "100000 100000\n")
+    for name in ("RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # undone when the test ends
+        monkeypatch.delenv(name)
+    try:
+        connect_ranks("cpu", "auto", 1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_ranks_know_each_other(zygote, tmp_path):
     """Those of a machine are neighbors, and those that share cores divide them. Each may open many files."""

@@ -168,13 +168,19 @@ def allow_connections() -> None:
 
 
 def own_cores() -> list[int]:
-    """
-    Return the cores that this process may run on; a container or a scheduler often allows fewer than there
-    are.
-    """
+    """Return the cores that this process may run on; a scheduler often allows fewer than there are."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use at once: its own, or fewer if its container's time is limited."""
+    cores = len(own_cores())
+    with suppress(OSError, ValueError):  # cgroup v2: docker's --cpus, a pod's limit; "max" is no number
+        time_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        return max(1, min(cores, time_us // period_us))
+    return cores
 
 
 # ------------------------------------------------------------------------------------------------------------
