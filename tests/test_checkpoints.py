@@ -180,6 +180,25 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
 
 
+# an old checkpoint that cannot be renamed, as after chattr +i, or on Windows while a program reads it
+LOCKED = """
+import errno
+rename = os.rename
+def locked_rename(old, new):
+    if os.path.basename(old) == "step_00000003":
+        raise OSError(errno.EBUSY, "Device or resource busy")
+    rename(old, new)
+os.rename = locked_rename
+"""
+
+
+def test_a_checkpoint_is_complete_even_if_an_old_one_cannot_be_deleted(zygote, work):
+    """Each new one counted as failed, and so did the run."""
+    run = start_changed(zygote, LOCKED, [*SHORT, "--keep_last=1"], work).wait()
+    assert "saved out/step_00000006" in run.text() and "failed" not in run.text()
+    assert {"step_00000003", "step_00000006"} <= {path.name for path in (work / "out").iterdir()}
+
+
 # a disk on which rank 0 takes long to write and verify a checkpoint, and rank 1 to read it
 SLOW_DISK = """
 import hashlib, time

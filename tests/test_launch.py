@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,6 +236,41 @@ leave_together("known")
 """
 
 
+def test_a_number_of_threads_that_a_user_has_chosen_stays(zygote, tmp_path):
+    """torchrun sets OMP_NUM_THREADS to 1, so this is nobody's choice, and ranks divide the cores."""
+    code = """
+os.sched_getaffinity = lambda pid: range(8)
+os.environ["OMP_NUM_THREADS"] = sys.argv[1]
+torch.set_num_threads(int(sys.argv[1]))  # as torch does when it is imported
+connect_ranks("cpu", "auto", 60)
+print(torch.get_num_threads())
+leave_together("known")
+"""
+    for chosen, threads in ((3, 3), (1, 4)):
+        (tmp_path / str(chosen)).mkdir()
+        run = start_ranks(zygote, tmp_path / str(chosen), 2, code, chosen).wait()
+        assert run.text().split() == [str(threads)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_cores_are_those_of_the_container(monkeypatch):
+    """docker run --cpus limits the time, not the cores that a process sees."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(2, 10)})
+    for limit, cores in (("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)):
+        monkeypatch.setattr(network.Path, "read_text", lambda path, limit=limit: f"{limit}\n")
+        assert network.usable_cores() == cores
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(network.Path, "read_text", lambda path: "100000 100000\n")
+    for name in ("RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # undone when the test ends
+        monkeypatch.delenv(name)
+    try:
+        connect_ranks("cpu", "auto", 1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_ranks_know_each_other(zygote, tmp_path):
     """Those of a machine are neighbors, and those that share cores divide them. Each may open many files."""
@@ -279,6 +315,8 @@ def test_ranks_that_share_a_gpu_are_refused(zygote, tmp_path):
 def test_the_store_of_one_machine_is_not_open_to_others(at):
     # mpirun and DeepSpeed, torchrun, Kubeflow: its name for the first of several pods
     cases = [("127.0.0.1", 1, False), ("localhost", 2, False), ("localhost", 1, True)]
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        cases.append(("::1", 2, False))
     for master, local_size, is_open in cases:
         port = free_port()
         as_rank(at, 0, 2, port, MASTER_ADDR=master, LOCAL_WORLD_SIZE=local_size)

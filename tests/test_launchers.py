@@ -18,7 +18,7 @@ from runs import FORKED, REPO, TINY, assert_same_curve, children, column, free_p
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt.launch import network
+from isogpt.launch import network, nproc
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 
 FIVE = "--max_iters=4"
@@ -111,7 +111,7 @@ def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
     for other, given, interface in (
         ("127.0.0.1", "", loopback),  # a single machine
         ("127.0.0.2", "", loopback),  # a different one: NCCL chooses
-        ("127.0.0.1", "docker0", "docker0"),
+        ("127.0.0.1", "lo,lo", "lo,lo"),
         ("", "", gloos),  # without IPv4
         ("255.255.255.255", "", gloos),  # no route
     ):
@@ -122,6 +122,13 @@ def test_the_interface_is_the_one_that_leads_to_other_machines(monkeypatch):
         assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if interface == loopback else given)
         is_alone = interface == loopback and other == "127.0.0.1"
         assert os.environ.get("NCCL_SOCKET_IFNAME") == ("=lo" if is_alone else None)
+    for wrong in ("ib7", "^docker"):  # of a different machine; an exclusion, which only NCCL knows
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", wrong)
+        found = f"GLOO_SOCKET_IFNAME is '{wrong}', but this machine has "
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(found)}.*lo.*: set it to one of these, or type un"
+        ):
+            network.choose_interface()
 
 
 def command_of(monkeypatch, given, nproc, *arguments):
@@ -157,6 +164,43 @@ def test_nproc_under_a_launcher(monkeypatch):
     assert command_of(monkeypatch, {}, 0) is command_of(monkeypatch, TORCHRUN, 2) is None
     with pytest.raises(ValueError, match="nproc is 3, but the launcher's WORLD_SIZE is 2: omit --nproc"):
         command_of(monkeypatch, TORCHRUN, 3)
+
+
+def test_a_shell_that_is_one_of_many_tasks_is_told_how_to_start_alone(monkeypatch):
+    """srun --pty bash in a job of several tasks: `unset RANK` alone would change nothing."""
+    variables(monkeypatch, SLURM | ONE_NODE)
+    adopt_launcher_variables()
+    with pytest.raises(ValueError, match="if no launcher .* type unset RANK SLURM_PROCID$") as problem:
+        start_workers(2, "/x/train.py")
+    for name in str(problem.value).partition("type unset ")[2].split():
+        monkeypatch.delenv(name)
+    adopt_launcher_variables()
+    assert rank_variables() == (0, 1, 0, 1)
+
+
+def test_ranks_of_nproc_have_time_to_save_after_a_signal(monkeypatch):
+    """torchrun's 30 seconds are less than some steps take; then, nothing was saved, without a message."""
+    waits = []
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    monkeypatch.setattr(sys, "argv", ["", "--nproc_per_node=2", "train.py"])
+
+    def start(arguments):
+        config, _, _ = torchrun.config_from_args(torchrun.parse_args(arguments))
+        waits.append(config.shutdown_timeout)
+
+    monkeypatch.setattr(torchrun, "main", start)
+    nproc.main()
+    assert waits[0] >= 600
+
+
+def test_a_machine_without_a_temporary_folder():
+    """A container with a read-only file system: torch's import and torchrun ended with tracebacks."""
+    code = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']; "
+    code += "import isogpt.launch.torch_import"
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    line = r"error: No usable temporary directory found in .*: set TMPDIR to a folder .*\n"
+    assert run.returncode == 1 and re.fullmatch(line, run.stderr)
 
 
 def test_variables_that_are_incomplete(monkeypatch):

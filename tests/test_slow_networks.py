@@ -1,9 +1,22 @@
 """Compressed gradients and islands: how far they are from the exact curve, resumed bit for bit, messages."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from runs import REPO, TINY, assert_same_run, column, same, script_that_fails, start_faulty, tiny_data
+from runs import (
+    REPO,
+    TINY,
+    assert_same_run,
+    column,
+    default_plan,
+    same,
+    script_that_fails,
+    start_faulty,
+    tiny_data,
+)
+
+from isogpt.parallel.local_sgd import notes
 
 FOUR = ["--gradient_accumulation_steps=4"]
 INT8 = "--grad_compression=int8"
@@ -173,6 +186,22 @@ MISTAKES = {
     "--local_steps=4": "local_steps is 4, but needs islands: set --local_steps=1",
     "--islands=9": "islands is above a step's 8 sequences: set --gradient_accumulation_steps=3",
 }
+
+
+def test_steps_after_the_last_average_are_noted():
+    """Evaluations and exports do not contain them. What the note says to type leaves none."""
+    config = {"max_iters": 20, "max_tokens": "", "eval_only": False}
+    plan = default_plan(islands=2, local_steps=8, model_args={"block_size": 64})
+    (note,) = notes(plan, config)
+    assert "the last 5 of 21 steps" in note and "set --max_iters=23, or" in note
+    (note,) = notes(plan, config | {"max_tokens": "1e6"})
+    tokens = int(re.search(r"--max_tokens=(\d+),", note)[1])
+    assert tokens == 24 * plan.sequences * 64
+    (note,) = notes(replace(plan, local_steps=100), config)  # the weights would stay the initial ones
+    assert "the last 21 of 21 steps" in note and "set --max_iters=99, or" in note
+    for steps in (23, 24):  # 24 steps; 25, as most people type
+        assert not notes(plan, config | {"max_iters": steps})
+    assert not notes(replace(plan, islands=1, local_steps=1), config)
 
 
 @pytest.mark.parametrize("flags", MISTAKES)

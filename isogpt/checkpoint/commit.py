@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import sealed, step_folder, step_folders, step_of
@@ -74,5 +75,7 @@ def prune(out: Path, newest: Path, best: Path | None, keep_last: int, held: Coll
     for folder in folders[keep_last:] if keep_last else []:
         if folder != best and folder not in held:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            os.rename(folder, doomed)
-            remove(doomed)
+            # the new one is complete, even if an old one is locked or mounted; it is tried again next time
+            with suppress(OSError):
+                os.rename(folder, doomed)
+                remove(doomed)

@@ -131,7 +131,8 @@ def start_workers(nproc: int, script: str) -> None:
     node, nodes, _, started = rank_variables()
     if "RANK" in env and "LOCAL_RANK" in env:
         if nproc != started:
-            raise ValueError(f"nproc is {nproc}, but the launcher's WORLD_SIZE is {started}: omit --nproc")
+            problem = f"nproc is {nproc}, but the launcher's WORLD_SIZE is {started}: omit --nproc"
+            raise ValueError(f"{problem}, or, if no launcher started this process, type {to_start_alone()}")
         return
     # newer versions of Kubeflow set PET_NNODES, PET_NODE_RANK and others, which torchrun reads
     machines = [] if "PET_NNODES" in env else ["--standalone"]
@@ -179,8 +180,14 @@ def rank_variables() -> tuple[int, int, int, int]:
         if 0 <= rank < world_size and 0 <= local_rank < local_size and given["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_size
     listed = ", ".join(f"{name}={value}" for name, value in given.items())
-    advice = "start with torchrun or mpirun -x MASTER_ADDR=HOST, or type unset RANK"
+    advice = f"start with torchrun or mpirun -x MASTER_ADDR=HOST, or type {to_start_alone()}"
     raise ValueError(f"the launcher's variables contradict each other ({listed}): {advice}")
+
+
+def to_start_alone() -> str:
+    """What to type so that the next process does not count as a rank: the shell may be a task of srun."""
+    names = ("RANK", OPEN_MPI[0], MPICH[0], "SLURM_PROCID")
+    return " ".join(["unset", *(name for name in names if name in os.environ)])
 
 
 def agent_start() -> int | None:

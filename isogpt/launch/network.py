@@ -85,7 +85,8 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
     if not serves:
         wait_for_server(address, port, timeout_s)
     elif is_one_machine:
-        options["master_listen_fd"] = socket.create_server((address, port)).detach()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        options["master_listen_fd"] = socket.create_server((address, port), family=family).detach()
     store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), **options)
     # The agent's store is also that of the starts before, and contains what their ranks have written. Where
     # several agents may restart, they count differently (pytorch#135712), and
@@ -174,13 +175,19 @@ def allow_connections() -> None:
 
 
 def own_cores() -> list[int]:
-    """
-    Return the cores that this process may run on; a container or a scheduler often allows fewer than there
-    are.
-    """
+    """Return the cores that this process may run on; a scheduler often allows fewer than there are."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use at once: its own, or fewer if its container's time is limited."""
+    cores = len(own_cores())
+    with suppress(OSError, ValueError):  # cgroup v2: docker's --cpus, a pod's limit; "max" is no number
+        time_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        return max(1, min(cores, time_us // period_us))
+    return cores
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -198,8 +205,15 @@ def choose_interface(other: str = LOOPBACK) -> str:
         other: the address of a machine; "" if it is not known, LOOPBACK if there is only one machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'.
+
+    Raises:
+        ValueError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
     """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = [name for _, name in socket.if_nameindex()]
+        if not {*chosen.split(",")} <= {*names}:  # not a prefix or an exclusion, which NCCL also takes
+            found = f"GLOO_SOCKET_IFNAME is {chosen!r}, but this machine has {', '.join(names)}"
+            raise ValueError(f"{found}: set it to one of these, or type unset GLOO_SOCKET_IFNAME")
         return chosen
     address = address_towards(other) if other else ""
     if not (name := interfaces().get(address)):

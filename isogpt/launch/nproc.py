@@ -3,6 +3,7 @@
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import logging
+import os
 import socket
 import sys
 
@@ -21,6 +22,9 @@ def main() -> None:
     killed has printed nothing, so the signal is printed here.
     """
     logging.disable(logging.ERROR)
+    # 30 s after a signal, torchrun would kill ranks in a long step or checkpoint; those that hang end by
+    # themselves, see Watchdog
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     arguments = sys.argv[1:]
     if arguments[0] == "--standalone":
         # torchrun's own stores listen at all addresses of the machine, and whoever reaches a store can run

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 
@@ -16,7 +17,15 @@ from isogpt.common import console
 from isogpt.common.patience import within
 from isogpt.launch import network, pretended_ranks
 from isogpt.launch.device import collectives_timeout, keep_freed_memory, pick_backend, pick_device
-from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
+from isogpt.launch.launchers import (
+    MPICH,
+    OPEN_MPI,
+    Launch,
+    make_launch,
+    own_agent,
+    rank_variables,
+    to_start_alone,
+)
 
 ANSWER_S = 10  # seconds beyond dist_timeout_s after which the store counts as dead
 
@@ -92,8 +101,11 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         torch.cuda.set_device(picked)
     else:
         keep_freed_memory()
+    if "OMP_NUM_THREADS" not in os.environ:  # threads beyond a container's limit would wait for each other
+        torch.set_num_threads(min(torch.get_num_threads(), network.usable_cores()))
     if "RANK" not in os.environ:
-        network.choose_interface()  # for the group of a single process, which also listens
+        with suppress(ValueError):  # which only a group needs
+            network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     network.allow_connections()
@@ -112,10 +124,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     order = sorted(range(world_size), key=machines.__getitem__)
     os.environ["RANK"] = str(order.index(rank))
     interface = network.choose_interface(others["network"])
-    # thread pools on the same cores slow each other down, and torchrun's default is one thread; also with
-    # GPUs: with cpu_offload the optimizer runs on the CPU
-    if machines.count(machines[rank]) > 1:
-        torch.set_num_threads(max(1, len(network.own_cores()) // core_sharers))
+    # thread pools on the same cores slow each other down; also with GPUs: with cpu_offload the optimizer runs
+    # on the CPU. torchrun sets OMP_NUM_THREADS to 1, so only another number is known to be a user's choice
+    if machines.count(machines[rank]) > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, network.usable_cores() // core_sharers))
     machines = sorted(machines)
     hosts = [others["hosts"][machine] for machine in machines]
     over = "nccl" if "nccl" in group_backend else f"gloo over {interface}"
@@ -142,7 +154,7 @@ def meet_ranks(rank: int, world_size: int, gpu: str, timeout_s: float) -> tuple[
         reason, _, _ = str(e).partition("\n")
         where = f"at {network.store_address()} within {timeout_s:g} s"
         problem = f"cannot reach the other ranks {where}: {reason}"
-        raise ValueError(f"{problem}. If no launcher started this process, type unset RANK") from e
+        raise ValueError(f"{problem}. If no launcher started this process, type {to_start_alone()}") from e
 
 
 def stop_with_launcher() -> None:

@@ -24,6 +24,7 @@ import isogpt.common.interrupt  # noqa: F401  (first: torch's import takes secon
 import gc
 import os
 import secrets
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -57,6 +58,10 @@ def use_own_cache() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 
+try:
+    tempfile.gettempdir()  # torchrun writes there, and so do packages that torch imports
+except FileNotFoundError as e:
+    sys.exit(f"error: {e.strerror}: set TMPDIR to a folder that this process can write to")
 use_passive_waiting()
 use_own_cache()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

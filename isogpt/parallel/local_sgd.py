@@ -94,6 +94,22 @@ class Islands:
         return {name: local_part_of(tensor, splits_of(p)) for (name, p), tensor in named}
 
 
+def notes(plan: Plan, config: dict) -> list[str]:
+    """A sentence if a run with train.py's settings ends long after its last outer step."""
+    steps = int(config["max_iters"]) + 1
+    left = steps % plan.local_steps
+    if plan.islands == 1 or config["eval_only"] or left < 2:  # often, max_iters and not steps is a multiple
+        return []
+    longer = steps - left + plan.local_steps
+    option = f"--max_iters={longer - 1}"
+    if config["max_tokens"]:
+        option = f"--max_tokens={longer * plan.sequences * plan.model_args['block_size']}"
+    return [
+        f"evaluations and exports will not contain the last {left} of {steps} steps, since islands are "
+        f"averaged after every {plan.local_steps} (local_steps): set {option}, or a smaller --local_steps"
+    ]
+
+
 def make_islands(model: nn.Module, mesh: Mesh, plan: Plan) -> Islands | None:
     """Make the Islands of a plan (all ranks); None if there is only one."""
     return Islands(model, mesh, plan) if mesh.islands > 1 else None

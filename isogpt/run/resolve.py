@@ -14,6 +14,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.launch.signals import Stop, watch_signals
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import do_together
+from isogpt.parallel import local_sgd
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import Plan
 from isogpt.speed.planner import make_plan
@@ -90,6 +91,7 @@ def resolve_run(config: dict, ranks: Ranks, progress: Progress, model_class: typ
     not_continued = progress.begin(config, data, start.resumed)
     vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
     notes += [*data.notes, *not_continued, *differences, *limits.notes, *schedule.notes(config)]
+    notes += local_sgd.notes(plan, config)
     recorded = config | plan.layout_settings() | settings_of_model(plan.model_args, config)
     recorded = without_secrets(recorded)
     return Run(config, data, schedule, start, plan, mesh, stop, vocabulary, code, recorded, notes, checked)
