@@ -73,6 +73,7 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
     assert name == "gpt2" or config["rope_theta"] == model.config.rope_theta
     of_tokenizer = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
     assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert of_tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
 
     # what was added for other tools is not imported
     back = GPT.from_pretrained(str(tmp_path / "hf"))

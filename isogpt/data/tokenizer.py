@@ -186,6 +186,8 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         chat_template=CHAT_TEMPLATE,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
+        # transformers 4 would add token_type_ids, with which a GPT-2 computes something else
+        model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(folder)
     n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
     return {
