@@ -113,6 +113,8 @@ with exit_together():
     run = source.run if source else {"model_args": pretrained.describe()}
     vocabulary = run_vocabulary.vocabulary_of_run(run, stored.folder if stored else init_from, dataset)
     tokenizer = load_tokenizer(vocabulary, special_tokens)
+    if text.encode(errors="replace").decode() != text:  # half of a surrogate pair stands for a byte
+        raise ValueError("--start is not text in UTF-8: type --start=FILE:name of a file in UTF-8")
     prompt = tokenizer.encode(text)
     if not prompt:
         raise ValueError("--start is empty: give at least one character")

@@ -25,7 +25,7 @@ from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import load
 from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
 
-SAMPLE = "This is Some Text"  # which a tokenizer that does not know capital letters changes
+SAMPLE = 10_000  # characters of the first document, with which a tokenizer is tried
 
 
 def make_parser(script: str, about: str, defaults: dict) -> ArgumentParser:
@@ -160,9 +160,9 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     make_tokenizer = partial(load, vocabulary, args.special_tokens == "True")
     tokenizer = make_tokenizer()
     if vocabulary.name == "tokenizer.json":
-        decoded = tokenizer.decode(tokenizer.encode(SAMPLE))
-        if SAMPLE not in decoded:
-            print("note: the tokenizer does not keep the text, for instance capital letters")
+        text = next(iter(documents), "")[:SAMPLE].strip()
+        if text not in tokenizer.decode(tokenizer.encode(text)):
+            print("note: the tokenizer does not keep the text, for instance capital letters or line breaks")
     parts = tokenize(batches, tokenizer, make_tokenizer, args.num_proc)
     folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -363,6 +363,13 @@ def test_what_is_read_with_a_note(inputs, capsys):
         _, train, val = read(Path("out"))
         assert [*train, *val] == ids
     assert "note: the tokenizer does not keep the text" in capsys.readouterr().out
+    words = "This is Some Text"
+    write_tokenizer(Path("words"), {word: i for i, word in enumerate(words.split())} | {"?": 4})
+    for between in (" ", "\n", "  "):  # the decoder writes a space between two words
+        Path("lines.txt").write_text(between.join([words] * 80))
+        options = ["--data_files=lines.txt", "--tokenizer=words"]
+        run(REPO / "data/shakespeare/prepare.py", *options, "--out=out")
+        assert ("note: " in capsys.readouterr().out) == (between != " ")
 
 
 def test_chats_and_instructions(at):

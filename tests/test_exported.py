@@ -19,7 +19,7 @@ from model import GPT, GPTConfig
 ARCHITECTURES = {
     "gpt2": {},
     "nanochat": {"arch": "nanochat"},
-    "llama": {"arch": "llama", "n_kv_head": 1},
+    "llama": {"arch": "llama", "n_kv_head": 1, "rope_theta": 5e5},
     "mixtral": {"arch": "llama", "n_expert": 2},
 }
 # of a config.json, beside values with a default (conversion/gpt2.py and llama.py of llama-cpp-python 0.3.36)
@@ -70,6 +70,11 @@ def test_a_padded_batch(tmp_path, name, vocab_size):
 
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert all(isinstance(config[key], int | float) for key in READ_BY_LLAMA_CPP.get(name, ())), config
+    # transformers 4, which vLLM and others still use, has other defaults and class names than 5
+    assert name == "gpt2" or config["rope_theta"] == model.config.rope_theta
+    of_tokenizer = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert of_tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
 
     # what was added for other tools is not imported
     back = GPT.from_pretrained(str(tmp_path / "hf"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from edits import apply, edited_gpt
 from runs import script, script_that_fails
+from test_data import write_tokenizer
 
 from isogpt.checkpoint import huggingface
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
@@ -135,6 +136,9 @@ def test_folders_whose_ids_are_not_known(at, capsys):
     kept.rename(folder / "tokenizer.json")
     said = script_that_fails(at, capsys, "sample.py", args).err.splitlines()[-1]
     assert said.startswith("error: the tokenizer uses 6 ids, but the model 4: set --dataset=")
+    write_tokenizer(folder, {"?": 0})
+    said = script_that_fails(at, capsys, "sample.py", [*args, "--start=caf\udce9"]).err.splitlines()[-1]
+    assert said.startswith("error: --start is not text in UTF-8")  # but in the bytes of a terminal in Latin-1
 
 
 def change_json(path, **changes):

@@ -144,6 +144,23 @@ def test_padding_and_truncation_in_a_file(tmp_path):
         assert tokenizer.load(read).encode(text) == saved(text)["input_ids"] == ids
 
 
+def test_tokens_that_a_file_adds(tmp_path):
+    """Before a text only, since samples continue it, and not twice, as a chat template writes them too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    json_tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 3}, unk_token="?"))
+    json_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    json_tokenizer.add_special_tokens(["<s>", "</s>"])
+    special = [(token, json_tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    begin, end = dict(special).values()
+    json_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
+    json_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encode = tokenizer.load(vocabulary.tokenizer_in(tmp_path)).encode
+    assert encode("aa") == encode("<s>aa") == [begin, 0, 0]
+    assert encode("a</s>a</s>") == encode("<s>a</s>a</s>") == [begin, 0, end, 0, end]
+    assert encode("<s>") == [begin]
+
+
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
     def offline(url):
         raise OSError("no network")

@@ -298,6 +298,7 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
         hf = cls(config)
     if kind != "gpt2":  # its frequencies are not weights, and must not stay on the meta device
         hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+        config.rope_theta = c.rope_theta  # for transformers 4, which does not read rope_parameters
     try:
         theirs = their_weights(kind, c, weights)
         for name, w in hf.state_dict().items():  # GPT-2 without biases gets biases of 0

@@ -34,8 +34,9 @@ class Tokenizer:
 
 def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     """
-    Make the tokenizer of a vocabulary. encode adds what a tokenizer.json is configured to add, for instance a
-    token at the start.
+    Make the tokenizer of a vocabulary. encode adds the tokens that a tokenizer.json is configured to add
+    before a text, unless the text begins with them, but none after it: text that is generated would follow
+    them.
 
     Args:
         special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this token;
@@ -52,12 +53,21 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
         tokenizer.encode_special_tokens = not special_tokens
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         end_of_text = tokenizer.token_to_id(vocabulary.end_of_text)
-        return Tokenizer(lambda text: tokenizer.encode(text).ids, decode, vocabulary.size, end_of_text)
+        return Tokenizer(partial(encode_prompt, tokenizer), decode, vocabulary.size, end_of_text)
     bpe = load_encoding(vocabulary)
     special = "all" if special_tokens else set()
     encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
     end_of_text = bpe._special_tokens.get(vocabulary.end_of_text)
     return Tokenizer(encode, bpe.decode, bpe.n_vocab, end_of_text)
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text with a tokenizers.Tokenizer, as `load` describes them."""
+    encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask  # 1 for each token that is added before and after the text
+    start, n = (added + [0]).index(0), added.count(0)
+    before, own = encoding.ids[:start], encoding.ids[start : start + n]
+    return own if own[:start] == before else before + own
 
 
 def load_table(vocabulary: Vocabulary) -> Tokenizer:
@@ -129,7 +139,8 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     Write tokenizer.json, tokenizer_config.json and chat_template.jinja, which transformers.AutoTokenizer
     reads.
 
-    encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages
+    encode gives the ids of `load`, and those that a tokenizer.json adds after a text; decode gives the text
+    exactly. The chat template joins the messages
     and adds nothing. Padded batches, transformers' Trainer and lm_eval need tokens that a vocabulary may
     lack: then UNTRAINED is added, with the id after the others, which is beyond the model's ids if they are
     all used. It pads a batch, ends a text if no other token does, and stands for characters that a table does
@@ -149,7 +160,10 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
     """
     with needed_by("an export to transformers", "transformers"):
-        from transformers import PreTrainedTokenizerFast
+        import transformers
+
+    class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
+        """Is saved under this name, which transformers 4 also knows."""
 
     if len(vocabulary.tokens) < len(vocabulary.ids):
         raise ValueError("transformers contains no tokenizer for tokens that share an id")
@@ -178,6 +192,8 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         chat_template=CHAT_TEMPLATE,
         model_max_length=block_size,
         clean_up_tokenization_spaces=False,
+        # transformers 4 would add token_type_ids, with which a GPT-2 computes something else
+        model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(folder)
     n_generated = max(vocab_size, n_ids + (pad == UNTRAINED))
     return {
