@@ -6,7 +6,7 @@ from isogpt.common.packages import needed_by
 from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary
 
 SAMPLE = 50_000_000  # characters, which one core reads in 20 s
-PIECE = 10_000  # characters that are split into words at once
+PIECE = 2_000  # characters that are split into words at once
 # GPT-4's: words with the space before them, up to three digits, punctuation with the line ends after it
 WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
