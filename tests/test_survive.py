@@ -275,6 +275,33 @@ def test_a_rank_that_hangs_is_named_by_all_others_and_says_where(faulty, work):
     assert events(work / "out", "failed")
 
 
+# a watchdog that loses patience with the store a hundred times as fast
+IMPATIENT = """
+import isogpt.monitor.watchdog as watchdog
+watchdog.STORE_TIMEOUT_S = watchdog.BEAT_S = 0.05
+real = watchdog.within
+def within(limit_s, work, *arguments):
+    try:
+        return real(limit_s, work, *arguments)
+    except TimeoutError:
+        print("a beat is late", flush=True)
+        raise
+watchdog.within = within
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
+def test_a_run_goes_on_after_the_rank_that_serves_the_store_was_suspended(zygote, work):
+    run = start_changed(zygote, IMPATIENT, [*TINY, "--max_iters=200", "--out_dir=out"], work, 2)
+    assert run.until(lambda text: "iter 5:" in text)
+    run.kill([0], signal.SIGSTOP)
+    before = run.text().count("a beat is late")
+    assert run.until(lambda text: text.count("a beat is late") > before + 20)
+    run.kill([0], signal.SIGCONT)
+    run.wait()
+    assert max(column(work / "out", "loss")) == 200 and "error" not in run.text()
+
+
 # ------------------------------------------------------------------------------------------------------------
 # what a step changes differently on each rank, or where no checkpoint can save it
 

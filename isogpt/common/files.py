@@ -137,12 +137,15 @@ def regular_file(path: str | os.PathLike, flags: int) -> int:
     Raises:
         OSError: it is not a regular file, or a link if it is opened to be written to.
     """
+    refusal = OSError(errno.EINVAL, "it is not a regular file", str(path))
     if flags & (os.O_WRONLY | os.O_RDWR):
-        flags |= getattr(os, "O_NOFOLLOW", 0)
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise refusal
+        flags |= getattr(os, "O_NOFOLLOW", 0)  # should it become a link now
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise refusal
     return descriptor
 
 

@@ -97,7 +97,8 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.Store:
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
-    Wait until a process listens there. TCPStore also waits, but prints a page of C++ frames at each attempt.
+    Wait until a process listens there. TCPStore also waits, but tries ever less often: seconds too late after
+    half a minute.
     """
     end = time.monotonic() + timeout_s
     while True:
