@@ -98,7 +98,7 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary, card: str) -> Pat
         token_ids = tokenizer.save_tokenizer(new, vocabulary, c.vocab_size, c.block_size)
         huggingface.save(new, model, token_ids)
         (new / "README.md").write_text(card, encoding="utf-8")
-        for path in new.iterdir():  # safetensors makes a file that its owner alone can read
+        for path in new.glob("*.safetensors"):  # their library lets the owner alone read them
             path.chmod((new / "README.md").stat().st_mode)
         if target.exists():
             kept = target.rename(free_name(Path(out_dir), "hf", first=1))

@@ -153,6 +153,9 @@ if mesh.splits_model:
     pipeline = parallelize.make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
     model = pipeline or model
 notes = [compilation.compile_generation(model, ranks.device, mesh.splits_model)] if compile else []
+block_size = plan.model_args["block_size"]
+if len(prompt) > block_size:
+    notes.append(f"the model reads only the last {block_size:,} of the prompt's {len(prompt):,} tokens")
 idx = torch.tensor([prompt], device=ranks.device)  # (1, T)
 # an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
 problem = generation.problem_of_cache(model, idx, max_new_tokens, splits_layers=pp > 1)

@@ -5,6 +5,7 @@ sinks; garbage.
 
 import fcntl
 import json
+import math
 import os
 import pickle
 import pty
@@ -41,6 +42,7 @@ from runs import (
 from isogpt.checkpoint.progress import Progress
 from isogpt.data.vocabulary import of_characters
 from isogpt.launch.process_group import Ranks
+from isogpt.monitor import banner
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import open_sampler
 from isogpt.monitor.sink_wandb import Wandb
@@ -277,6 +279,16 @@ def test_fields_events_and_lines_of_a_run(zygote, work):
     for said in ("moved to out/previous_1\n", "peak:    unknown", ", mfu n/a,", "10 steps, not 1\n"):
         assert text.count(said) == 1, text
     assert "float32; compile: off\n" in text and "cores:" not in text
+
+
+def test_how_often_the_training_data_is_read():
+    reader = Mock(block_size=32, data=Mock(train=range(1000)))
+    reader.share = Mock(sequences=8, micro_steps=2, rows_of=[4, 3], islands=[1, 1], padding=lambda: 0)
+    config = {"max_iters": 99, "eval_only": False, "shares": "even"}
+    _, second, *_ = banner.about_step(config, reader)
+    assert second == "epochs:  100 steps read the training tokens 25.6 times"
+    for changes in ({"max_iters": 2}, {"eval_only": True}, {"max_iters": math.inf}):
+        assert not [line for line in banner.about_step(config | changes, reader) if "epochs" in line]
 
 
 # ------------------------------------------------------------------------------------------------------------

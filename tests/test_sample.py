@@ -58,6 +58,15 @@ def test_a_prompt_from_a_pipe(zygote, trained):
     assert run.wait().samples().count(prompt) == 2
 
 
+def test_a_note_of_a_prompt_that_is_cut(zygote, trained):
+    """block_size is 32 tokens, each of which is a character."""
+    args = ["--device=cpu", "--num_samples=1", "--max_new_tokens=2"]
+    for length, is_cut in ((32, False), (1033, True)):
+        run = zygote.start([*args, f"--start={'a' * length}"], trained, script="sample.py").wait()
+        note = "note: the model reads only the last 32 of the prompt's 1,033 tokens"
+        assert (note in run.text()) == is_cut
+
+
 def test_an_edited_model_is_sampled_without_the_cache(zygote, trained):
     """Also if it is divided, and rank 0 alone says so; the text is the one without the cache."""
     state = torch.load(trained / "out/ckpt.pt", weights_only=True)

@@ -194,4 +194,4 @@ def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite, since nanoGPT saves such weights, too."""
     if bad := names_of_not_finite(model):
         problem = f"weights in {where} are not finite ({shortened(bad)})"
-        raise ValueError(f"{problem}: use an earlier checkpoint")
+        raise ValueError(f"{problem}: use an earlier checkpoint or other weights")

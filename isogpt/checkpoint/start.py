@@ -141,7 +141,9 @@ def find_start(config: dict, ranks: Ranks, model_class: type[nn.Module]) -> Star
     if name in ("scratch", "auto"):
         return Start(name)
     pretrained = do_together(model_class.from_pretrained, name)
-    return Start(name, pretrained=do_together(add_ids, pretrained, config["vocab_size"]))
+    if config["vocab_size"]:
+        pretrained = do_together(add_ids, pretrained, config["vocab_size"])
+    return Start(name, pretrained=pretrained)
 
 
 def differences(

@@ -93,7 +93,7 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     if vocabulary.kind != "tiktoken":
         advice = "set --dataset= to a data set with these ids"
         raise ValueError(f"the ids cannot be decoded: {name}; {advice}")
-    with needed_by(f"the tokenizer {name!r}", "tiktoken"):
+    with needed_by(f"the tokenizer {short_repr(name)}", "tiktoken"):
         import tiktoken
 
     try:
@@ -102,7 +102,7 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
         names = tiktoken.list_encoding_names()
         is_known = name in names
         advice = "go online, or set TIKTOKEN_CACHE_DIR" if is_known else f"choose from {', '.join(names)}"
-        raise ValueError(f"tiktoken cannot load {name!r} ({e!r:.80}): {advice}") from e
+        raise ValueError(f"tiktoken cannot load {short_repr(name)} ({e!r:.80}): {advice}") from e
 
 
 def ids_of_encoding(encoding: Any) -> dict[bytes, int]:

@@ -1,5 +1,6 @@
 """The first lines of a run, which say what it is about to do."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -67,7 +68,7 @@ def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh) -> Iterator[str]:
 
 
 def about_step(config: dict, reader: Reader) -> Iterator[str]:
-    """The sequences of a step, and a warning if ranks have nothing to compute."""
+    """The sequences of a step, how often the data is read, and a warning if ranks have nothing to compute."""
     share = reader.share
     sizes = map(str, dict.fromkeys(share.rows_of))
     rows = shortened([*sizes], RANKS_SHOWN)
@@ -78,6 +79,10 @@ def about_step(config: dict, reader: Reader) -> Iterator[str]:
     tokens = share.sequences * reader.block_size
     steps = count_text(share.micro_steps, "micro-step")
     yield f"step:    {batch} x {reader.block_size} = {tokens:,} tokens, on each rank {steps} x {rows}"
+    n_steps = config["max_iters"] + 1
+    epochs = n_steps * tokens / len(reader.data.train)
+    if 1 < epochs < math.inf and not config["eval_only"]:
+        yield f"epochs:  {n_steps:,.0f} steps read the training tokens {epochs:,.1f} times"
     if config["shares"] == "auto":
         yield f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}"
     if unused := about_unused_ranks(share, reader.plan.batch_size, reader.plan.pp):
