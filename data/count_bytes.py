@@ -19,14 +19,18 @@ from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
 def count_bytes(folder: Path) -> None:
     """
     Decode val.bin, and record what prepare.py records of its text. In a data set of documents, an end-of-text
-    token is the end of a document. Takes seconds for ten million tokens.
+    token is the end of a document. Takes seconds for ten million tokens. What prepare.py has recorded stays.
 
     Raises:
         ValueError: a file is missing or cannot be read, or the bytes of an id are not known.
     """
     meta = read_meta(folder)
-    meta.pop("val_tokens", None)  # of an earlier val.bin
+    val_tokens = meta.pop("val_tokens", None)  # perhaps of an earlier val.bin
     tokens = open_split(folder, "val", meta, block_size=0)
+    if {"source", "val_bytes"} <= meta.keys() and val_tokens == len(tokens):
+        # it knows the text, in which a user may have written an end-of-text token
+        print(f"{tokens.path}: prepare.py has counted {meta['val_bytes']:,} bytes of text")
+        return
     text = SplitText()
     vocabulary = vocabulary_or_gpt2(folder)
     if vocabulary.is_table:
