@@ -34,8 +34,13 @@ from model import GPT, GPTConfig
 @pytest.fixture(autouse=True)
 def dynamo():
     """Nothing compiled or tried yet, and an error is an error; a pool's processes would import torch."""
+    forget()  # what tests of other files have compiled
     with torch._dynamo.config.patch(suppress_errors=False), torch._inductor.config.patch(compile_threads=1):
         yield
+    forget()
+
+
+def forget():
     torch._dynamo.reset()
     counters.clear()
     compilation.trial_compilation.cache_clear()
