@@ -8,7 +8,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from isogpt.common.files import as_json
 from isogpt.launch.launchers import environment_without_launcher
 
-QUIET = ("save", "mirror", "sample", "spike")  # frequent, and no reason to look
+QUIET = ("save", "mirror", "sample")  # frequent, and no reason to look
 LIMIT_S = 10  # seconds that a command may take
 
 
@@ -23,7 +23,8 @@ class Alerts:
 
     def write(self, record: dict, text: str) -> None:
         """Run the command for an event, for up to LIMIT_S; then it is killed, with what it has started."""
-        if not self.command or record.get("event", "save") in QUIET:
+        is_taken_spike = record.get("skipped") is False  # of which ordinary runs have some
+        if not self.command or is_taken_spike or record.get("event", "save") in QUIET:
             return
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
         env = environment_without_launcher()
