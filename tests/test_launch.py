@@ -242,7 +242,7 @@ def test_a_number_of_threads_that_a_user_has_chosen_stays(zygote, tmp_path):
 os.sched_getaffinity = lambda pid: range(8)
 os.environ["OMP_NUM_THREADS"] = sys.argv[1]
 torch.set_num_threads(int(sys.argv[1]))  # as torch does when it is imported
-connect_ranks("cpu", "auto", 60)
+ranks = connect_ranks("cpu", "auto", 60)
 print(torch.get_num_threads())
 leave_together("known")
 """
