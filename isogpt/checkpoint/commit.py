@@ -75,7 +75,7 @@ def prune(out: Path, newest: Path, best: Path | None, keep_last: int, held: Coll
     for folder in folders[keep_last:] if keep_last else []:
         if folder != best and folder not in held:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            # the new one is complete, even if an old one is locked or mounted; it is tried again next time
+            # the new one is complete, even if an old one is locked or mounted; it is removed later
             with suppress(OSError):
                 os.rename(folder, doomed)
                 remove(doomed)

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 
@@ -104,8 +103,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     if "OMP_NUM_THREADS" not in os.environ:  # threads beyond a container's limit would wait for each other
         torch.set_num_threads(min(torch.get_num_threads(), network.usable_cores()))
     if "RANK" not in os.environ:
-        with suppress(ValueError):  # which only a group needs
+        try:
             network.choose_interface()  # for the group of a single process, which also listens
+        except ValueError:  # the interface is another machine's: gloo chooses one
+            del os.environ["GLOO_SOCKET_IFNAME"]
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     network.allow_connections()

@@ -52,8 +52,10 @@ def use_own_cache() -> None:
     may have taken. Without a home that can be written to, it is a new name in /tmp.
     """
     home = os.path.expanduser("~")
-    folder = f"{home}/.cache/torchinductor"
-    if not os.access(home, os.W_OK):
+    cache = f"{home}/.cache"
+    folder = f"{cache}/torchinductor"
+    parent = cache if os.path.exists(cache) else home
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
         folder = f"{tempfile.gettempdir()}/torchinductor-{secrets.token_hex(8)}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
