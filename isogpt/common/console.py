@@ -4,7 +4,6 @@ import atexit
 import errno
 import os
 import re
-import reprlib
 import select
 import sys
 import traceback
@@ -56,11 +55,6 @@ def visible(text: str, but: str = "") -> str:
     shows, or look like a line of ours. `but` are characters that stay.
     """
     return CONTROL.sub(lambda c: c[0] if c[0] in but else repr(c[0])[1:-1], text)
-
-
-def short_repr(value: object) -> str:
-    """The repr of a value that somebody else has written, which may be of any type and length, in short."""
-    return reprlib.repr(value)
 
 
 def error_text(error: Exception) -> str:

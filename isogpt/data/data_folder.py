@@ -2,13 +2,14 @@
 
 import json
 import os
+import reprlib
 from fnmatch import filter as matching
 from glob import glob
 from pathlib import Path
 
 import numpy as np
 
-from isogpt.common.console import short_repr, shortened, visible
+from isogpt.common.console import shortened, visible
 from isogpt.common.files import REPOSITORY, load_pickle, path_of_script, read_utf8
 from isogpt.data.token_files import Tokens, open_files
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
@@ -75,7 +76,7 @@ def open_split(folder: Path, split: str, meta: dict, block_size: int) -> Tokens:
     found = f"{folder / split}.bin contains {len(tokens)} tokens"
     recorded = meta.get(f"{split}_tokens", len(tokens))
     if recorded != len(tokens):  # some of the files were copied or written separately
-        raise ValueError(f"{found}, but meta.json says {short_repr(recorded)}: prepare the data set again")
+        raise ValueError(f"{found}, but meta.json says {reprlib.repr(recorded)}: prepare the data set again")
     if len(tokens) <= block_size:
         raise ValueError(f"{found}, but block_size {block_size} needs {block_size + 1} or more")
     return tokens
@@ -107,7 +108,7 @@ def read_meta(folder: Path) -> dict:
         meta |= read_dict(ours)
     for name in ("vocab_size", "val_bytes"):
         if not isinstance(meta.get(name, 0), int):
-            raise ValueError(f"metadata in {folder}: {name} is {short_repr(meta[name])}, not a number")
+            raise ValueError(f"metadata in {folder}: {name} is {reprlib.repr(meta[name])}, not a number")
     if "vocab_size" not in meta:
         vocabulary = vocabulary_of_data(meta, folder)
         if vocabulary:

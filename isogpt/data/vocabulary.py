@@ -4,12 +4,13 @@ makes encoders and decoders from these values.
 """
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from isogpt.common.console import short_repr, shortened
+from isogpt.common.console import shortened
 from isogpt.common.files import read_utf8
 from isogpt.common.packages import needed_by
 
@@ -148,7 +149,7 @@ def check_size(vocabulary: Vocabulary, vocab_size: int, n_ids: int = 0, advice: 
     """
     n_ids = max(n_ids, vocabulary.size)
     if n_ids > vocab_size:
-        added = [short_repr(token) for i, token in sorted(vocabulary.tokens.items()) if i >= vocab_size]
+        added = [reprlib.repr(token) for i, token in sorted(vocabulary.tokens.items()) if i >= vocab_size]
         advice = advice.format(ids=n_ids, tokens=shortened(added) or "ids")
         raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
 

@@ -1,10 +1,9 @@
 """The architectures of the GPT family, and the shape of a model."""
 
 import math
+import reprlib
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-
-from isogpt.common.console import short_repr
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def problems_of_shape(values: dict) -> list[str]:
             problems.append(f"{name} is {getattr(c, name)}: it must be from {least} to {most}")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            problems.append(f"{name} is {short_repr(getattr(c, name))}; choose from {', '.join(choices)}")
+            problems.append(f"{name} is {reprlib.repr(getattr(c, name))}; choose from {', '.join(choices)}")
     if problems:
         return problems
     if 0 < c.n_expert < c.n_expert_active:
