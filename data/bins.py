@@ -10,6 +10,7 @@ import shlex
 import sys
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -161,8 +162,10 @@ def write(args: Namespace, source: dict, documents: Iterable[str], batches: Iter
     tokenizer = make_tokenizer()
     if vocabulary.name == "tokenizer.json":
         text = next(iter(documents), "")[:SAMPLE].strip()
-        if text not in tokenizer.decode(tokenizer.encode(text)):
-            print("note: the tokenizer does not keep the text, for instance capital letters or line breaks")
+        with suppress(ValueError):  # the text cannot be encoded, which `tokenize` reports
+            if text not in tokenizer.decode(tokenizer.encode(text)):
+                changes = "capital letters or line breaks"
+                print(f"note: the tokenizer does not keep the text, for instance {changes}")
     parts = tokenize(batches, tokenizer, make_tokenizer, args.num_proc)
     folder = args.out.expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def deaths_reported() -> Iterator[None]:
     """Raise ValueError if the block cannot write to a tokenizing process or read from it."""
     try:
         yield
-    except (EOFError, ConnectionError) as error:
+    except (EOFError, OSError) as error:  # OSError: also in the middle of a message
         problem = "A tokenizing process has been killed, perhaps for lack of memory"
         raise ValueError(f"{problem}: set --num_proc=1 to use less") from error
 
@@ -121,7 +121,7 @@ def start_process() -> Connection:
 
 def serve(connection: Connection) -> None:
     """Receive a function that makes the tokenizer, and then texts, until the main process ends or closes."""
-    with suppress(EOFError, ConnectionError):
+    with suppress(EOFError, OSError):
         tokenizer = connection.recv()()
         while True:
             connection.send(encode(tokenizer, connection.recv()))
@@ -138,7 +138,7 @@ def encode(tokenizer: Tokenizer, batch: Batch) -> Part:
     for document, place in zip(documents, places, strict=True):
         try:
             of_document = tokenizer.encode(document.decode())
-        except Exception as error:  # the tokenizers library raises this class
+        except ValueError as error:
             left_out.append(f"{place}: {error}")
             continue
         kept.append(document + END_OF_DOCUMENT)

@@ -196,6 +196,7 @@ def test_a_checkpoint_is_complete_even_if_an_old_one_cannot_be_deleted(zygote, w
     """Each new one counted as failed, and so did the run."""
     run = start_changed(zygote, LOCKED, [*SHORT, "--keep_last=1"], work).wait()
     assert "saved out/step_00000006" in run.text() and "failed" not in run.text()
+    assert "warning: out/step_00000003 cannot be deleted: " in run.text()
     assert {"step_00000003", "step_00000006"} <= {path.name for path in (work / "out").iterdir()}
 
 

@@ -232,6 +232,19 @@ def test_a_document_that_cannot_be_encoded_is_left_out(tmp_path, capsys):
     assert "Max stack size exceeded" in error_of(REPO / "data/shakespeare/prepare.py", *options)
 
 
+def test_a_first_document_that_a_tokenizer_json_cannot_encode(tmp_path, capsys):
+    """The first document is also the one with which a note on the tokenizer is made."""
+    write_tokenizer(tmp_path / "tokenizer", {"word": 0})
+    write_jsonl(tmp_path / "a.jsonl", ["unknown", *["word word"] * 40])
+    (tmp_path / "a.txt").write_text("unknown")
+    options = [f"--tokenizer={tmp_path}/tokenizer", "--val_fraction=0.3", f"--out={tmp_path}/out"]
+    run(SCRIPT, f"--data_files={tmp_path}/a.jsonl", "--num_proc=1", *options)
+    note = f"note: 1 document left out, which cannot be encoded: {tmp_path}/a.jsonl, document 1: "
+    assert note in capsys.readouterr().out and read(tmp_path / "out")[0]["documents"] == 40
+    said = error_of(REPO / "data/shakespeare/prepare.py", f"--data_files={tmp_path}/a.txt", *options)
+    assert "the text cannot be encoded: " in said
+
+
 def test_nothing_is_written_or_deleted_through_a_link(source, tmp_path):
     """Of any name that the scripts write, in the folder that they write to."""
     folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"

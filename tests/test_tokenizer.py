@@ -158,7 +158,10 @@ def test_tokens_that_a_file_adds(tmp_path):
     encode = tokenizer.load(vocabulary.tokenizer_in(tmp_path)).encode
     assert encode("aa") == encode("<s>aa") == [begin, 0, 0]
     assert encode("a</s>a</s>") == encode("<s>a</s>a</s>") == [begin, 0, end, 0, end]
-    assert encode("<s>") == [begin]
+    assert encode("<s>") == encode("") == [begin]
+    json_tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=special)
+    json_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.load(vocabulary.tokenizer_in(tmp_path)).encode("") == []
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):

@@ -129,3 +129,17 @@ def test_a_run_on_a_different_machine_is_known_by_its_touches(tmp_path, at, caps
     enter_folder(str(again), None, launch)
     assert enter_folder(str(again), None, Launch(agents=("one", "two")))
     assert this_kernel() in (again / "owner").read_text()
+
+
+def test_a_folder_that_cannot_be_prepared_says_what_to_type(at):
+    """As with checkpoints of a different user in a folder that everybody can write to."""
+
+    def refused(*paths):
+        raise PermissionError(13, "Permission denied")
+
+    (at.path / "out").mkdir()
+    (at.path / "out/metrics.jsonl").write_text('{"iter": 0, "loss": 4.0}\n')
+    rename = os.rename
+    at.set(os, "rename", lambda old, new: refused() if "previous" in str(new) else rename(old, new))
+    with pytest.raises(ValueError, match="out_dir out cannot be used on .*denied.*: set another --out_dir="):
+        enter_folder("out", None, Launch())

@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common import console
-from isogpt.common.files import free_name, remove, sync_folder, temporary_name, write_whole
+from isogpt.common.files import free_name, reason_of, remove, sync_folder, temporary_name, write_whole
 
 
 def commit_checkpoint(
@@ -75,7 +74,8 @@ def prune(out: Path, newest: Path, best: Path | None, keep_last: int, held: Coll
     for folder in folders[keep_last:] if keep_last else []:
         if folder != best and folder not in held:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            # the new one is complete, even if an old one is locked or mounted; it is removed later
-            with suppress(OSError):
+            try:
                 os.rename(folder, doomed)
-                remove(doomed)
+            except OSError as e:  # the new one is complete, even if an old one is locked or mounted
+                console.print_line(f"warning: {folder} cannot be deleted: {reason_of(e)}")
+            remove(doomed)

@@ -130,7 +130,7 @@ def lock_folder(out: Path, launch: Launch) -> IO[bytes]:
     """
     path = out / "owner"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.unlink()  # somebody has put it there
+        path.unlink()  # a link or a FIFO, which somebody has put there
     file = open(path, "ab", opener=regular_file)
     before, is_locked = read_owner(out), lock(file)
     if not was_entered_by(out, launch) and is_alive(path, before, is_locked):
@@ -164,21 +164,21 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = lock_folder(out, launch)
+        make_writable(out_dir)
+        is_restart = was_entered_by(out, launch)
+        write_owner(out, owner, launch if is_restart else None)
+        threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
+        clean_up(out)
+        if resumed:
+            continue_from(out, resumed)
+        # what a restart finds was written by this launch before its first checkpoint
+        elif not is_restart and (aside := set_aside(out)):
+            console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
+        for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
+            (out / name).unlink(missing_ok=True)
+        write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     except OSError as e:
         raise unusable(out_dir, e) from e
-    make_writable(out_dir)
-    is_restart = was_entered_by(out, launch)
-    write_owner(out, owner, launch if is_restart else None)
-    threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
-    clean_up(out)
-    if resumed:
-        continue_from(out, resumed)
-    # what a restart finds was written by this launch before its first checkpoint
-    elif not is_restart and (aside := set_aside(out)):
-        console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
-    for name in (MARK, RESULT):  # of an earlier run, or an earlier start of this one
-        (out / name).unlink(missing_ok=True)
-    write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
 
 

@@ -34,7 +34,7 @@ def keep(out: Path, owner: str, file: IO[bytes]) -> None:
     with file:
         while owns(out, owner):
             time.sleep(BEAT_S)
-            lock(file)  # again, since the start that a restart replaces may have kept it
+            lock(file)  # again, since the start that a restart replaces may still hold it
             with suppress(OSError):
                 os.utime(out / "owner")
 

@@ -1,5 +1,6 @@
 """Encode and decode text with a vocabulary, and convert a vocabulary to Hugging Face's format."""
 
+import reprlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -7,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isogpt.common.console import short_repr
 from isogpt.common.packages import needed_by
 from isogpt.data.vocabulary import UNTRAINED, Vocabulary, check_size, parse_tokenizer
 
@@ -63,9 +63,13 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text with a tokenizers.Tokenizer, as `load` describes them."""
-    encoding = tokenizer.encode(text)
+    try:
+        # an empty text does not show which of the added tokens are before it
+        encoding = tokenizer.encode(text or min(tokenizer.get_vocab()))
+    except Exception as e:  # the library raises this class
+        raise ValueError(f"the text cannot be encoded: {e}") from e
     added = encoding.special_tokens_mask  # 1 for each token that is added before and after the text
-    start, n = (added + [0]).index(0), added.count(0)
+    start, n = (added + [0]).index(0), added.count(0) if text else 0
     before, own = encoding.ids[:start], encoding.ids[start : start + n]
     return own if own[:start] == before else before + own
 
@@ -93,7 +97,7 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     if vocabulary.kind != "tiktoken":
         advice = "set --dataset= to a data set with these ids"
         raise ValueError(f"the ids cannot be decoded: {name}; {advice}")
-    with needed_by(f"the tokenizer {short_repr(name)}", "tiktoken"):
+    with needed_by(f"the tokenizer {reprlib.repr(name)}", "tiktoken"):
         import tiktoken
 
     try:
@@ -102,7 +106,7 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
         names = tiktoken.list_encoding_names()
         is_known = name in names
         advice = "go online, or set TIKTOKEN_CACHE_DIR" if is_known else f"choose from {', '.join(names)}"
-        raise ValueError(f"tiktoken cannot load {short_repr(name)} ({e!r:.80}): {advice}") from e
+        raise ValueError(f"tiktoken cannot load {reprlib.repr(name)} ({e!r:.80}): {advice}") from e
 
 
 def ids_of_encoding(encoding: Any) -> dict[bytes, int]:
@@ -126,7 +130,7 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
     old, new = before.tokens, now.tokens
     for i in sorted(old.keys() & new.keys()):
         if old[i] != new[i]:
-            return f"id {i} was {short_repr(old[i])} and is {short_repr(new[i])}"
+            return f"id {i} was {reprlib.repr(old[i])} and is {reprlib.repr(new[i])}"
     return ""
 
 
@@ -140,11 +144,10 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     reads.
 
     encode gives the ids of `load`, and those that a tokenizer.json adds after a text; decode gives the text
-    exactly. The chat template joins the messages
-    and adds nothing. Padded batches, transformers' Trainer and lm_eval need tokens that a vocabulary may
-    lack: then UNTRAINED is added, with the id after the others, which is beyond the model's ids if they are
-    all used. It pads a batch, ends a text if no other token does, and stands for characters that a table does
-    not contain. Ids with holes get no such token.
+    exactly. The chat template joins the messages and adds nothing. Padded batches, transformers' Trainer and
+    lm_eval need tokens that a vocabulary may lack: then UNTRAINED is added, with the id after the others,
+    which is beyond the model's ids if they are all used. It pads a batch, ends a text if no other token does,
+    and stands for characters that a table does not contain. Ids with holes get no such token.
 
     Args:
         vocab_size: the model's number of ids. Ids beyond the tokenizer's exist only in the model.
@@ -181,7 +184,7 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
         pad = UNTRAINED
         tokenizer.add_special_tokens([UNTRAINED])
     # what the tokenizer itself puts before a text; else what is before each document in training
-    first = next(map(tokenizer.id_to_token, tokenizer.encode("").ids), end)
+    first = next(map(tokenizer.id_to_token, encode_prompt(tokenizer, "")), end)
     end = end or pad
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
