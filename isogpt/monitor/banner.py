@@ -1,5 +1,6 @@
 """The first lines of a run, which say what it is about to do."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -80,7 +81,7 @@ def about_step(config: dict, reader: Reader) -> Iterator[str]:
     yield f"step:    {batch} x {reader.block_size} = {tokens:,} tokens, on each rank {steps} x {rows}"
     n_steps = config["max_iters"] + 1
     epochs = n_steps * tokens / len(reader.data.train)
-    if epochs > 1 and not config["eval_only"]:
+    if 1 < epochs < math.inf and not config["eval_only"]:
         yield f"epochs:  {n_steps:,.0f} steps read the training tokens {epochs:,.1f} times"
     if config["shares"] == "auto":
         yield f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}"
