@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -129,6 +130,22 @@ def test_a_run_on_a_different_machine_is_known_by_its_touches(tmp_path, at, caps
     enter_folder(str(again), None, launch)
     assert enter_folder(str(again), None, Launch(agents=("one", "two")))
     assert this_kernel() in (again / "owner").read_text()
+
+
+def test_a_run_touches_its_own_folder_after_a_change_of_the_working_directory(at):
+    at.set(owner, "BEAT_S", 0.05)
+    folders = [at.path / "a/out", at.path / "b/out"]
+    folders[0].parent.mkdir()
+    at.chdir(folders[0].parent)
+    enter_folder("out", None, Launch())
+    shutil.copytree(folders[0], folders[1])
+    at.chdir(folders[1].parent)
+    for folder in folders:
+        os.utime(folder / "owner", (0, 0))
+    for _ in range(3):  # the first touch may have begun before the change
+        wait_for(lambda: (folders[0] / "owner").stat().st_mtime)
+        os.utime(folders[0] / "owner", (0, 0))
+    assert not (folders[1] / "owner").stat().st_mtime
 
 
 def test_a_folder_that_cannot_be_prepared_says_what_to_type(at):

@@ -167,7 +167,7 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
         make_writable(out_dir)
         is_restart = was_entered_by(out, launch)
         write_owner(out, owner, launch if is_restart else None)
-        threading.Thread(target=keep, args=(out, owner, file), daemon=True, name="owner").start()
+        threading.Thread(target=keep, args=(out.absolute(), owner, file), daemon=True, name="owner").start()
         clean_up(out)
         if resumed:
             continue_from(out, resumed)
