@@ -182,6 +182,8 @@ def test_flash_attention_3_is_used_where_it_fits(monkeypatch, tmp_path, gpu, swi
         plan = default_plan(dtype=dtype, model_args={"dropout": dropout})
         return precision.set_up(torch.device(device), plan, deterministic, None)
 
+    # on a CPU without bfloat16, a note says so
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"sse2": True, "avx512_bf16": True})
     assert notes() == []
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('made for another PyTorch')")
     monkeypatch.syspath_prepend(tmp_path)
