@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -523,6 +524,13 @@ def test_what_to_type_if_wandb_does_not_start(monkeypatch, mode, advice):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_MODE", mode)
     with pytest.raises(ValueError, match=rf"home directory\.\): mend this, or {advice}andb_log=False$"):
+        Wandb({"wandb_project": "p", "wandb_run_name": "n"}, None)
+
+
+def test_a_folder_of_logs_is_not_wandb(monkeypatch):
+    """Where wandb is not installed, Python imports the folder that an earlier run has left."""
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    with pytest.raises(ValueError, match="wandb_log needs wandb .*: pip install wandb$"):
         Wandb({"wandb_project": "p", "wandb_run_name": "n"}, None)
 
 

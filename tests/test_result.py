@@ -122,7 +122,7 @@ def test_records_contain_the_tokens_and_the_seconds_of_all_launches(zygote, work
 
 
 def test_the_version_of_the_code(zygote, work):
-    """A commit with an untracked file; a changed file; without git."""
+    """A commit with an untracked file; a changed file, also in somebody else's repository; without git."""
     copy = work / "copy"
 
     def git(*args):
@@ -147,4 +147,5 @@ def test_the_version_of_the_code(zygote, work):
     with (copy / "train.py").open("a") as file:
         file.write("# an edit")
     assert version(copy) == (commit, True)
+    assert version(copy, GIT_TEST_ASSUME_DIFFERENT_OWNER="1") == (commit, True)
     assert version(REPO, PATH="") == ("", False)

@@ -33,13 +33,16 @@ class OpenCheckpoint:
     tensors: dict[str, Tensor] | None = None  # None: in shards
 
     @property
-    def names_with_state(self) -> set[str]:
+    def saved_state(self) -> optimizer_state.Saved:
         """
-        The names of the parameters for which something of an optimizer is saved; checkpoints of forks may
-        contain nothing, or not AdamW's.
+        What is saved of an optimizer for each parameter; checkpoints of forks may contain nothing, or not
+        AdamW's.
         """
-        states = [name for name in self.shapes if name.startswith("optim.")]
-        return {name.removeprefix("optim.").rpartition(".")[0] for name in states}
+        saved = {}
+        for name in (name for name in self.shapes if name.startswith("optim.")):
+            parameter, _, key = name.removeprefix("optim.").rpartition(".")
+            saved.setdefault(parameter, {})[key] = self.dtypes[name]
+        return saved
 
     def read(self, parts: dict[str, LocalPart]) -> None:
         """

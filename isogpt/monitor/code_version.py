@@ -6,8 +6,9 @@ from contextlib import suppress
 from isogpt.common.files import REPOSITORY
 from isogpt.launch.process_group import Ranks
 
-# the commit, not a tag. It neither writes to the repository nor starts a daemon
-DESCRIBE = "git --no-optional-locks -c core.fsmonitor=false describe --always --exclude=* --abbrev=64 --dirty"
+# the commit, not a tag, also of somebody else's repository. It neither writes there nor starts a daemon
+GIT = "git --no-optional-locks -c core.fsmonitor=false -c safe.directory=*"
+DESCRIBE = f"{GIT} describe --always --exclude=* --abbrev=64 --dirty"
 
 
 def code_version(ranks: Ranks) -> dict:

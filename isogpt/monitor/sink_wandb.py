@@ -28,15 +28,15 @@ class Wandb:
         secret = ("--alert_command=", "--mirror=", "--init_from=")
         sys.argv = [word for word in sys.argv if not word.startswith(secret)]
         with needed_by("wandb_log", "wandb"):
-            import wandb
+            from wandb import Settings, init  # a folder of logs with this name has neither
         try:
-            self.run = wandb.init(
+            self.run = init(
                 project=config["wandb_project"],
                 name=config["wandb_run_name"],
                 id=run_id,
                 resume="allow",
                 config=config,
-                settings=wandb.Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
+                settings=Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
             )
         except Exception as e:  # Exception is the only common base class of wandb's errors
             reason = " ".join(str(e).split())
