@@ -209,6 +209,11 @@ def test_variables_that_are_incomplete(monkeypatch):
         adopt_launcher_variables()
         with pytest.raises(ValueError, match="MASTER_ADDR=,.*with torchrun or mpirun -x MASTER_ADDR=HOST"):
             rank_variables()
+    # computed from a job's number; of a service of Kubernetes that is called master
+    for port in ("70000", "0", "tcp://10.0.0.1:80"):
+        variables(monkeypatch, TORCHRUN | {"MASTER_PORT": port})
+        with pytest.raises(ValueError, match=f"^MASTER_PORT is '{port}': set it to a port that is free, fr"):
+            rank_variables()
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(zygote, work):
