@@ -278,6 +278,15 @@ def test_cores_are_those_of_the_container(monkeypatch):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be assigned")
+def test_a_process_keeps_its_cores_when_openmp_binds_its_threads():
+    """Many clusters set OMP_PROC_BIND: a process computed with one thread, on its first core."""
+    code = "import os; before = os.sched_getaffinity(0); import isogpt.launch.torch_import; "
+    code += "assert os.sched_getaffinity(0) == before"
+    bound = os.environ | {"OMP_PROC_BIND": "true"}
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=bound, check=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_ranks_know_each_other(zygote, tmp_path):
     """Those of a machine are neighbors, and those that share cores divide them. Each may open many files."""
