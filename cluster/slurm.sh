@@ -61,6 +61,7 @@ before=
 gained_nothing && before=nothing
 rm -f "$out/PREEMPTED" # an old one would requeue a job that fails at the start, forever
 
+unset OMP_PROC_BIND # with it, torch binds torchrun, and so all ranks of a node, to one core
 # without it, torchrun's agents keep the addresses of an earlier rendezvous
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$saving # seconds from a signal until torchrun kills the workers

@@ -237,18 +237,21 @@ leave_together("known")
 
 
 def test_a_number_of_threads_that_a_user_has_chosen_stays(zygote, tmp_path):
-    """torchrun sets OMP_NUM_THREADS to 1, so this is nobody's choice, and ranks divide the cores."""
+    """
+    torchrun sets OMP_NUM_THREADS to 1, so this is nobody's choice, and ranks divide the cores. So they do if
+    OpenMP ignores it.
+    """
     code = """
 os.sched_getaffinity = lambda pid: range(8)
 os.environ["OMP_NUM_THREADS"] = sys.argv[1]
-torch.set_num_threads(int(sys.argv[1]))  # as torch does when it is imported
+torch.set_num_threads(int(sys.argv[2]))  # as torch does when it is imported
 ranks = connect_ranks("cpu", "auto", 60)
 print(torch.get_num_threads())
 leave_together("known")
 """
-    for chosen, threads in ((3, 3), (1, 4)):
-        (tmp_path / str(chosen)).mkdir()
-        run = start_ranks(zygote, tmp_path / str(chosen), 2, code, chosen).wait()
+    for chosen, at_import, threads in (("3", 3, 3), ("1", 1, 4), ("1.0", 8, 4), ("0", 8, 4)):
+        (tmp_path / chosen).mkdir()
+        run = start_ranks(zygote, tmp_path / chosen, 2, code, chosen, at_import).wait()
         assert run.text().split() == [str(threads)] * 2
 
 
@@ -258,6 +261,10 @@ def test_cores_are_those_of_the_container(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(2, 10)})
     for limit, cores in (("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)):
         monkeypatch.setattr(network.Path, "read_text", lambda path, limit=limit: f"{limit}\n")
+        assert network.usable_cores() == cores
+    for quota_us, cores in (("-1", 8), ("300000", 3)):  # control groups of version 1, as on RunPod
+        files = {"cpu.cfs_quota_us": quota_us, "cpu.cfs_period_us": "100000"}
+        monkeypatch.setattr(network.Path, "read_text", lambda path, files=files: files.get(path.name, ""))
         assert network.usable_cores() == cores
     threads = torch.get_num_threads()
     monkeypatch.setattr(network.Path, "read_text", lambda path: "100000 100000\n")
@@ -269,6 +276,15 @@ def test_cores_are_those_of_the_container(monkeypatch):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be assigned")
+def test_a_process_keeps_its_cores_when_openmp_binds_its_threads():
+    """Many clusters set OMP_PROC_BIND: a process computed with one thread, on its first core."""
+    code = "import os; before = os.sched_getaffinity(0); import isogpt.launch.torch_import; "
+    code += "assert os.sched_getaffinity(0) == before"
+    bound = os.environ | {"OMP_PROC_BIND": "true"}
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=bound, check=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")

@@ -209,6 +209,11 @@ def test_variables_that_are_incomplete(monkeypatch):
         adopt_launcher_variables()
         with pytest.raises(ValueError, match="MASTER_ADDR=,.*with torchrun or mpirun -x MASTER_ADDR=HOST"):
             rank_variables()
+    # computed from a job's number; of a service of Kubernetes that is called master
+    for port in ("70000", "0", "tcp://10.0.0.1:80"):
+        variables(monkeypatch, TORCHRUN | {"MASTER_PORT": port})
+        with pytest.raises(ValueError, match=f"^MASTER_PORT is '{port}': set it to a port that is free, fr"):
+            rank_variables()
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(zygote, work):
@@ -230,7 +235,9 @@ def test_a_command_that_a_rank_starts_is_no_rank(zygote, work):
 
 NODE = """#!/bin/sh
 case $0 in
-    */srun) mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
+    */srun)
+        [ "$OMP_PROC_BIND" ] && exit 9
+        mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
     */squeue) date -d "+60 seconds" +%Y-%m-%dT%H:%M:%S ;;
     */scontrol) echo "$@" >> asked ;;
 esac
@@ -245,6 +252,7 @@ def test_slurm_sh_requeues_a_job_that_was_stopped(at):
         (at.path / name).chmod(0o755)
     slurm = dict(SLURM_SUBMIT_DIR=".", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_JOB_NUM_NODES="1")
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
+    env["OMP_PROC_BIND"] = "true"  # would bind torchrun, and with it all ranks, to one core
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
     assert run.returncode == 2 and "slurm.sh: set the run's folder with --out_dir=FOLDER" in run.stderr

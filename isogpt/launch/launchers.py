@@ -164,13 +164,15 @@ def rank_variables() -> tuple[int, int, int, int]:
     launcher.
 
     Raises:
-        ValueError: some of the variables are missing or contradict each other.
+        ValueError: some of the variables are missing or contradict each other, or there is no such port.
     """
     env = os.environ
     if "RANK" not in env:
         return 0, 1, 0, 1
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: env.get(name, "") for name in names}
+    if (port := given["MASTER_PORT"]) and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT is {port!r}: set it to a port that is free, from 1024 to 65535")
     given["LOCAL_RANK"] = env.get("LOCAL_RANK", given["RANK"])
     size = env.get("LOCAL_SIZE", given["WORLD_SIZE"])  # DeepSpeed's name
     given["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", size)

@@ -185,10 +185,19 @@ def own_cores() -> list[int]:
 def usable_cores() -> int:
     """How many cores this process may use at once: its own, or fewer if its container's time is limited."""
     cores = len(own_cores())
-    with suppress(OSError, ValueError):  # cgroup v2: docker's --cpus, a pod's limit; "max" is no number
-        time_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        return max(1, min(cores, time_us // period_us))
+    for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):  # cgroup v2, v1
+        with suppress(OSError, ValueError):  # docker's --cpus, a pod's limit; "max" is no number
+            texts = " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names)
+            time_us, period_us = map(int, texts.split())
+            if time_us > 0:  # -1: no limit
+                return max(1, min(cores, time_us // period_us))
     return cores
+
+
+def chosen_threads() -> int:
+    """OMP_NUM_THREADS; 0 if it is not set or no positive integer: OpenMP then ignores it too."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP also takes a list
+    return int(threads) if threads.isdecimal() else 0
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         torch.cuda.set_device(picked)
     else:
         keep_freed_memory()
-    if "OMP_NUM_THREADS" not in os.environ:  # threads beyond a container's limit would wait for each other
+    if not network.chosen_threads():  # threads beyond a container's limit would wait for each other
         torch.set_num_threads(min(torch.get_num_threads(), network.usable_cores()))
     if "RANK" not in os.environ:
         try:
@@ -127,7 +127,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     interface = network.choose_interface(others["network"])
     # thread pools on the same cores slow each other down; also with GPUs: with cpu_offload the optimizer runs
     # on the CPU. torchrun sets OMP_NUM_THREADS to 1, so only another number is known to be a user's choice
-    if machines.count(machines[rank]) > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if machines.count(machines[rank]) > 1 and network.chosen_threads() <= 1:
         torch.set_num_threads(max(1, network.usable_cores() // core_sharers))
     machines = sorted(machines)
     hosts = [others["hosts"][machine] for machine in machines]

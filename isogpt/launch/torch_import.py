@@ -69,7 +69,10 @@ use_own_cache()
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 gc.disable()
+cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 import torch  # noqa: E402, F401
 
+if cores and cores != os.sched_getaffinity(0):  # OMP_PROC_BIND: bound to one, with all that starts later
+    os.sched_setaffinity(0, cores)
 gc.freeze()  # what exists now is never searched
 gc.enable()

@@ -13,6 +13,7 @@ import torch
 from torch.nn import attention
 
 from isogpt.common.console import count_text
+from isogpt.launch import network
 from isogpt.launch.together import gather_objects
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -176,8 +177,7 @@ def fix_threads(device: torch.device) -> None:
     on the number of processes.
     """
     if device.type == "cpu":
-        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP also takes a list
-        torch.set_num_threads(max(1, int(threads)) if threads.isdigit() else 1)
+        torch.set_num_threads(network.chosen_threads() or 1)
 
 
 def kind_of_device(device: torch.device) -> str:
