@@ -311,7 +311,9 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
-    "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint",
+    "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint: type ",
+    "--data_files=two.jsonl --tokenizer=flder": "tiktoken cannot load 'flder' .*, or, .* a folder",
+        options = [f"--data_files={file}", "--tokenizer=folder", "--val_fraction=0.5"]
 }
 DOCUMENTS = {
     "--data_files=latin.txt --tokenizer=char": "--tokenizer=char is for one text: ",  # before it is read
