@@ -24,7 +24,7 @@ from write_files import Batch, batches_of, tokenize, write_data_set
 from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import load
-from isogpt.data.vocabulary import Vocabulary, of_characters, tokenizer_in
+from isogpt.data.vocabulary import CONVERT, Vocabulary, of_characters, tokenizer_in
 
 SAMPLE = 10_000  # characters of the first document, with which a tokenizer is tried
 
@@ -206,6 +206,6 @@ def find_vocabulary(name: str | int, documents: Iterable[str]) -> Vocabulary:
 
     newest, reports = find_checkpoint(str(folder))
     if not newest:
-        problem = f"{folder} has no tokenizer.json and no checkpoint"
+        problem = f"{folder} has no tokenizer.json and no checkpoint: type {CONVERT.format(str(folder))}"
         raise ValueError("; ".join([problem, *reports]))
     return vocabulary_of_run(open_checkpoint(newest).run, folder)

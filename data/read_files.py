@@ -51,6 +51,8 @@ def find_files(data_files: str) -> dict[str, FileSystem]:
             raise ValueError(f"--data_files: {without_credentials(problem)}") from error
         if is_folder:
             paths = known_of(paths, shown(pattern))
+        if isinstance(files, LocalFileSystem):  # links, such as one to a folder above, lead to a file again
+            paths = {os.path.realpath(path): path for path in sorted(paths, reverse=True)}.values()
         if not paths:
             raise ValueError(f"--data_files: there is no file at {shown(pattern)!r}")
         found |= dict.fromkeys(paths, files)
@@ -124,6 +126,8 @@ def texts_in(files: FileSystem, path: str, text_key: str, separator: str) -> Ite
 
             # by default, a column of a whole row group would be in memory, which may be as large as the file
             table = ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
+            if text_key not in table.schema_arrow.names:
+                raise ValueError(f"no column '{text_key}' in {table.schema_arrow.names}: set --text_key=")
             for batch in table.iter_batches(BATCH_ROWS, columns=[text_key]):
                 yield from batch[text_key].to_pylist()
         elif kind_of(path) == ".jsonl":
@@ -164,12 +168,15 @@ def read_hub(name: str, text_key: str, options: dict) -> Iterator[Document]:
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
-    rows = load_dataset(name, split="train", streaming=True, **options)
     count = 0
-    for batch in rows.iter(batch_size=BATCH_ROWS):
-        if text_key not in batch:
-            raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
-        for text in batch[text_key]:
-            count += 1
-            if text:
-                yield f"{name}, document {count}", text
+    try:
+        rows = load_dataset(name, split="train", streaming=True, **options)
+        for batch in rows.iter(batch_size=BATCH_ROWS):
+            if text_key not in batch:
+                raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
+            for text in batch[text_key]:
+                count += 1
+                if text:
+                    yield f"{name}, document {count}", text
+    except Exception as error:  # the libraries that stream it raise nearly anything
+        raise ValueError(f"{name}, document {count + 1}: {error}") from error

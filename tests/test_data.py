@@ -282,6 +282,20 @@ def test_the_hub(tmp_path, monkeypatch):
     }
 
 
+def test_a_stream_of_the_hub_that_breaks_is_one_line(tmp_path, monkeypatch):
+    """Its libraries also raise errors that are neither of the system nor of a value."""
+    datasets = pytest.importorskip("datasets")
+
+    def rows():
+        yield from ({"text": f"page {i}"} for i in range(1500))
+        raise RuntimeError("the client has been closed")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: stream)
+    said = error_of(REPO / "data/fineweb/prepare.py", "--train_tokenizer=300", f"--out={tmp_path}")
+    assert said == "error: HuggingFaceFW/fineweb-edu, document 1001: the client has been closed"
+
+
 # ----- where it is written
 
 
@@ -311,7 +325,9 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --val_fraction=1.5": "--val_fraction must be between 0 and 1",
     "--data_files=letter.txt": "train.bin or val.bin would be empty: use more text",
     "--data_files=latin.txt": "latin.txt, document 1: .* [Ss]ave it as UTF-8",
-    "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint",
+    "--data_files=null.parquet --text_key=body": ".*: no column 'body' in .'text'.: set --text_key=",
+    "--data_files=two.jsonl --tokenizer=folder": "folder has no tokenizer.json and no checkpoint: type ",
+    "--data_files=two.jsonl --tokenizer=flder": "tiktoken cannot load 'flder' .*, or, .* a folder",
 }
 DOCUMENTS = {
     "--data_files=latin.txt --tokenizer=char": "--tokenizer=char is for one text: ",  # before it is read

@@ -911,6 +911,18 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
             GPT.from_pretrained(str(tmp_path / path))
 
 
+def test_a_head_of_its_own_that_config_json_ties(tmp_path):
+    """It is read, as transformers does."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    hf, x, path = gpt2_of_transformers(), ids(3, 16), tmp_path / "model.safetensors"
+    hf.save_pretrained(tmp_path)
+    weights = safetensors.load_file(path) | {"lm_head.weight": torch.randn(65, 32)}
+    safetensors.save_file(weights, path, metadata={"format": "pt"})
+    gpt = GPT.from_pretrained(str(tmp_path)).eval()
+    torch.testing.assert_close(gpt.lm_head.weight, weights["lm_head.weight"], atol=0, rtol=0)
+    torch.testing.assert_close(gpt(x, x)[0], type(hf).from_pretrained(tmp_path)(x).logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("T", "dropout"), [(1, 0.0), (128, 0.0), (600, 0.0), (160, 0.25)])
 def test_attention_in_halves_on_a_cpu_is_attention(T, dropout):
     """As near to float32's as the rounding of bfloat16 allows, forward and backward, with what it drops."""

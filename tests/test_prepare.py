@@ -131,6 +131,14 @@ def test_folders_and_compressed_files(source, tmp_path):
     assert texts(str(source)) == DOCUMENTS + others
 
 
+def test_a_file_to_which_several_links_lead_is_read_once(source):
+    """Also if the folder contains a link to itself, through which it would be read 41 times."""
+    (source / "a.jsonl").rename(source / "0")  # as in a cache of the hub
+    for name, target in ("loop", "."), ("a.jsonl", "0"), ("b.jsonl", "0"):
+        (source / name).symlink_to(target)
+    assert texts(str(source)) == texts(f"{source}/**/*.jsonl") == DOCUMENTS
+
+
 def test_files_that_a_folder_leaves_out(tmp_path, monkeypatch, capsys):
     """A note counts them and says what to type to read them, which works; a pattern that names files does."""
     monkeypatch.chdir(tmp_path)

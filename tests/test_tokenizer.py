@@ -170,7 +170,7 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tiktoken.load.read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): go online, or set TIKTOKEN_"
+    message = r"tiktoken cannot load 'p50k_base' \(OSError\('no network'\)\): go online, or set .* filled"
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
     with pytest.raises(ValueError, match="tiktoken cannot load 'gpt3' .*: choose from .*gpt2"):

@@ -74,6 +74,10 @@ def test_ids_without_a_record(tmp_path):
     assert of_meta({}, tmp_path) is of_meta({"vocab_size": 90}, tmp_path) is None
     kinds = [gpt2_or_unknown(size, "it").kind for size in (50256, 50257, 50304, 51200, 51201)]
     assert kinds == ["unknown", *["tiktoken"] * 3, "unknown"]
+    (tmp_path / "merges.txt").touch()  # of a tokenizer that may be another one of the same size
+    unknown = gpt2_or_unknown(50257, tmp_path)
+    with pytest.raises(ValueError, match=f"merges.txt, but no tokenizer.json: type python -c .*'{tmp_path}'"):
+        tokenizer.load(unknown)
 
 
 def test_the_order_of_precedence(tmp_path):

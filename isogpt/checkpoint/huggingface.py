@@ -147,6 +147,8 @@ def load(name: str) -> tuple[dict, dict[str, Tensor]]:
         wrong.append(f"{key} is {tuple(saved)}, but config.json says {tuple(expected)}")
     if wrong:
         raise ValueError(f"the weights of {name!r} are not those of a {CLASSES[kind]}: {min(wrong)}")
+    # not always what config.json says: transformers does not tie two weights that differ
+    args["tied"] = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
     return args, our_weights(hf)
 
 

@@ -105,7 +105,8 @@ def load_encoding(vocabulary: Vocabulary) -> Any:
     except (OSError, ValueError) as e:
         names = tiktoken.list_encoding_names()
         is_known = name in names
-        advice = "go online, or set TIKTOKEN_CACHE_DIR" if is_known else f"choose from {', '.join(names)}"
+        cached = "go online, or set TIKTOKEN_CACHE_DIR to a folder that tiktoken has filled"
+        advice = cached if is_known else f"choose from {', '.join(names)}, or, for --tokenizer, a folder"
         raise ValueError(f"tiktoken cannot load {reprlib.repr(name)} ({e!r:.80}): {advice}") from e
 
 

@@ -22,6 +22,8 @@ END_OF_TEXT = "<|endoftext|>"
 UNTRAINED = "<|untrained|>"
 # advice if a model lacks ids
 OTHER_IDS = "set --dataset=NAME, or add {tokens} to the model, see docs/recipes.md#added-tokens"
+# writes the tokenizer.json of a folder whose tokenizer has other files, such as merges.txt or tokenizer.model
+CONVERT = 'python -c "import transformers as t; t.AutoTokenizer.from_pretrained(f:={!r}).save_pretrained(f)"'
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,11 @@ def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
     Return GPT-2's vocabulary, as in nanoGPT, for ids whose meaning is not recorded anywhere. A model with
     vocab_size ids must be large enough for GPT-2's tokens. `where` names the place without a record.
     """
-    if GPT2_IDS <= vocab_size <= GPT2_PADDED:
-        return Vocabulary("tiktoken", "gpt2")
     reason = f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
+    if Path(str(where), "merges.txt").exists():  # its tokenizer may be that of another language
+        reason = f"{where} has a merges.txt, but no tokenizer.json: type {CONVERT.format(str(where))}"
+    elif GPT2_IDS <= vocab_size <= GPT2_PADDED:
+        return Vocabulary("tiktoken", "gpt2")
     return Vocabulary("unknown", reason)
 
 
