@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 import isogpt.common.interrupt  # (first: the other imports take longer)
 
-from read_files import find_files, read_documents, read_hub, read_shakespeare, shown
+from download import read_hub, read_shakespeare
+from read_files import find_files, read_documents, shown
 from train_tokenizer import train_tokenizer
 from write_files import Batch, batches_of, tokenize, write_data_set
 

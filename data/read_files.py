@@ -1,26 +1,21 @@
-"""Read the documents of --data_files or of the Hugging Face hub, and Tiny Shakespeare."""
+"""Read the documents of --data_files."""
 
 import glob
 import io
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from urllib.request import urlopen
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from isogpt.common.console import shortened
-from isogpt.common.files import write_whole
-from isogpt.common.packages import needed_by
-from isogpt.data.text_files import decode, endings_of, kind_of, known_of, read_text, shown
+from isogpt.data.text_files import decode, endings_of, kind_of, known_of, shown
 from isogpt.options.values import is_url, without_credentials
 
 FileSystem = fsspec.AbstractFileSystem
 Document = tuple[str, str]  # where it is, for messages, and its text
 
-SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 BATCH_ROWS = 1000
 BLOCK = 1 << 20  # characters of a .txt file, or bytes of any other, that are read at once
 
@@ -148,35 +143,3 @@ def separated(file: io.BufferedReader, separator: str) -> Iterator[str]:
         *documents, rest = (rest + block).split(separator)
         yield from map(str.strip, documents)
     yield rest.strip()
-
-
-def read_shakespeare(folder: Path) -> tuple[str, dict]:
-    """
-    Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does
-    not exist.
-    """
-    path = folder / "input.txt"
-    if not path.exists():
-        print(f"downloading {SHAKESPEARE}; without a network, put the text at {path}")
-        with urlopen(SHAKESPEARE, timeout=60) as response:
-            write_whole(path, response.read())
-    return read_text(path), {"file": path.name}
-
-
-def read_hub(name: str, text_key: str, options: dict) -> Iterator[Document]:
-    """Stream the documents of a data set of Hugging Face's datasets; `options` are those of load_dataset."""
-    with needed_by(f"reading {name}", "datasets"):
-        from datasets import load_dataset
-
-    count = 0
-    try:
-        rows = load_dataset(name, split="train", streaming=True, **options)
-        for batch in rows.iter(batch_size=BATCH_ROWS):
-            if text_key not in batch:
-                raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
-            for text in batch[text_key]:
-                count += 1
-                if text:
-                    yield f"{name}, document {count}", text
-    except Exception as error:  # the libraries that stream it raise nearly anything
-        raise ValueError(f"{name}, document {count + 1}: {error}") from error
