@@ -33,15 +33,16 @@ class OpenCheckpoint:
     tensors: dict[str, Tensor] | None = None  # None: in shards
 
     @property
-    def saved_state(self) -> optimizer_state.Saved:
+    def saved_state(self) -> optimizer_state.States:
         """
-        What is saved of an optimizer for each parameter; checkpoints of forks may contain nothing, or not
-        AdamW's.
+        What is saved of an optimizer for each parameter, as tensors without data; checkpoints of forks may
+        contain nothing, or not AdamW's.
         """
         saved = {}
         for name in (name for name in self.shapes if name.startswith("optim.")):
             parameter, _, key = name.removeprefix("optim.").rpartition(".")
-            saved.setdefault(parameter, {})[key] = self.dtypes[name]
+            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device="meta")
+            saved.setdefault(parameter, {})[key] = tensor
         return saved
 
     def read(self, parts: dict[str, LocalPart]) -> None:
