@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
-from read_files import BATCH_ROWS, Document
+from read_files import BATCH_ROWS, Document, check_column, documents_of
 
 from isogpt.common.files import write_whole
 from isogpt.common.packages import needed_by
@@ -31,15 +31,9 @@ def read_hub(name: str, text_key: str, options: dict) -> Iterator[Document]:
     with needed_by(f"reading {name}", "datasets"):
         from datasets import load_dataset
 
-    count = 0
-    try:
-        rows = load_dataset(name, split="train", streaming=True, **options)
-        for batch in rows.iter(batch_size=BATCH_ROWS):
-            if text_key not in batch:
-                raise ValueError(f"no column '{text_key}' in {list(batch)}: set --text_key=")
-            for text in batch[text_key]:
-                count += 1
-                if text:
-                    yield f"{name}, document {count}", text
-    except Exception as error:  # the libraries that stream it raise nearly anything
-        raise ValueError(f"{name}, document {count + 1}: {error}") from error
+    def texts() -> Iterator[str | None]:
+        for batch in load_dataset(name, split="train", streaming=True, **options).iter(BATCH_ROWS):
+            check_column(text_key, batch)
+            yield from (text or None for text in batch[text_key])  # nor is an empty text a document
+
+    yield from documents_of(name, texts(), text_key)

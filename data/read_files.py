@@ -4,7 +4,7 @@ import glob
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -46,14 +46,20 @@ def find_files(data_files: str) -> dict[str, FileSystem]:
             raise ValueError(f"--data_files: {without_credentials(problem)}") from error
         if is_folder:
             paths = known_of(paths, shown(pattern))
-        if isinstance(files, LocalFileSystem):  # links, such as one to a folder above, lead to a file again
-            paths = {os.path.realpath(path): path for path in sorted(paths, reverse=True)}.values()
         if not paths:
             raise ValueError(f"--data_files: there is no file at {shown(pattern)!r}")
         found |= dict.fromkeys(paths, files)
+    # by what it is: links, such as one to a folder above, lead to a file again
+    once = {identity(path, found[path]): path for path in sorted(found, reverse=True)}
+    found = {path: found[path] for path in sorted(once.values())}
     if others := endings_of(found):
         print(f"note: read as text: {shortened(others, 10)}; records must be in .jsonl or .parquet files")
-    return dict(sorted(found.items()))
+    return found
+
+
+def identity(path: str, files: FileSystem) -> str:
+    """What paths to one file have in common."""
+    return os.path.realpath(path) if isinstance(files, LocalFileSystem) else path
 
 
 def expand(pattern: str) -> tuple[FileSystem, list[str], bool]:
@@ -95,20 +101,36 @@ def read_documents(
         ValueError: one of the files cannot be read or parsed.
     """
     for path, file_system in files.items():
-        count = 0
-        try:
-            for text in texts_in(file_system, path, text_key, separator):
-                if not isinstance(text, str | None):
-                    raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}: set --text_key=")
-                count += 1
-                if text is not None:
-                    # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
-                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-                    yield f"{shown(path)}, document {count}", text
-        except Exception as error:  # a damaged file raises nearly anything
-            advice = f"; simplecache::{shown(path)} is downloaded first" if is_url(path) else ""
-            problem = f"{shown(path)}, document {count + 1}: {error}{advice}"
-            raise ValueError(without_credentials(problem) if advice else problem) from error
+        yield from documents_of(path, texts_in(file_system, path, text_key, separator), text_key)
+
+
+def documents_of(source: str, texts: Iterable[object], text_key: str) -> Iterator[Document]:
+    """
+    Yield the texts of a file, or of a data set of the hub, with their places; null is none.
+
+    Raises:
+        ValueError: the source cannot be read or parsed, or does not contain texts.
+    """
+    count = 0
+    try:
+        for text in texts:
+            if not isinstance(text, str | None):
+                raise ValueError(f"no string at '{text_key}' in {str(text)[:200]}: set --text_key=")
+            count += 1
+            if text is not None:
+                # JSON can hold halves of surrogate pairs, but neither UTF-8 nor a tokenizer.json can
+                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                yield f"{shown(source)}, document {count}", text
+    except Exception as error:  # a damaged file, or a stream that breaks, raises nearly anything
+        advice = f"; simplecache::{shown(source)} is downloaded first" if is_url(source) else ""
+        problem = f"{shown(source)}, document {count + 1}: {error}{advice}"
+        raise ValueError(without_credentials(problem) if advice else problem) from error
+
+
+def check_column(text_key: str, columns: Iterable[str]) -> None:
+    """Raise ValueError if none of the columns is called text_key."""
+    if text_key not in columns:
+        raise ValueError(f"no column '{text_key}' in {list(columns)}: set --text_key=")
 
 
 def texts_in(files: FileSystem, path: str, text_key: str, separator: str) -> Iterator[object]:
@@ -121,8 +143,7 @@ def texts_in(files: FileSystem, path: str, text_key: str, separator: str) -> Ite
 
             # by default, a column of a whole row group would be in memory, which may be as large as the file
             table = ParquetFile(file, pre_buffer=False, buffer_size=BLOCK)
-            if text_key not in table.schema_arrow.names:
-                raise ValueError(f"no column '{text_key}' in {table.schema_arrow.names}: set --text_key=")
+            check_column(text_key, table.schema_arrow.names)
             for batch in table.iter_batches(BATCH_ROWS, columns=[text_key]):
                 yield from batch[text_key].to_pylist()
         elif kind_of(path) == ".jsonl":

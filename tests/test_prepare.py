@@ -137,6 +137,7 @@ def test_a_file_to_which_several_links_lead_is_read_once(source):
     for name, target in ("loop", "."), ("a.jsonl", "0"), ("b.jsonl", "0"):
         (source / name).symlink_to(target)
     assert texts(str(source)) == texts(f"{source}/**/*.jsonl") == DOCUMENTS
+    assert texts(f"{source}/b.jsonl,{source}/a.jsonl,{source}/a.jsonl") == DOCUMENTS
 
 
 def test_files_that_a_folder_leaves_out(tmp_path, monkeypatch, capsys):
