@@ -135,11 +135,12 @@ def gpt2_or_unknown(vocab_size: int, where: object) -> Vocabulary:
     Return GPT-2's vocabulary, as in nanoGPT, for ids whose meaning is not recorded anywhere. A model with
     vocab_size ids must be large enough for GPT-2's tokens. `where` names the place without a record.
     """
-    reason = f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
     if Path(str(where), "merges.txt").exists():  # its tokenizer may be that of another language
         reason = f"{where} has a merges.txt, but no tokenizer.json: type {CONVERT.format(str(where))}"
     elif GPT2_IDS <= vocab_size <= GPT2_PADDED:
         return Vocabulary("tiktoken", "gpt2")
+    else:
+        reason = f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
     return Vocabulary("unknown", reason)
 
 
