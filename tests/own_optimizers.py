@@ -40,7 +40,6 @@ class Slow(torch.optim.Optimizer):
                 state["count"] = state.get("count", 0) + 1
                 p.sub_(p.grad, alpha=100 * group["lr"] * group["growth"])
                 if state["count"] > 2:
-                    state.setdefault("averages", torch.zeros(())).add_(1)
                     p.copy_(state.setdefault("slow", p.clone()).lerp_(p, 0.5))
             group["growth"] += 0.1 * (state["count"] > 1)
 

@@ -33,16 +33,15 @@ class OpenCheckpoint:
     tensors: dict[str, Tensor] | None = None  # None: in shards
 
     @property
-    def saved_state(self) -> optimizer_state.States:
+    def saved_state(self) -> optimizer_state.Saved:
         """
-        What is saved of an optimizer for each parameter, as tensors without data; checkpoints of forks may
-        contain nothing, or not AdamW's.
+        What is saved of an optimizer for each parameter; checkpoints of forks may contain nothing, or not
+        AdamW's.
         """
         saved = {}
         for name in (name for name in self.shapes if name.startswith("optim.")):
             parameter, _, key = name.removeprefix("optim.").rpartition(".")
-            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device="meta")
-            saved.setdefault(parameter, {})[key] = tensor
+            saved.setdefault(parameter, {})[key] = self.dtypes[name]
         return saved
 
     def read(self, parts: dict[str, LocalPart]) -> None:

@@ -90,13 +90,11 @@ def kept_by(cls: Class) -> Kept:
         raise ValueError(f"optimizer {cls.__name__} fails: {type(e).__name__}: {reason_of(e)}") from e
     if others := [key for key, shape in shapes.items() if shape != p.shape and shape.numel() != 1]:
         raise ValueError(f"optimizer {cls.__name__} is not element-wise: {others[0]} has another shape")
-    set_by_us = {*options_of(cls, group), "lr", "weight_decay"}
-    numbers = []
-    for key, value in group.items():
-        # a step size that the class estimates need not change in its first step
-        is_own = key not in set_by_us and not isinstance(value, bool)
-        if isinstance(value, int | float) and (is_own or value != before.get(key)):
-            numbers.append(key)
+    numbers = [key for key, value in group.items() if isinstance(value, int | float)]
+    changed = [key for key in numbers if group[key] != before.get(key)]
+    # a step size that the class estimates need not change in its first step
+    own = {key for key in numbers if type(group[key]) is not bool} - options_of(cls, group).keys()
+    numbers = sorted(own.difference(("lr", "weight_decay")).union(changed))
     return Kept(shapes, [*shapes.values()].count(p.shape), numbers)
 
 

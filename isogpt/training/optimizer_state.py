@@ -13,6 +13,7 @@ from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
+Saved = dict[str, dict[str, torch.dtype]]  # the same of a checkpoint: {parameter name: {key: dtype}}
 Update = tuple[str, nn.Parameter, Optimizer, dict]  # see `updates_of`
 
 
@@ -60,14 +61,14 @@ def as_tensor(value: Tensor | float, p: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def filled_state(model: nn.Module, optimizers: Optimizers, saved: States) -> Iterator[States]:
+def filled_state(model: nn.Module, optimizers: Optimizers, saved: Saved) -> Iterator[States]:
     """
     In the block, a checkpoint must be copied to the weights, and to the optimizers' state, which is yielded.
     State that is not there yet is allocated by a step with gradients of 0, and what a class makes in a later
     step as the checkpoint contains it.
 
     Args:
-        saved: the state that the checkpoint contains, as tensors without data.
+        saved: the state that the checkpoint contains.
     """
     updates = [update for update in updates_of(model, optimizers) if update[0] in saved]
     new = [(p, inner) for _, p, inner, _ in updates if not inner.state.get(p)]
@@ -77,9 +78,9 @@ def filled_state(model: nn.Module, optimizers: Optimizers, saved: States) -> Ite
         inner.step()
         inner.zero_grad()
     for name, p, inner, _ in updates:
-        for key, tensor in saved[name].items():
+        for key, dtype in saved[name].items():
             if key not in inner.state[p] and not key.startswith(GROUP):
-                inner.state[p][key] = allocated(tensor, p)
+                inner.state[p][key] = 0.0 if dtype == torch.float64 else torch.zeros_like(p, dtype=dtype)
     states = state_by_name(model, optimizers)
     for name in states.keys() & saved.keys():  # earlier versions saved fewer numbers of groups
         states[name] = {k: v for k, v in states[name].items() if k in saved[name] or not k.startswith(GROUP)}
@@ -92,13 +93,6 @@ def filled_state(model: nn.Module, optimizers: Optimizers, saved: States) -> Ite
                 place[key] = type(place[key])(value.item())
     for optimizer in optimizers:
         share_groups(inner_optimizer(optimizer), optimizer)
-
-
-def allocated(saved: Tensor, p: nn.Parameter) -> Tensor | float:
-    """Return zeros in place of what is saved for a parameter: a number, or a tensor of the saved kind."""
-    if saved.dtype == torch.float64:  # see `as_tensor`
-        return 0.0
-    return torch.zeros_like(p, dtype=saved.dtype) if saved.dim() else torch.zeros((), dtype=saved.dtype)
 
 
 def saved_state(model: nn.Module, optimizers: Optimizers) -> dict:
