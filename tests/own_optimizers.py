@@ -26,24 +26,6 @@ class Lion(torch.optim.Optimizer):
                 state["momentum"].lerp_(p.grad, 1 - beta2)
 
 
-class Slow(torch.optim.Optimizer):
-    """SGD whose rate grows from the second step on, and which keeps slow weights from the third step on."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "growth": 1.0})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                p.sub_(p.grad, alpha=100 * group["lr"] * group["growth"])
-                if state["count"] > 2:
-                    p.copy_(state.setdefault("slow", p.clone()).lerp_(p, 0.5))
-            group["growth"] += 0.1 * (state["count"] > 1)
-
-
 class Free(torch.optim.Optimizer):
     """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): p is y, or x for evaluations."""
 

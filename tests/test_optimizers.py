@@ -45,18 +45,6 @@ def test_a_checkpoint_of_another_class(zygote, session_work, trained, tmp_path):
     assert re.search("was saved with optimizer '.*:Lion': set --optimizer=.*:Lion", run.text())
 
 
-def test_what_a_class_keeps_from_a_later_step_on(zygote, work):
-    """A number in its groups that is no argument, and state that its first step does not make."""
-    args = [f"--optimizer={REPO}/tests/own_optimizers.py:Slow", "--save_interval=5", "--keep_last=0"]
-    zygote.train([*args, "--out_dir=straight", "--max_iters=9"], work)
-    for nproc, flags in ((1, []), (2, ["--zero=1"]), (2, ["--zero=3"])):
-        resumed = work / f"resumed{len(list(work.iterdir()))}"
-        shutil.copytree(work / "straight", resumed, symlinks=True)
-        chosen = ["--init_from=resume:5", "--max_iters=9", f"--out_dir={resumed}"]
-        zygote.train([*args, *chosen, *flags], work, nproc)
-        assert_same_curve(resumed, work / "straight")
-
-
 def with_more_rows(folder, copies):
     """A copy of the repository in which the setting `plain` has so many copies of AdamW's rows."""
     path = copy_of_repository(folder) / "isogpt/training/optim.py"

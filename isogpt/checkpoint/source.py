@@ -33,16 +33,13 @@ class OpenCheckpoint:
     tensors: dict[str, Tensor] | None = None  # None: in shards
 
     @property
-    def saved_state(self) -> optimizer_state.Saved:
+    def names_with_state(self) -> set[str]:
         """
-        What is saved of an optimizer for each parameter; checkpoints of forks may contain nothing, or not
-        AdamW's.
+        The names of the parameters for which something of an optimizer is saved; checkpoints of forks may
+        contain nothing, or not AdamW's.
         """
-        saved = {}
-        for name in (name for name in self.shapes if name.startswith("optim.")):
-            parameter, _, key = name.removeprefix("optim.").rpartition(".")
-            saved.setdefault(parameter, {})[key] = self.dtypes[name]
-        return saved
+        states = [name for name in self.shapes if name.startswith("optim.")]
+        return {name.removeprefix("optim.").rpartition(".")[0] for name in states}
 
     def read(self, parts: dict[str, LocalPart]) -> None:
         """

@@ -194,8 +194,8 @@ def restore_checkpoint(
         )
     reshard(model)
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
-    saved = checkpoint.saved_state
-    with optimizer_state.filled_state(model, optimizers if saved else (), saved) as state:
+    names = checkpoint.names_with_state
+    with optimizer_state.filled_state(model, optimizers if names else (), names) as state:
         weights = weights_to_read(model, shapes, seed)
         checkpoint.read(flat(weights, parts_of_state(model, state, island)))
 

@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 
     state: dict[str, torch.Size]  # the shape of what it keeps for a parameter, by name
     moments: int  # how many of these have the parameter's shape
-    numbers: list[str]  # names of the numbers in its groups that a step changes, or that are no arguments
+    numbers: list[str]  # names of the numbers in its groups that a step changes
 
 
 @cache
@@ -92,10 +92,7 @@ def kept_by(cls: Class) -> Kept:
         raise ValueError(f"optimizer {cls.__name__} is not element-wise: {others[0]} has another shape")
     numbers = [key for key, value in group.items() if isinstance(value, int | float)]
     changed = [key for key in numbers if group[key] != before.get(key)]
-    # a step size that the class estimates need not change in its first step
-    own = {key for key in numbers if type(group[key]) is not bool} - options_of(cls, group).keys()
-    numbers = sorted(own.difference(("lr", "weight_decay")).union(changed))
-    return Kept(shapes, [*shapes.values()].count(p.shape), numbers)
+    return Kept(shapes, [*shapes.values()].count(p.shape), changed)
 
 
 class OnShards(Optimizer):

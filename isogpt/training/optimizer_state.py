@@ -1,7 +1,7 @@
 """The state of the optimizers by parameter name, and as nanoGPT numbers it in a ckpt.pt."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,6 @@ from isogpt.training.optimizer_class import Optimizers, inner_optimizer, kept_by
 
 GROUP = "group:"  # before the name of a number that an optimizer keeps for a group of parameters
 States = dict[str, dict[str, Tensor]]  # {parameter name: {key: tensor}}
-Saved = dict[str, dict[str, torch.dtype]]  # the same of a checkpoint: {parameter name: {key: dtype}}
 Update = tuple[str, nn.Parameter, Optimizer, dict]  # see `updates_of`
 
 
@@ -61,29 +60,22 @@ def as_tensor(value: Tensor | float, p: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def filled_state(model: nn.Module, optimizers: Optimizers, saved: Saved) -> Iterator[States]:
+def filled_state(model: nn.Module, optimizers: Optimizers, names: Collection[str]) -> Iterator[States]:
     """
     In the block, a checkpoint must be copied to the weights, and to the optimizers' state, which is yielded.
-    State that is not there yet is allocated by a step with gradients of 0, and what a class makes in a later
-    step as the checkpoint contains it.
+    State that is not there yet is allocated by a step with gradients of 0.
 
     Args:
-        saved: the state that the checkpoint contains.
+        names: of the parameters of which the checkpoint contains state.
     """
-    updates = [update for update in updates_of(model, optimizers) if update[0] in saved]
+    updates = [update for update in updates_of(model, optimizers) if update[0] in names]
     new = [(p, inner) for _, p, inner, _ in updates if not inner.state.get(p)]
     for p, _ in new:
         p.grad = torch.zeros_like(p)
     for inner in {inner for _, inner in new}:
         inner.step()
         inner.zero_grad()
-    for name, p, inner, _ in updates:
-        for key, dtype in saved[name].items():
-            if key not in inner.state[p] and not key.startswith(GROUP):
-                inner.state[p][key] = 0.0 if dtype == torch.float64 else torch.zeros_like(p, dtype=dtype)
     states = state_by_name(model, optimizers)
-    for name in states.keys() & saved.keys():  # earlier versions saved fewer numbers of groups
-        states[name] = {k: v for k, v in states[name].items() if k in saved[name] or not k.startswith(GROUP)}
     yield states
     for name, p, inner, group in updates:
         for key, value in states.get(name, {}).items():
