@@ -211,7 +211,7 @@ layer_statistics = statistics.LayerStatistics(
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, report
 )
-policy = step_policy.StepPolicy(skip_steps, state, reader, report)
+policy = step_policy.StepPolicy(skip_steps, state, reader, report, gradients)
 del run.start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside the logger and the sampler)
@@ -226,9 +226,9 @@ batches = reader.train(state.step, state.progress.position, state.progress.exclu
 batches = clock.laps("data", batches)  # times how long the rank waits for each of them
 # of each micro-batch in a step, the number of its first sequence
 first_sequences = [reader.share.first(micro_step) for micro_step in range(reader.share.micro_steps)]
-gc.disable()  # a GPU would wait for it; report.read and evaluations collect
+gc.disable()  # a GPU would wait for it; policy.launched and evaluations collect
 while not is_complete:
-    step = state.step
+    step = state.next_step  # the numbers of the step before, state.step, are often not known yet
     raw_model.set_step(step)  # for modules that have an attribute `step`
     lr = run.schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
@@ -238,7 +238,7 @@ while not is_complete:
     is_complete = eval_only or step > run.max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
-        gc.collect()  # also what report.read, which collects new objects only, has left
+        gc.collect()  # also what policy.launched, which collects new objects only, has left
         if run.stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
@@ -284,16 +284,12 @@ while not is_complete:
     with layer_statistics.of_update(step):  # every stats_interval steps
         # no update if loss or norm is not finite, or a spike that is skipped
         optim.clip_and_step(optimizers, scaler, gathered, grad_clip, skip_steps == "spikes")
-    numbers = report.read(gathered)  # synchronizes: waits for the GPU, unless clip_and_step has done so
-    # -- after the step
-
-    # all ranks decide the same. If float16 overflows, the step counts, and its loss scale is halved
-    if not policy.takes(numbers):
-        continue
-    report.step(numbers, lr)  # if the step is logged: the console, metrics.jsonl, wandb, TensorBoard
-    state.advance()  # averages the weights of islands, if that is due
-    clock.step()
-    if run.stop.decide(numbers.stop):
+    # -- after the launch. While a GPU computes this step, the host waits for the numbers of the step before:
+    # that step is reported (console, metrics.jsonl, wandb, TensorBoard) or left out, or ends the run, and all
+    # ranks decide the same. If float16 overflows, the step counts, and its loss scale is halved. If something
+    # is due before the next step, this step's numbers are read too, so that `state` contains it
+    policy.launched(gathered, lr)
+    if run.stop.agreed:  # by a signal or the time limit
         break
 
 # 7. the end (all ranks)

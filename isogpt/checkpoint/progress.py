@@ -37,7 +37,8 @@ class Totals:
 @dataclass
 class Progress:
     """
-    How far a run has come. `step` is the next step; `excluded` are steps that are left out, see
+    How far a run has come. `step` is the first step whose outcome is not known: the next one, or with
+    `launched` one that a device may still compute. `excluded` are steps that are left out, see
     folder.exclude_steps.
 
     `best_val_loss` is the lowest loss of evaluations with these `measures`, see measures.what_is_measured.
@@ -47,6 +48,7 @@ class Progress:
     tokens_per_step: int
     measures: dict = field(default_factory=dict)
     step: int = 0
+    launched: int = 0  # steps from `step` on that are launched: 0 or 1, see StepPolicy
     tokens: int = 0  # of the steps before `step`, without skipped steps
     seconds_before: float | None = 0.0  # of training before `began`, see `seconds`
     began: float = field(default_factory=time.perf_counter)  # when this launch began to train

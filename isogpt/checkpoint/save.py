@@ -77,14 +77,15 @@ class Saver:
     def is_due(self, state: TrainState, is_last: bool) -> bool:
         """
         Whether to save this state: always the last one and the best one so far, and others as
-        always_save_checkpoint and save_interval say.
+        always_save_checkpoint and save_interval say. Nothing is due while a step is launched whose outcome is
+        not known.
         """
         c, progress = self.config, state.progress
         is_best = progress.best_step == progress.step
         was_evaluated = progress.val_loss is not None
         is_good = was_evaluated and (is_best or c["always_save_checkpoint"])
         is_time = c["save_interval"] > 0 and state.step % c["save_interval"] == 0
-        return not c["eval_only"] and (is_last or is_good or is_time)
+        return not (c["eval_only"] or progress.launched) and (is_last or is_good or is_time)
 
     def save(self, state: TrainState) -> None:
         """

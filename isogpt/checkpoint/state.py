@@ -44,8 +44,13 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """The next step."""
+        """The first step whose outcome is not known: all steps before it are in the state."""
         return self.progress.step
+
+    @property
+    def next_step(self) -> int:
+        """The next step to launch: `step`, or the one after it if `step` is launched."""
+        return self.progress.step + self.progress.launched
 
     def skip(self) -> None:
         """Leave out the next step: `batches` does not contain what it would have read."""

@@ -50,18 +50,18 @@ class Stop:
         """
         Return 0 to continue, a signal's number, or TIME_IS_UP.
 
-        The time is up if not enough is left for a step, which may take twice as long as the last one, and for
-        two checkpoints: one that may be under way, and the final one.
+        The time is up if not enough is left for three steps, of which one may have been launched before all
+        ranks know this code, and for two checkpoints: one that may be under way, and the final one.
         """
-        is_late = self.seconds_left() < 2 * step_s + 2 * checkpoint_s
+        is_late = self.seconds_left() < 3 * step_s + 2 * checkpoint_s
         return self.signal or (TIME_IS_UP if is_late else 0)
 
     def decide(self, codes: torch.Tensor) -> int:
         """
         Return why all ranks stop, from the codes of all ranks; 0: continue. A signal takes precedence over
-        TIME_IS_UP.
+        TIME_IS_UP. What was agreed stays.
         """
-        self.agreed = int(codes.max() or codes.min())
+        self.agreed = self.agreed or int(codes.max() or codes.min())
         return self.agreed
 
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:

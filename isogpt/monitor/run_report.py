@@ -1,6 +1,5 @@
 """The report on a run in progress: steps, evaluations, anomalies and the end."""
 
-import gc
 import math
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from isogpt.monitor.samples import how_to_sample
 from isogpt.nn.counts import flops_per_token
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.compilation import compile_report
+from isogpt.parallel.data_parallel import Norms
 from isogpt.parallel.parallelize import take_routing
 from isogpt.run.resolve import Run
 from isogpt.speed.clock import Clock, over_ranks
@@ -39,6 +39,27 @@ MOST_MEASUREMENTS = 4  # of a peak that steps exceed
 def means_of(sums: Counter) -> dict[str, float | None]:
     """Return the means of numbers that were added up over sums["steps"] steps; None: not known."""
     return records.known({name: total / sums["steps"] for name, total in sums.items() if name != "steps"})
+
+
+@dataclass
+class Launched:
+    """
+    A step that is launched, which a device may still compute.
+
+    Args:
+        gathered: the numbers of all ranks, which arrive when it is computed.
+        routing: see parallelize.take_routing; arrives with these.
+        norms: of its gradients on this rank, see gradients.norms_of.
+        more: further numbers for its record.
+        step_s: the seconds that it has taken on a GPU; None: they are among the numbers.
+    """
+
+    gathered: Gathered[StepNumbers]
+    lr: float
+    routing: Tensor | None
+    norms: Norms
+    more: dict[str, float]
+    step_s: float | None = None
 
 
 @dataclass
@@ -63,7 +84,7 @@ class RunReport:
     steps_taken: int = 0  # by this process
     spikes: int = 0  # steps, taken or skipped, see RecentSteps
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
-    routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
+    routing: Tensor | None = None  # of the step that is launched last
     slow_steps: dict = field(default_factory=dict)  # for how many logged steps a rank is slow
     since_log: Counter = field(default_factory=Counter)  # sums over the steps since the last logged step
     throughout: Counter = field(default_factory=Counter)  # sums over the steps at full speed
@@ -72,10 +93,9 @@ class RunReport:
         self.config, self.progress = self.run.config, self.state.progress
         self.progress.began = time.perf_counter()
 
-    @property
-    def is_logged(self) -> bool:
-        """Whether the present step is logged."""
-        return self.progress.step % self.config["log_interval"] == 0
+    def is_logged(self, step: int) -> bool:
+        """Whether this step is logged."""
+        return step % self.config["log_interval"] == 0
 
     def gather(self, loss: Tensor, grad_square: tuple[Tensor, Tensor | float]) -> Gathered:
         """
@@ -86,9 +106,11 @@ class RunReport:
             loss, grad_square: see StepNumbers.
         """
         self.clock.lap("norm")
-        step_s, device = self.clock.step_s(), self.reader.device
-        self.routing = take_routing(self.state.model, self.is_logged, device)
-        loss_limit, grad_norm_limit = self.progress.recent_steps.limits()
+        device, model = self.reader.device, self.state.model
+        self.routing = take_routing(model, self.is_logged(self.state.next_step), device)
+        loss_limit, grad_norm_limit = self.progress.recent_steps.limits(self.progress.launched)
+        # a GPU computes the numbers later: what it gathers is the time of the latest step that is known
+        step_s = self.clock.latest_s if self.clock.on_gpu else self.clock.arrive()
         gathered = gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see StepPolicy.skip
@@ -109,15 +131,18 @@ class RunReport:
             ),
             device,
         )
+        if model.routing is not None:  # a step that is not finite adds nothing to the next one that is logged
+            is_finite = gathered.on(device).is_finite
+            model.routing = model.routing.where(is_finite, 0.0)
         self.clock.lap("agree")
         return gathered
 
-    def read(self, gathered: Gathered) -> StepNumbers:
-        """Return what `gather` has gathered: waits for a GPU, unless clip_and_step has done so."""
-        self.clock.lap("optimizer")
-        gc.collect(1)  # what was allocated since the step before; the GPU is still busy
-        numbers = gathered.read()
-        self.clock.lap("agree")
+    def read(self, launched: Launched) -> StepNumbers:
+        """Return the numbers of a step: waits for a GPU, unless clip_and_step has done so."""
+        numbers = launched.gathered.read()
+        if self.clock.on_gpu:
+            launched.step_s = self.clock.arrive()
+        self.run.stop.decide(numbers.stop)
         return numbers
 
     def evaluation(self, values: dict[str, float | str]) -> None:
@@ -126,31 +151,35 @@ class RunReport:
         record = {"iter": p.step, "tokens": p.tokens, "seconds": p.seconds, **values}
         self.logger.write(record, records.evaluation_line(record))
 
-    def step(self, numbers: StepNumbers, lr: float, **more: float) -> None:
+    def step(self, launched: Launched, numbers: StepNumbers) -> None:
         """
         Report a step that was taken, if it is logged, and what is wrong with it; and a checkpoint that was
-        written in the background, or could not be (all ranks). The record also contains what `more` does.
+        written in the background, or could not be (all ranks).
         """
         self.steps_taken += 1
         if self.steps_taken == 1:
             self.logger.print(compile_report())
         if self.steps_taken == SLOW_STEPS:
             self.at_full_speed = time.perf_counter()
+        is_logged = self.is_logged(self.progress.step)
+        if is_logged:
+            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
+        if launched.step_s is not None:  # on a GPU; ranks wait for each other, so a step takes as long on all
+            numbers = numbers._replace(step_ms=torch.tensor([launched.step_s * 1e3]))
         sums = records.waiting_percent(numbers) | {"loss_mean": numbers.loss.mean().item(), "steps": 1}
         self.since_log.update(sums)
         if self.steps_taken > SLOW_STEPS:
             self.throughout.update(sums)
-        if self.is_logged:
-            self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
+        if is_logged:
             times = {"forward ms": numbers.forward_ms.numpy(), "data wait ms": numbers.data_ms.numpy()}
             columns = times | {"memory GB": numbers.memory_gb.numpy()}
             for slow in slow_ranks.slow_ranks(columns, self.slow_steps):
                 self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
-            record = self.record(numbers, lr) | more
+            record = self.record(launched, numbers) | launched.more
             self.logger.write(record, records.step_line(record))
         self.saver.poll()
 
-    def record(self, numbers: StepNumbers, lr: float) -> dict:
+    def record(self, launched: Launched, numbers: StepNumbers) -> dict:
         """
         Return the record of a step that is logged. The loss is the mean over the ranks, which is the mean
         over the global batch. Since a mean hides a slow rank, the record also contains the maximum over the
@@ -161,7 +190,7 @@ class RunReport:
             "iter": p.step,
             "loss": numbers.loss.mean().item(),
             "grad_norm": numbers.grad_norm.item(),
-            "lr": lr,
+            "lr": launched.lr,
             "tokens_per_s": p.tokens_per_step / step_s,
             "mfu": fraction_of_peak(self.flops_per_step / step_s, self.peak.flops),
             "tokens": p.tokens + p.tokens_per_step,
@@ -173,8 +202,8 @@ class RunReport:
         for name in ("step_ms", "data_ms", "memory_gb"):
             values = getattr(numbers, name)
             record |= {name: values.mean().item(), f"{name}_max": values.max().item()}
-        if self.routing is not None:
-            record |= records.routing_record(self.routing, p.tokens_per_step)
+        if launched.routing is not None:
+            record |= records.routing_record(launched.routing, p.tokens_per_step)
         self.since_log.clear()
         p.totals.add(record, is_timed=self.steps_taken > SLOW_STEPS)
         return record

@@ -69,7 +69,7 @@ class Sampler:
         If a sample is due, which the last one always is, report to the logger a sample of the weights that
         are evaluated, see `write` (all ranks).
         """
-        if not self.interval or (state.step % self.interval and not is_last):
+        if not self.interval or (state.next_step % self.interval and not is_last):
             return
         with state.evaluated_weights():
             text = self.write(state.model, autocast) if self.tokenizer else ""

@@ -1,5 +1,6 @@
 """What follows from a step's numbers: the step is taken, it is left out, or the run ends."""
 
+import gc
 import math
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -12,11 +13,12 @@ from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.console import RANKS_SHOWN, ranks_text
 from isogpt.data.reader import Reader
-from isogpt.launch.together import exit_together, gather_objects, is_main
-from isogpt.monitor.run_report import RunReport
+from isogpt.launch.together import Gathered, exit_together, gather_objects, is_main
+from isogpt.monitor.run_report import Launched, RunReport
 from isogpt.nn.module_values import plain_values
 from isogpt.parallel.compare_weights import check_equal_weights
-from isogpt.parallel.gradients import gradient_norms
+from isogpt.parallel.compression import keeps_errors
+from isogpt.parallel.gradients import Sums, gradient_norms
 from isogpt.training.recent_steps import ENOUGH, PATIENCE
 from isogpt.training.step_numbers import StepNumbers
 
@@ -30,6 +32,10 @@ class StepPolicy:
     Decides about each step from the numbers of all ranks, so that all ranks decide alike. PATIENCE steps in
     succession that are not finite end the run.
 
+    The host waits for the numbers of a step when it has launched the next one, so that a GPU need not wait
+    for the host. The device itself leaves out an update that is not finite: the step after it computes what
+    it would have computed without that step.
+
     Args:
         skip_steps: which steps are left out: none, those whose loss or gradient is not finite (nan), or also
             those in which one of them is far above the last ones (spikes).
@@ -39,12 +45,62 @@ class StepPolicy:
     state: TrainState
     reader: Reader
     report: RunReport
+    gradients: Sums
+    in_flight: list[Launched] = field(default_factory=list)  # see Progress.launched
     not_finite: list[int] = field(default_factory=list)  # the steps since the last one that was
     updates: int = 0  # how often this launch has changed the weights; 2: at least twice
     values: dict[str, str] | None = None  # see plain_values, after the first update
 
     def __post_init__(self) -> None:
         self.saver, self.logger = self.report.saver, self.report.logger
+        config, compression = self.report.config, self.state.compression
+        names = (
+            "eval_interval",
+            "save_interval",
+            "check_ranks_interval",
+            "sample_interval",
+            "stats_interval",
+        )
+        self.intervals = [config[name] for name in names if config[name]]
+        if self.state.islands:
+            self.intervals.append(self.reader.plan.local_steps)
+        # a step that is not taken leaves errors behind, see Compression.forget
+        self.keeps_errors = compression is not None and keeps_errors(compression.kind)
+
+    def needs_outcomes(self, step: int) -> bool:
+        """
+        Whether the outcome of all steps before `step` is needed: at the end, by what the loop does between
+        steps, by an average of islands and by errors of a compression; and to compare weights after the
+        first two updates.
+        """
+        is_end = step > self.report.run.max_iters
+        is_due = any(step % interval == 0 for interval in self.intervals)
+        is_excluded = step in self.state.progress.excluded
+        return is_end or is_due or is_excluded or self.keeps_errors or self.updates < 2
+
+    def launched(self, gathered: Gathered[StepNumbers], lr: float, **more: float) -> None:
+        """
+        Decide about the step before the one that is launched, and about the latter too if what follows needs
+        its outcome (all ranks). Waits until the device has computed them.
+
+        Args:
+            lr: of the step that is launched.
+            more: further numbers for its record.
+        """
+        clock, progress, stop = self.report.clock, self.state.progress, self.report.run.stop
+        clock.lap("optimizer")
+        keeps = 0 if self.needs_outcomes(self.state.next_step + 1) else 1
+        self.in_flight.append(Launched(gathered, lr, self.report.routing, self.gradients.norms, more))
+        gc.collect(1)  # what was allocated since the step before; the GPU is still busy
+        known = []
+        while len(self.in_flight) > (0 if stop.agreed else keeps):
+            step = self.in_flight.pop(0)
+            known.append((step, self.report.read(step)))
+        clock.lap("agree")
+        clock.step(pauses=not self.in_flight)
+        for step, numbers in known:
+            self.settle(step, numbers)
+        progress.launched = len(self.in_flight)
 
     def check_ranks(self, interval: int) -> None:
         """
@@ -56,7 +112,8 @@ class StepPolicy:
         is_first = self.updates == 1 and self.values is None
         # with grad_sync never, which measures communication, they must differ
         compares_first = is_first and self.reader.plan.grad_sync != "never"
-        if compares_first or (interval and step % interval == 0):
+        is_due = interval and step % interval == 0 and not self.in_flight
+        if compares_first or is_due:
             cause = CAUSE if compares_first else ""
             check_equal_weights(model, self.reader.mesh, step, self.logger.failed, cause)
         if is_first:
@@ -68,20 +125,21 @@ class StepPolicy:
                 if problem := next(filter(None, problems), ""):
                     raise ValueError(problem)
 
-    def takes(self, numbers: StepNumbers) -> bool:
+    def settle(self, launched: Launched, numbers: StepNumbers) -> None:
         """
-        Return whether a step is taken, as clip_and_step has decided. If not, the step is left out, and the
-        run exits with a message if it must end (all ranks).
+        Report and count a step that is taken, as clip_and_step has decided; else leave it out, and exit with
+        a message if the run must end (all ranks).
         """
-        is_taken = self.decide(numbers)
-        if self.updates < 2 and is_taken and numbers.is_finite:  # if float16 overflows, it is not
+        self.state.progress.recent_steps.begin()
+        if not self.is_taken(numbers):
+            self.skip(launched, numbers)
+            return
+        if self.updates < 2 and numbers.is_finite:  # if float16 overflows, it is not
             self.updates += 1
-        if not is_taken:
-            self.report.clock.discard()
-            self.skip(numbers)
-        return is_taken
+        self.report.step(launched, numbers)
+        self.state.advance()  # averages the weights of islands, if that is due
 
-    def decide(self, numbers: StepNumbers) -> bool:
+    def is_taken(self, numbers: StepNumbers) -> bool:
         """
         Return whether a step is taken. A finite step that is taken is remembered. A spike is counted and
         recorded, but printed only if it is skipped, since ordinary runs have some.
@@ -112,11 +170,11 @@ class StepPolicy:
             self.logger.print(f"warning: so many {text}: the next {ENOUGH} steps set new limits")
         return is_taken
 
-    def skip(self, numbers: StepNumbers) -> None:
+    def skip(self, launched: Launched, numbers: StepNumbers) -> None:
         """
-        Leave out a step that is not taken, while its gradients are still there (all ranks). Exits with a
-        message if the step is not finite and the run must end; and if a rank could not read its data, after
-        the state before the step has been saved.
+        Leave out a step that is not taken (all ranks). Exits with a message if the step is not finite and the
+        run must end; and if a rank could not read its data, after the state before the step has been saved:
+        a step after it, which may be launched, has left the weights as they were, for the same reason.
         """
         if self.state.compression:
             self.state.compression.forget()  # errors, which contain the step's gradient
@@ -124,11 +182,10 @@ class StepPolicy:
             if self.reader.problems:
                 raise self.reader.problems[0]
         if not numbers.is_finite:  # else it is a spike
-            self.report_not_finite(numbers)
+            self.report_not_finite(launched, numbers)
         self.state.progress.skip()
-        self.state.model.reset_routing(self.reader.device)  # the routers' sums contain the step's
 
-    def report_not_finite(self, numbers: StepNumbers) -> None:
+    def report_not_finite(self, launched: Launched, numbers: StepNumbers) -> None:
         """
         Report which ranks computed a loss that is not finite, what these ranks read, and the largest
         gradients (all ranks). Exits if the run must end.
@@ -141,7 +198,7 @@ class StepPolicy:
             share = self.reader.share_of_rank(rank)
             picked = [share.pick(starts, m) for m in range(share.micro_steps)]
             windows[rank] = np.concatenate(picked)[:64].tolist()  # the tokens at which its rows start
-        norms = gradient_norms(self.state.model).items()
+        norms = gradient_norms(self.state.model, launched.norms).items()
         largest = nlargest(5, norms, lambda item: np.nan_to_num(item[1], nan=math.inf))
         gradients = ", ".join(f"{name} {value:.3g}" for name, value in largest)
         rows = "; ".join(f"{window[:8]} (rank {rank})" for rank, window in windows.items())

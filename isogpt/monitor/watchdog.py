@@ -77,7 +77,9 @@ class Watchdog:
     @property
     def position(self) -> str:
         """Where the main thread is."""
-        return f"step {self.logger.progress.step}, {self.clock.doing if self.clock else 'the start'}"
+        progress = self.logger.progress
+        step = progress.step + progress.launched
+        return f"step {step}, {self.clock.doing if self.clock else 'the start'}"
 
     def watch(self) -> None:
         """Write beats, and end the process if something is wrong."""

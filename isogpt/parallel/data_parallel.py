@@ -4,9 +4,10 @@ Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari e
 the parameters (FSDP2).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,12 @@ from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded, local
 from isogpt.parallel.mesh import Mesh, splits_backward
 from isogpt.parallel.plan import LayoutError, Plan
+
+Norms = dict[nn.Parameter, list[Tensor]]  # of the pieces of a gradient on this rank
+
+# A CPU adds up the squares of a norm one after the other: in float32, that of 38 million numbers, the token
+# embedding of GPT-2, was 0.2% too small (torch 2.13), that of this many 4e-7
+SQUARES_AT_ONCE = 2**16
 
 
 def uses_ddp(plan: Plan, mesh: Mesh) -> bool:
@@ -123,6 +130,17 @@ def views_of(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """The parts of a flat tensor, in the shapes of the tensors that were concatenated."""
     parts = flat.split([t.numel() for t in tensors])
     return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+
+
+def norms_of(params: Iterable[nn.Parameter]) -> Norms:
+    """Return the norms of this rank's gradients, without waiting for a GPU."""
+    pieces = {}
+    for p in params:
+        if p.grad is not None:
+            grad = local(p.grad)
+            pieces[p] = grad.flatten().split(SQUARES_AT_ONCE) if grad.device.type == "cpu" else [grad]
+    norms = iter(torch._foreach_norm([*chain.from_iterable(pieces.values())]) if pieces else ())
+    return {p: [next(norms) for _ in of_grad] for p, of_grad in pieces.items()}
 
 
 def sum_in_buckets(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

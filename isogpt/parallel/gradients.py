@@ -14,16 +14,12 @@ from torch import Tensor, nn
 
 from isogpt.launch.together import gather_objects, number_dtype
 from isogpt.parallel.compression import Compression, average_bucket
-from isogpt.parallel.data_parallel import sum_in_buckets, tied_over_ranks, uses_ddp
+from isogpt.parallel.data_parallel import Norms, norms_of, sum_in_buckets, tied_over_ranks, uses_ddp
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.local_parts import is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, Role
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
-
-# A CPU adds up the squares of a norm one after the other: in float32, that of 38 million numbers, the token
-# embedding of GPT-2, was 0.2% too small (torch 2.13), that of this many 4e-7
-SQUARES_AT_ONCE = 2**16
 
 
 @dataclass
@@ -54,6 +50,7 @@ class FloatSums:
         tokens = self.share.island_sequences * plan.model_args["block_size"]
         self.loss_divisor = tokens / self.mesh.loss.size
         self.params = list(self.raw_model.parameters())
+        self.norms: Norms = {}  # of the last step's gradients
         self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
         is_auto = plan.grad_sync == "auto"
         self.reduces_always = plan.grad_sync == "every" or (is_auto and plan.zero >= 2)
@@ -179,10 +176,10 @@ class FloatSums:
         This rank's share of the gradient's squared norm, in two parts, of which the second is 0, see
         integer_sums.squares_of. The sum over all ranks is the squared norm.
         """
-        shares = []
+        self.norms, shares = norms_of(self.params), []
         for n, params in self.by_replica_count.items():
-            grads = [piece for p in params if p.grad is not None for piece in pieces(local(p.grad))]
-            norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
+            held = [norm for p in params for norm in self.norms.get(p, ())]
+            norms = torch.stack(held) if held else torch.zeros(0)
             shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
         return torch.stack(shares).sum(), 0.0
 
@@ -205,11 +202,6 @@ def make_sums(
     if plan.exact:
         return ExactSums(raw_model, mesh, plan, share, scaler)
     return FloatSums(model, raw_model, mesh, plan, share, compression)
-
-
-def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor as tensors whose norms are precise in float32, see SQUARES_AT_ONCE."""
-    return tensor.flatten().split(SQUARES_AT_ONCE) if tensor.device.type == "cpu" else (tensor,)
 
 
 def add_from_other_end(grad: Tensor, mesh: Mesh) -> None:
@@ -235,16 +227,22 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
     return groups
 
 
-def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The norm of each parameter's gradient over all ranks (all ranks)."""
-    pieces = {}
+def gradient_norms(model: nn.Module, norms: Norms | None = None) -> dict[str, float]:
+    """
+    Return the norm of each parameter's gradient over all ranks (all ranks).
+
+    Args:
+        norms: those of a step, from `norms_of`; None: of the gradients that the parameters have now.
+    """
+    norms = norms_of(model.parameters()) if norms is None else norms
+    mine = {}
     for name, p in model.named_parameters():
-        if p.grad is not None:
-            for offsets, piece in local_part_of(p.grad, splits_of(p)).pieces:
-                pieces[name, offsets] = piece.double().square().sum()
-    values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
+        if p in norms:
+            places = tuple(offsets for offsets, _ in local_part_of(p, splits_of(p)).pieces)
+            mine[name, places] = torch.stack(norms[p]).double().square().sum()
+    values = torch.stack(list(mine.values())).tolist() if mine else []  # a single copy from the device
     squares = {}
-    for rank_squares in gather_objects(dict(zip(pieces, values, strict=True))):
+    for rank_squares in gather_objects(dict(zip(mine, values, strict=True))):
         for key, square in rank_squares.items():
             # with exact, a gradient that is not finite is NaN only on the rank that computed it
             if key not in squares or not math.isfinite(square):

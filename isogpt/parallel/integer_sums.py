@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.compilation import is_compiled
-from isogpt.parallel.data_parallel import fsdp_units, in_buckets, views_of
+from isogpt.parallel.data_parallel import fsdp_units, in_buckets, norms_of, views_of
 from isogpt.parallel.local_parts import like, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -246,6 +246,7 @@ class ExactSums:
         This rank's share of the gradient's squared norm, see `squares_of`; NaN if the rank's terms of the
         gradient did not fit. The sum over all ranks is the squared norm.
         """
+        self.norms = norms_of(self.model.parameters())
         flat, replicas = [self.gradient], self.mesh.replicas
         if self.units:  # FSDP leaves no gradient of a parameter that is not used
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]

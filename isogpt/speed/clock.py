@@ -41,8 +41,8 @@ class Clock:
     Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
     CPU does not wait; elsewhere it is the CPU's time. `part` times a block that is not a lap.
 
-    A step lasts from one `step_s` to the next, without what happens between `step` and `start`: evaluations,
-    checkpoints and samples.
+    A step lasts from one `arrive` to the next, without what happens in a pause between `step` and `start`:
+    evaluations, checkpoints and samples.
 
     All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
     lap that has begun: the watchdog reports it, and the profiler's trace shows it.
@@ -62,19 +62,21 @@ class Clock:
         self.count, self.doing = 0, "the first step"
         self.waits_in_pipeline = False
         self.began = time.perf_counter()  # when the step began
-        self.paused_at = self.began  # when the step before ended
+        self.paused_at: float | None = self.began  # None: steps follow each other without a pause
+        self.latest_s = math.nan  # seconds of the latest step that is known
         self.previous: Mark | None = None  # where the present lap began; None: between two steps
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
         self.names: list[str] = []  # of this step's laps
         self.names_before: list[str] = []  # of those of the step before
         self.spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # of this step
-        self.recent = deque(maxlen=3)  # the spans of steps: the GPU has passed all events of the first
+        self.recent = deque(maxlen=4)  # the spans of steps: the GPU has passed all events of the first
         self.steps = deque([{}], maxlen=1000)  # {part: ms} of each step that is known
 
     def start(self) -> None:
         """Begin a step, and its first lap."""
-        self.began += time.perf_counter() - self.paused_at
+        if self.paused_at is not None:
+            self.began += time.perf_counter() - self.paused_at
         self.last_gradient = None
         self.begin_lap(self.mark())
 
@@ -143,10 +145,11 @@ class Clock:
         total = sum(ms[name] for name in set(self.names_before))
         return sum(ms[name] for name in COMMUNICATION) / total
 
-    def step_s(self) -> float:
-        """Return the seconds of the step that ends now; the next step begins."""
+    def arrive(self) -> float:
+        """Return the seconds of the step whose numbers have been computed now; the next step begins."""
         before, self.began = self.began, time.perf_counter()
-        return self.began - before
+        self.latest_s = self.began - before
+        return self.latest_s
 
     def mark(self) -> Mark:
         """Return the present point in time, and count it."""
@@ -162,30 +165,26 @@ class Clock:
             return sum(start.event.elapsed_time(end.event) for start, end in spans[name])
         return sum(end.seconds - start.seconds for start, end in spans[name]) * 1e3
 
-    def step(self) -> None:
-        """End a step. Nothing that follows is a part of one, until the next step starts."""
+    def step(self, pauses: bool = True) -> None:
+        """
+        End a step. Nothing that follows is a part of one, until the next step starts.
+
+        Args:
+            pauses: whether the device has computed all steps: the time until the start does not count.
+        """
         self.names_before = self.names
         if self.profiler:
             self.profiler.step()
         self.recent.append(self.spans)
-        self.forget_laps()
-        if len(self.recent) == 3:
+        self.previous = None
+        self.range.close()
+        self.names, self.spans = [], defaultdict(list)
+        self.paused_at = time.perf_counter() if pauses else None
+        if len(self.recent) == self.recent.maxlen:
             ms = {name: self.milliseconds(name, self.recent[0]) for name in self.recent[0]}
             if self.waits_in_pipeline:
                 ms[WAITING] = ms["pipeline"] - ms["stages"]
             self.steps.append(ms)
-
-    def discard(self) -> None:
-        """Forget a step that is not taken, and count nothing that follows until the next one starts."""
-        self.forget_laps()
-        self.began = self.paused_at
-
-    def forget_laps(self) -> None:
-        """Forget the laps of this step."""
-        self.previous = None
-        self.range.close()
-        self.names, self.spans = [], defaultdict(list)
-        self.paused_at = time.perf_counter()
 
     def medians(self) -> dict[str, float]:
         """Return the median of each part in milliseconds, over the last thousand steps."""

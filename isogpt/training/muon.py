@@ -54,7 +54,11 @@ class Muon(torch.optim.Muon):
         exact: let the bits of a step not depend on the layout.
     """
 
-    grad_scale = 1.0  # gradients are divided by this number, at least 1, see optim.clip_and_step
+    # the interface of PyTorch's fused optimizers to a GradScaler, see optim.clip_and_step: gradients are
+    # divided by grad_scale, at least 1, and a step with a found_inf other than 0 changes nothing
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | float = 1.0
+    found_inf: Tensor | float = 0.0
 
     def __init__(
         self,
@@ -76,18 +80,26 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters with a gradient."""
+        """Update all parameters with a gradient. On a GPU, the host does not wait."""
         for group in self.param_groups:
             params, grads, buffers = [], [], []
             self._init_group(group, params, grads, buffers)
             if not params:
                 continue
-            lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
-            numbers = [self.grad_scale, group["momentum"], lr, decay]
-            if update in self.compiled:  # as numbers, they would be constants in the code
-                numbers = [torch.full((), number, device=params[0].device) for number in numbers]
-            divisor, momentum, lr, decay = numbers
-            updates = self.compiled.get(move_momentum, move_momentum)(buffers, grads, divisor, momentum)
+            device = params[0].device
+            if device.type == "cpu" and self.found_inf:
+                continue
+            momentum, lr, decay = group["momentum"], group["lr"], 1 - group["lr"] * group["weight_decay"]
+            if device.type == "cpu":
+                divisor, is_update = float(self.grad_scale), True
+            else:  # as numbers, they would also be constants in compiled code
+                numbers = (momentum, lr, decay)
+                momentum, lr, decay = (torch.full((), number, device=device) for number in numbers)
+                divisor = torch.as_tensor(self.grad_scale, device=device)
+                is_update = torch.as_tensor(self.found_inf, device=device) == 0
+                lr, decay = lr * is_update, decay.where(is_update, 1.0)
+            move = self.compiled.get(move_momentum, move_momentum)
+            updates = move(buffers, grads, divisor, momentum, is_update)
             wholes = updates
             if self.group:
                 parts = [matrix_part(u, p) for p, u in zip(params, updates, strict=True)]
@@ -138,14 +150,20 @@ class Muon(torch.optim.Muon):
 
 
 def move_momentum(
-    buffers: list[Tensor], grads: list[Tensor], divisor: float | Tensor, momentum: float | Tensor
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    divisor: float | Tensor,
+    momentum: float | Tensor,
+    is_update: bool | Tensor,
 ) -> Tensor:
     """
     Move the momentum toward the gradients, divided by `divisor`, in place. Returns Nesterov's momentum,
-    (parameters, ...).
+    (parameters, ...). With tensors, the momentum stays as it is unless `is_update`.
     """
     if torch.is_tensor(momentum):  # _foreach_lerp takes only a number
         grads = torch._foreach_div(grads, divisor)
+        pairs = zip(grads, buffers, strict=True)
+        grads = [grad.where(is_update, buffer) for grad, buffer in pairs]  # these may be NaN
         changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)
         torch._foreach_add_(buffers, changes)
         changes = torch._foreach_mul(torch._foreach_sub(grads, buffers), 1 - momentum)

@@ -361,18 +361,17 @@ def clip_and_step(
     for optimizer in optimizers:
         params, inner = params_of(optimizer), inner_optimizer(optimizer)
         # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
-        if isinstance(inner, AdamW) and params[0].device.type != "mps":
-            # it divides gradients by grad_scale, and leaves out a step whose found_inf is not 0, so that a
-            # GPU does not wait for the host between the backward pass and the optimizer
+        is_ignored = params[0].device.type == "mps" and not isinstance(inner, Muon)
+        if getattr(inner, "_step_supports_amp_scaling", False) and not is_ignored:
+            # Muon and the fused optimizers of PyTorch divide gradients by grad_scale, and leave out a step
+            # whose found_inf is not 0, so that a GPU does not wait for the host
             numbers = gathered.on(params[0].device)
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
             inner.found_inf = (~numbers.is_update(skips_spikes)).float()
             optimizer.step()
         elif (numbers := gathered.read()).is_update(skips_spikes):
             divisor = clipping_divisor(numbers.grad_norm, max_norm).item()
-            if isinstance(inner, Muon):  # divides where it reads them
-                inner.grad_scale = divisor
-            elif divisor > 1:
+            if divisor > 1:
                 torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():

@@ -24,10 +24,25 @@ class RecentSteps:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0  # spikes in succession that were skipped
+    earlier: tuple[float, float] = (math.inf, math.inf)  # the limits before the last step
 
-    def limits(self) -> tuple[float, float]:
-        """The largest loss and gradient norm with which the next step is not a spike; infinity allows any."""
+    def limits(self, launched: int) -> tuple[float, float]:
+        """
+        Return the largest loss and gradient norm with which the next step is not a spike; infinity allows
+        any. They do not depend on the step just before it, whose outcome is often not known yet.
+
+        Args:
+            launched: how many steps are launched whose outcome is not known.
+        """
+        return self.latest_limits() if launched else self.earlier
+
+    def latest_limits(self) -> tuple[float, float]:
+        """The limits from all steps that are known."""
         return limit_of(self.losses), limit_of(self.grad_norms)
+
+    def begin(self) -> None:
+        """Keep the limits before a step is added, skipped or left out."""
+        self.earlier = self.latest_limits()
 
     def add(self, loss: float, grad_norm: float) -> None:
         """Remember a step that was taken."""
