@@ -215,7 +215,8 @@ class RunReport:
             self.measurements += 1
             began = time.perf_counter()
             again = find_peak(self.reader.device, self.reader.plan.dtype)
-            self.clock.began += time.perf_counter() - began  # not a part of a step
+            if self.clock.paused_at is None:  # else the start of the next step leaves it out
+                self.clock.began += time.perf_counter() - began
             self.peak = max(self.peak, again) if again.flops else self.peak
             text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
             self.logger.event("peak", text, peak_flops=self.peak.flops)

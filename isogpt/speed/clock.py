@@ -70,7 +70,8 @@ class Clock:
         self.names: list[str] = []  # of this step's laps
         self.names_before: list[str] = []  # of those of the step before
         self.spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # of this step
-        self.recent = deque(maxlen=4)  # the spans of steps: the GPU has passed all events of the first
+        # the spans of steps, of which the device has passed all events of the first
+        self.recent = deque(maxlen=4 if self.on_gpu else 1)
         self.steps = deque([{}], maxlen=1000)  # {part: ms} of each step that is known
 
     def start(self) -> None:

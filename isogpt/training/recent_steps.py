@@ -24,9 +24,9 @@ class RecentSteps:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0  # spikes in succession that were skipped
-    earlier: tuple[float, float] = (math.inf, math.inf)  # the limits before the last step
+    earlier: list[float] = field(default_factory=[math.inf, math.inf].copy)  # limits before the last step
 
-    def limits(self, launched: int) -> tuple[float, float]:
+    def limits(self, launched: int = 1) -> list[float]:
         """
         Return the largest loss and gradient norm with which the next step is not a spike; infinity allows
         any. They do not depend on the step just before it, whose outcome is often not known yet.
@@ -36,9 +36,9 @@ class RecentSteps:
         """
         return self.latest_limits() if launched else self.earlier
 
-    def latest_limits(self) -> tuple[float, float]:
+    def latest_limits(self) -> list[float]:
         """The limits from all steps that are known."""
-        return limit_of(self.losses), limit_of(self.grad_norms)
+        return [limit_of(self.losses), limit_of(self.grad_norms)]
 
     def begin(self) -> None:
         """Keep the limits before a step is added, skipped or left out."""
