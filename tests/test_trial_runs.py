@@ -90,13 +90,14 @@ def test_a_launch_that_does_not_end_is_ended(tmp_path):
 FORWARD = "                    _, loss = model(x, y, gradients.loss_divisor)\n"
 NORM = '    clock.lap("reduce")\n'
 READ = "            x, y = next(batches)  # (rows, block_size / cp) each\n"
-START = "gc.disable()  # a GPU would wait for it; report.read and evaluations collect\n"
+START = "gc.disable()  # a GPU would wait for it; policy.launched and evaluations collect\n"
 PENALTY = "                    loss = loss + 1e-3 * sum(p.square().sum() for p in raw_model.parameters())\n"
 NOISE = "    for p in raw_model.parameters():\n        p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)\n"
 COPIES = "{n: p.detach().clone() for n, p in raw_model.named_parameters()}"
 PUT = """        for n, p in raw_model.named_parameters():
             p.data.copy_({}[n])
 """
+LAUNCHED = "    policy.launched(gathered, lr)\n"
 EVALUATE = "        evaluator.run()\n"
 EVALUATE_AVERAGE = f"        kept = {COPIES}\n{PUT.format('average')}{EVALUATE}{PUT.format('kept')}"
 UPDATE = "    for n, p in raw_model.named_parameters():\n        average[n].lerp_(p.detach(), 0.1)\n"
@@ -112,11 +113,7 @@ EDITS = {
     "loss of nanoGPT": ([(FORWARD, NANOGPT)], ["", "", "loss of step 0 is", "loss of step 0 is"]),
     "gradient noise": ([(NORM, NOISE + NORM)], ["", "", "weights differ", "grad_norm of step 0 is"]),
     "average by hand": (
-        [
-            after(START, f"average = {COPIES}\n"),
-            (EVALUATE, EVALUATE_AVERAGE),
-            ("    clock.step()\n", UPDATE + "    clock.step()\n"),
-        ],
+        [after(START, f"average = {COPIES}\n"), (EVALUATE, EVALUATE_AVERAGE), (LAUNCHED, UPDATE + LAUNCHED)],
         ["", "train_loss of the evaluation at step 3 is", "", ""],
     ),
     "shorter sequences": (

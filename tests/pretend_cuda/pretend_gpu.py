@@ -25,7 +25,7 @@ def current_step() -> object:
     main = vars(sys.modules.get("__main__", types))
     if "batches" not in main:
         return "start"
-    return main["state"].step if "state" in main and "status" not in main else "end"
+    return main.get("step", "start") if "state" in main and "status" not in main else "end"
 
 
 @dataclass
@@ -38,9 +38,11 @@ class Gpu:
     index: int = 0  # the current device
     queued: int = 0  # operators that were sent to the GPU
     done: int = 0  # of those, how many the GPU is known to have finished
+    step: object = "start"  # of the last one
+    before: int = 0  # how many were sent before this step
     allocated: int = 0  # bytes, in all: Python cannot see when a storage is freed
     is_reported: bool = False
-    # (step, kind, place) -> how often
+    # (step, kind, place, whether it was for operators of an earlier step only) -> how often
     waits: collections.Counter = field(default_factory=collections.Counter)
     problems: set = field(default_factory=set)
     # (number in the queue, what happens there)
@@ -72,6 +74,8 @@ class Gpu:
 
     def enqueue(self) -> int:
         """Send an operator to the GPU; returns its number."""
+        if self.step != (step := current_step()):
+            self.step, self.before = step, self.queued
         self.queued += 1
         return self.queued
 
@@ -81,7 +85,8 @@ class Gpu:
 
     def wait(self, kind: str, number: int | None = None) -> None:
         """The host waits until the GPU has finished the first `number` operators, or all."""
-        self.waits[current_step(), kind, self.place()] += 1
+        is_late = number is not None and number <= self.before
+        self.waits[current_step(), kind, self.place(), is_late] += 1
         with self.lock:
             self.done = max(self.done, self.queued if number is None else number)
             while self.pending and self.pending[0][0] <= self.done:
@@ -97,7 +102,7 @@ class Gpu:
         if not path or not self.queued or self.is_reported:
             return
         self.is_reported = True
-        waits = [(str(step), count, kind, where) for (step, kind, where), count in self.waits.items()]
+        waits = [(str(step), count, *others) for (step, *others), count in self.waits.items()]
         with open(path, "a") as f:
             f.write(json.dumps({"waits": waits, "problems": sorted(self.problems)}) + "\n")
 
