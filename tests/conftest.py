@@ -100,6 +100,8 @@ def pytest_addoption(parser, pluginmanager):
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
     help = "append the result of each test to this file, with what it has measured, as a line of JSON"
     parser.addoption("--results", metavar="FILE", type=Path, help=help)
+    help = "a clone of nanoGPT, whose speed test_gpu.py compares; .ng in the repository if it exists"
+    parser.addoption("--nanogpt", metavar="FOLDER", type=Path, help=help)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -141,6 +143,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     """In the process that distributes the tests, or runs them: see Progress."""
+    clone = config.option.nanogpt
+    if clone and not (clone / "train.py").exists():
+        url = "https://github.com/karpathy/nanoGPT"
+        raise pytest.UsageError(f"--nanogpt={clone} contains no train.py: git clone {url} FOLDER")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
 
