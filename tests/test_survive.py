@@ -65,8 +65,9 @@ def test_a_signal_saves_the_step_and_a_resume_has_its_bits(faulty, zygote, work,
     run.wait(ok=False)
     assert run.codes == ([0] * nproc if nproc > 1 else [128 + number]), run.text()
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
-    assert mark == {"iter": 5, "reason": name, "steps": 5} and max(column(work / "out", "loss")) == 4
-    assert (work / "out" / "step_00000005").is_dir() and events(work / "out", "preempted")
+    # the ranks learn of the signal when they have launched the next step
+    assert mark == {"iter": 6, "reason": name, "steps": 6} and max(column(work / "out", "loss")) == 5
+    assert (work / "out" / "step_00000006").is_dir() and events(work / "out", "preempted")
     zygote.train(args, work, nproc)
     assert not (work / "out" / "PREEMPTED").exists()
     zygote.train([*args, "--out_dir=straight"], work, nproc)

@@ -100,7 +100,7 @@ def receive_signals(stop: Stop, receiving: socket.socket) -> None:
     while number := receiving.recv(1)[0]:
         if not stop.signal:
             stop.signal = number
-            console.print_to_stderr(f"{signal.Signals(number).name}: stopping after this step")
+            console.print_to_stderr(f"{signal.Signals(number).name}: stopping after this step or the next")
         if number == signal.SIGINT:
             if time.monotonic() - interrupted_at > 1:
                 os._exit(128 + number)
