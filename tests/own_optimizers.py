@@ -26,6 +26,13 @@ class Lion(torch.optim.Optimizer):
                 state["momentum"].lerp_(p.grad, 1 - beta2)
 
 
+class Fused(SGD):
+    """It leaves out a step on the device, as PyTorch's fused optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr, momentum=0.9, fused=True)
+
+
 class Free(torch.optim.Optimizer):
     """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): p is y, or x for evaluations."""
 

@@ -6,6 +6,7 @@ place.
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +94,7 @@ CASES = {
     ),
     "experts bf16 A100": Case("--n_expert=4 --dtype=bfloat16", limit=HALF, gpu=A100),
     "exact experts bf16": Case("--exact=True --n_expert=4 --dtype=bfloat16", limit=HALF),
+    "an optimizer that reads no numbers": Case("--optimizer=own_optimizers.py:Fused", limit=None),
     # the log, checks
     "profile": Case("--profile=True --max_iters=9"),
     "check_ranks": Case("--check_ranks_interval=2", waits=2),  # the step's own numbers too
@@ -163,6 +165,7 @@ def train(pretended, work, case, *more):
     """Run train.py as a case says."""
     if "shards" in case.flags:
         write_mixture(work)
+    shutil.copy(REPO / "tests/own_optimizers.py", work)
     args = [*SHORT, *ON_GPU, *case.flags.split(), "--out_dir=out", *more]
     return run_pretended(pretended, work, "train.py", args, case)
 

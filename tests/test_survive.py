@@ -26,6 +26,8 @@ from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
+OWN = REPO / "tests/own_optimizers.py"
+
 
 @pytest.fixture
 def faulty(zygote, work):
@@ -185,17 +187,21 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
         runs.assert_same_curve(out, without)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", *(f"{OWN}:{name}" for name in ("Fused", "Lion"))])
 @pytest.mark.parametrize("loss, gradient", [(1.0, math.inf), (math.nan, 0.5), (1.0, 0.5)])
 def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
     """The last one is a spike, since the limits of these numbers are 0."""
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
+    optimizers = optim.make_optimizers(model, runs.train_defaults(optimizer=optimizer, learning_rate=1e-2))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for each in optimizers:  # a class may make its state in its first step
+        each.step()
     for p in model.parameters():
         p.grad = torch.full_like(p, gradient)
     square = sum(p.grad.double().square().sum() for p in model.parameters())
     facts = {name: 0.0 for name in StepNumbers._fields} | {"loss": loss, "grad_square": square}
     gathered = gather_numbers(StepNumbers(**facts), torch.device("cpu"))
-    optimizers = optim.make_optimizers(model, runs.train_defaults(optimizer=optimizer, learning_rate=1e-2))
     before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     is_spike = math.isfinite(loss * gradient)

@@ -360,11 +360,12 @@ def clip_and_step(
     """
     for optimizer in optimizers:
         params, inner = params_of(optimizer), inner_optimizer(optimizer)
-        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
-        is_ignored = params[0].device.type == "mps" and not isinstance(inner, Muon)
-        if getattr(inner, "_step_supports_amp_scaling", False) and not is_ignored:
-            # Muon and the fused optimizers of PyTorch divide gradients by grad_scale, and leave out a step
-            # whose found_inf is not 0, so that a GPU does not wait for the host
+        decides = getattr(inner, "_step_supports_amp_scaling", False)
+        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS; without state, fused SGD
+        # would begin with a momentum that is not initialized
+        if decides and inner.state and (params[0].device.type != "mps" or isinstance(inner, Muon)):
+            # Muon and PyTorch's fused optimizers divide gradients by grad_scale, and leave out a step whose
+            # found_inf is not 0, so that a GPU does not wait for the host
             numbers = gathered.on(params[0].device)
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
             inner.found_inf = (~numbers.is_update(skips_spikes)).float()
