@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from pretend_cuda.cuda_guard import missing
-from runs import REPO, TINY, Zygote, column, same, write_mixture
+from runs import REPO, TINY, Zygote, column, records, same, start_faulty, write_mixture
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "not skipped")
 
@@ -182,6 +182,21 @@ def test_a_step_waits_as_often_as_expected_and_has_the_cpus_loss(pretended, work
     assert late == [int(case.is_late)] * case.processes, waits
     if case.limit is not None:
         same(column(work / "out", "loss"), curve(case), absolute=case.limit)
+
+
+def test_a_step_that_a_gpu_leaves_out_is_followed_by_the_cpus_steps(pretended, zygote, work):
+    """Also the momentum of Muon stays as it is; the host learns of the step when the next one is launched."""
+    args = [*SHORT, *MUON.split(), "--skip_steps=nan", "--max_iters=7"]
+    faults = {"NAN_BACKWARD": [[3, 0], [5, 0]]}
+    start_faulty(zygote, [*args, "--out_dir=cpu"], work, **faults).wait()
+    args += [*ON_GPU, "--out_dir=gpu"]
+    run_pretended(pretended, work, "tests/faulty_train.py", args, Case(""), FAULTS=json.dumps(faults))
+    of_cpu, of_gpu = (column(work / out, "loss") for out in ("cpu", "gpu"))
+    assert [*of_gpu] == [0, 1, 2, 4, 6, 7]
+    same(of_gpu, of_cpu, absolute=EXACT)
+    told = [[r for r in records(work / out) if r.get("event") == "not_finite"] for out in ("cpu", "gpu")]
+    (cpu, _), (gpu, _) = told
+    assert cpu["windows"] == gpu["windows"] and [*cpu["largest_gradients"]] == [*gpu["largest_gradients"]]
 
 
 MISTAKES = """
