@@ -186,7 +186,7 @@ def test_a_step_waits_as_often_as_expected_and_has_the_cpus_loss(pretended, work
 
 def test_a_step_that_a_gpu_leaves_out_is_followed_by_the_cpus_steps(pretended, zygote, work):
     """Also the momentum of Muon stays as it is; the host learns of the step when the next one is launched."""
-    args = [*SHORT, *MUON.split(), "--skip_steps=nan", "--max_iters=7"]
+    args = [*SHORT, *MUON.split(), "--skip_steps=nan", "--max_iters=7", "--weight_decay=5"]
     faults = {"NAN_BACKWARD": [[3, 0], [5, 0]]}
     start_faulty(zygote, [*args, "--out_dir=cpu"], work, **faults).wait()
     args += [*ON_GPU, "--out_dir=gpu"]
