@@ -26,7 +26,7 @@ class Lion(torch.optim.Optimizer):
                 state["momentum"].lerp_(p.grad, 1 - beta2)
 
 
-class Fused(SGD):
+class OnDevice(SGD):
     """It leaves out a step on the device, as PyTorch's fused optimizers do."""
 
     def __init__(self, params, lr):

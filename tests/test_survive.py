@@ -187,7 +187,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
         runs.assert_same_curve(out, without)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", *(f"{OWN}:{name}" for name in ("Fused", "Lion"))])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", *(f"{OWN}:{name}" for name in ("OnDevice", "Lion"))])
 @pytest.mark.parametrize("loss, gradient", [(1.0, math.inf), (math.nan, 0.5), (1.0, 0.5)])
 def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
     """The last one is a spike, since the limits of these numbers are 0."""

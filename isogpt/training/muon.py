@@ -87,12 +87,13 @@ class Muon(torch.optim.Muon):
             if not params:
                 continue
             device = params[0].device
-            if device.type == "cpu" and self.found_inf:
+            uses_numbers = device.type == "cpu" and not self.compiled
+            if uses_numbers and self.found_inf:
                 continue
             momentum, lr, decay = group["momentum"], group["lr"], 1 - group["lr"] * group["weight_decay"]
-            if device.type == "cpu":
+            if uses_numbers:
                 divisor, is_update = float(self.grad_scale), True
-            else:  # as numbers, they would also be constants in compiled code
+            else:  # as numbers, they would be constants in compiled code, and a GPU would wait
                 numbers = (momentum, lr, decay)
                 momentum, lr, decay = (torch.full((), number, device=device) for number in numbers)
                 divisor = torch.as_tensor(self.grad_scale, device=device)
