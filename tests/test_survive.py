@@ -211,6 +211,25 @@ def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer
     assert all((p.grad == gradient).all() for p in model.parameters()), "for the report"
 
 
+@pytest.mark.parametrize("nproc, args", [(1, ["--dtype=float16"]), (2, ["--zero=3"])])
+def test_data_that_cannot_be_read_end_the_run_whose_state_is_saved(faulty, zygote, work, nproc, args):
+    """The state before the step, although the step after it may have been launched; a resume has its bits."""
+    args, data = [*args, "--dropout=0.1", "--max_iters=12"], work / "data/tiny/train.bin"
+    run = faulty([*args, "--out_dir=out"], nproc, WAIT=[[6, rank] for rank in range(nproc)])
+    assert run.until(lambda text: text.count("held by the test") == nproc)
+    text = data.read_bytes()
+    os.truncate(data, 1000)
+    (work / "go").touch()
+    run.wait(ok=False)
+    assert set(run.codes) == {1} and run.text().count("has been truncated since the start") == 1, run.text()
+    data.write_bytes(text)
+    last = max(column(work / "out", "loss"))
+    assert last >= 5 and (work / "out" / f"step_{last + 1:08d}").is_dir(), "no step was lost"
+    zygote.train([*args, "--out_dir=out", "--init_from=resume"], work, nproc)
+    zygote.train([*args, "--out_dir=straight"], work, nproc)
+    runs.assert_same_run(work / "out", work / "straight")
+
+
 def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     """The alert command gets a line of JSON for each event."""
     args = ["--out_dir=out", "--save_interval=4", "--alert_command=cat >> alerts.jsonl"]
