@@ -17,6 +17,7 @@ arch = "nanochat"
 n_layer = 12
 n_head = 6  # heads of 128 features each
 n_embd = 768
+residual_dtype = "bfloat16"  # no effect on a GPU that computes in float16
 
 optimizer = "muon"
 muon_lr = 0.02

@@ -28,14 +28,14 @@ def without_comment(line):
 
 
 def commands():
-    """(page, command) of every command in the shell blocks, and of those between backquotes."""
+    """(page, command) of every command in the shell blocks, also of notebooks, and between backquotes."""
     for path in documents():
         text, page = path.read_text(), str(path.relative_to(REPO))
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M):
             for line in block.replace("\\\n", " ").splitlines():
                 for command in line.split("&&"):
-                    if without_comment(command):
-                        yield page, without_comment(command)
+                    if command := without_comment(command).removeprefix("!"):
+                        yield page, command
         prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
         for command in re.findall(rf"`((?:{PROGRAMS}) [^`]+)`", prose):
             yield page, command.replace("\n", " ").replace(r"\|", "|")

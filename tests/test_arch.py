@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from runs import accepted, default_plan, records, start_changed, tensors_in, train_defaults
+from runs import TINY, accepted, column, default_plan, records, start_changed, tensors_in, train_defaults
 from test_layouts import args_of
 from test_model import masked_attention, roughen, same_states
 from torch import nn
@@ -18,7 +18,7 @@ from isogpt.checkpoint.search import find_checkpoint
 from isogpt.nn.architecture import ARCHS
 from isogpt.nn.kernels import RMSNorm, relu2, rotate
 from isogpt.parallel.attach import replace_seams
-from isogpt.training import optim, precision
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 OVERFLOW = """
@@ -155,12 +155,12 @@ def test_the_dtype_of_the_residual_stream_in_a_plan(stream, dtype, changes, expe
     assert replace(plan, model_args={}).stream_dtype in (torch.float32, plan.torch_dtype)  # not known yet
 
 
-def test_a_stream_in_bfloat16_needs_computation_in_bfloat16():
-    said = "residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is 'tf32': set "
-    with pytest.raises(ValueError, match=re.escape(f"{said}--residual_dtype=float32, or --dtype=bfloat16")):
-        precision.check_dtypes(default_plan(dtype="tf32"), "bfloat16")
-    precision.check_dtypes(default_plan(dtype="tf32"), "float32")
-    precision.check_dtypes(default_plan(dtype="bfloat16"), "bfloat16")
+def test_a_stream_in_bfloat16_has_no_effect_on_computation_in_another_dtype(trained):
+    """And the run says so."""
+    run = trained([*TINY, "--residual_dtype=bfloat16"])
+    assert column(run, "loss") == column(trained(TINY), "loss")
+    note = "note:    residual_dtype bfloat16 has no effect, because dtype is float32"
+    assert (run / "output.txt").read_text().count(note) == 1
 
 
 ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)

@@ -90,8 +90,6 @@ def shrunk(args):
     args = [re.sub(r"(gpt2-?\w*|path/to/model)$", "my-folder", arg) for arg in args]
     args = ["--islands=2" if arg == "--islands=0" else arg for arg in args]  # not one on each machine
     short = without(SHORT, *OF_A_CHECKPOINT) if any("--init_from=" in arg for arg in args) else SHORT
-    if any("--residual_dtype=" in arg for arg in args):  # which float32 does not have
-        short = [*without(short, "--dtype="), "--dtype=bfloat16"]
     last = 4 if {"--init_from=resume", "--init_from=auto"} & {*args} else 2
     args = [*without(args, *REPLACED), *short, f"--max_iters={last}", f"--lr_decay_iters={last}"]
     tokens = (last + 1) * 512  # a step reads 512

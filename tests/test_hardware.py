@@ -69,6 +69,16 @@ def test_a_card_in_the_machine_is_planned_with_its_memory(machine):
     assert [step["total_s"] for step in here] == [step["total_s"] for step in there] and len(here) > 8
 
 
+@pytest.mark.parametrize("card, has_effect", [("h100", True), ("t4", False)])
+def test_a_plan_for_a_card_without_bfloat16_has_its_stream_in_float32(machine, card, has_effect):
+    args = [*PLAN, f"--hardware={card}"]
+    whole, half = (
+        [step["gb"] for step in script(machine, "bench.py", [*args, *flags])["result"]["plan"]["plans"]]
+        for flags in ([], ["--residual_dtype=bfloat16"])
+    )
+    assert (whole != half) == has_effect
+
+
 @pytest.mark.parametrize("name", ["A100-SXM4-40GB MIG 1g.5gb", "GeForce RTX 4090 Laptop GPU", "T400"])
 def test_a_card_that_is_not_known_is_refused(machine, capsys, gpu, name):
     """Its links are not known. All of a name counts: slices and laptops' GPUs are slower."""

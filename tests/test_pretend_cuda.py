@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "not skippe
 STEP = "3"
 SHORT = [*TINY, "--max_iters=4", "--eval_iters=1"]
 ON_GPU = ["--device=auto", "--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
+# after a config, to shrink it
+SHRUNK = " ".join([*SHORT, *ON_GPU, "--dtype=auto", "--wandb_log=False"])
 # settings that a curve depends on
 OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data", "--max_")
 T4, A100, H100 = "7.5", "8.0", "9.0"
@@ -70,6 +72,12 @@ CASES = {
     "plain": daily(""),
     "bf16": daily("--dtype=auto", limit=HALF, gpu=A100),
     "fp16": daily("--dtype=auto", limit=HALF, gpu=T4),
+    # the configs of docs/getting-started.md on Colab and Kaggle, and one that sets a stream in bfloat16
+    "shakespeare T4": daily(f"config/train_shakespeare_char.py {SHRUNK}", limit=None, gpu=T4),
+    "2 shakespeare T4": Case(f"config/train_shakespeare_char.py {SHRUNK}", 2, None, T4),
+    "gpt2 T4": Case(f"config/train_gpt2.py {SHRUNK}", limit=HALF, gpu=T4),
+    "2 gpt2 T4": daily(f"config/train_gpt2.py {SHRUNK}", 2, HALF, T4),
+    "gpt2_fast T4": Case(f"config/train_gpt2_fast.py {SHRUNK}", limit=None, gpu=T4),
     "deterministic dropout": daily("--deterministic=True --dropout=0.1", limit=None),
     # one process, sharded
     "zero 3": daily("--zero=3 --activation_checkpointing=every:1"),

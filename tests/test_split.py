@@ -130,6 +130,7 @@ MISTAKES = [
     (6, dict(ep=4), dict(n_expert=12), f"6 {DIVIDED} ep 4: start 4 or 8 processes"),
     (4, dict(ep=4), dict(n_expert=6), "ep is 4: it must divide n_expert, 6: set --ep=2"),
     (3, dict(ep=3), {}, "ep is 3, but needs a model with experts: set --ep=1"),
+    (1, dict(exact=True, device_type="mps"), {}, "needs float64, which mps lacks: set --exact=False"),
 ]
 
 

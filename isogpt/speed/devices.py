@@ -46,7 +46,7 @@ class Hardware:
             are slower than the GPUs whose names they contain.
         tflops: peak of dense matmuls in bfloat16 (V100, T4: float16). TF32, where it exists, runs at half.
         tb_per_s: peak of the memory.
-        memory_gb: of the device; for H100, H200 and A100 (SXM) as their driver reports it, else as the
+        memory_gb: of the device; for H100, H200, A100 (SXM) and T4 as their driver reports it, else as the
             largest card of the name is sold.
         local, network: a link to devices of the same machine, and to other machines.
         reached: the fraction of `tflops` that a large matmul reaches.
@@ -127,7 +127,7 @@ HARDWARE = {  # by names for --hardware
     "3090": Hardware("RTX 3090", 71, 0.936, 24, reached=0.85),
     "v100": Hardware("V100-SXM2-(16|32)GB", 125, 0.9, 32, NVLINK_2, FOUR_100),
     "v100-pcie": Hardware("V100-PCIE-(16|32)GB", 112, 0.9, 32, PCIE_3),
-    "t4": Hardware("T4", 65, 0.32, 16, PCIE_3, reached=0.4),
+    "t4": Hardware("T4", 65, 0.32, 15.6, PCIE_3, reached=0.4),
     "mi300x": Hardware("AMD Instinct MI300X( OAM)?", 1307, 5.3, 192, XGMI, EIGHT_400, 0.45),
     # one core, with gloo; `--hardware=this` measures
     "cpu": Hardware(

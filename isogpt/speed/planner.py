@@ -51,8 +51,6 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start, model_cla
             device_type=ranks.device.type,
             dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
         )
-        # the dtype of all ranks is that of one of them
-        precision.check_dtypes(plan, config["residual_dtype"])
         args = start.model_args(config, data.vocab_size)
         args = fit_model_args(args, config, data, start.is_resume)
         args = asdict(model_class.config_class(**args))

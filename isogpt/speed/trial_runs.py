@@ -12,7 +12,7 @@ from isogpt.training.settings import settings_of_model
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"  # states of a row of bench.py --check
 LIMIT_S, TIMEOUT_S = 600.0, 60.0  # of a comparison, and of a collective: ranks that wait for different ones
 # 6 steps, which move the weights far enough to show what depends on them, with a checkpoint of the third
-SETTINGS = FIXED | {"device": "cpu", "dtype": "float32", "residual_dtype": "float32", "compile": False}
+SETTINGS = FIXED | {"device": "cpu", "dtype": "float32", "compile": False}
 SETTINGS |= {"gradient_accumulation_steps": 4, "max_iters": 5, "eval_interval": 3, "eval_iters": 4}
 SETTINGS |= {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 1, "lr_decay_iters": 5}
 SETTINGS |= {"cooldown_iters": 2, "save_checkpoint": True, "always_save_checkpoint": True, "layout": "manual"}

@@ -23,6 +23,7 @@ from isogpt.training.settings import check_plan, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65
+WITHOUT_BFLOAT16 = ("t4", "v100", "v100-pcie")
 CHOOSES_MODEL = {"n_layer", "n_head", "n_embd", "block_size", "batch_size", "init_from"}
 
 
@@ -126,7 +127,8 @@ class Workload:
         if card in ("this", "cpu"):
             dtype = precision.resolve_dtype(dtype, self.device)
         elif dtype in ("auto", "bfloat16", "float16"):
-            device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
+            best = "float16" if card in WITHOUT_BFLOAT16 else "bfloat16"
+            device_type, dtype = "cuda", dtype.replace("auto", best)
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
         args = self.model_args()
@@ -140,7 +142,6 @@ class Workload:
             model_args=args,
             counts=count_on_meta(self.gpt, args),
         )
-        precision.check_dtypes(plan, settings["residual_dtype"])
         check_plan(plan)
         mesh = make_mesh(0, plan)
         share = share_of_plan(plan, mesh, parse_shares(plan.shares, mesh.data_size))

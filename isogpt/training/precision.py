@@ -76,20 +76,6 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     return wanted
 
 
-def check_dtypes(plan: Plan, residual_dtype: str) -> None:
-    """
-    Raise ValueError if the plan's device or dtype does not allow a setting: only autocast to bfloat16 leaves
-    the residual stream in bfloat16, and exact sums are float64 numbers.
-    """
-    if residual_dtype == "bfloat16" != plan.dtype:
-        raise ValueError(
-            f"residual_dtype 'bfloat16' needs dtype 'bfloat16', but dtype is {plan.dtype!r}: set "
-            "--residual_dtype=float32, or --dtype=bfloat16"
-        )
-    if plan.exact and plan.device_type == "mps":
-        raise ValueError("exact needs float64, which mps lacks: set --exact=False or --device=cpu")
-
-
 def common_dtype(dtypes: list[str]) -> str:
     """Return one dtype for all ranks, from the dtypes that the ranks resolved."""
     return min(dtypes, key=BY_PRECISION.index)
@@ -141,6 +127,8 @@ def set_up(device: torch.device, plan: Plan, deterministic: bool, previous: str 
     notes = []
     if previous not in (None, plan.dtype):
         notes.append(f"this run continues with dtype {plan.dtype} (was {previous}): the loss curve changes")
+    if plan.model_args.get("residual_dtype") == "bfloat16" != plan.dtype:
+        notes.append(f"residual_dtype bfloat16 has no effect, because dtype is {plan.dtype}")
     if is_emulated(plan.dtype, device):
         faster = best_dtype(device)
         notes.append(f"this CPU only emulates {plan.dtype}, which is slow: set --dtype={faster}")

@@ -212,6 +212,7 @@ def conflicts_of_layout(plan: Plan) -> Iterator[str]:
         ("grad_compression", "none", has_replicas, "zero 0 or 1, or dp_replicate"),
         ("grad_compression", "int8", not (has_islands and is_of_gradients), "islands 1"),
         ("grad_compression", "fp16", not has_errors, "dtype float32 or bfloat16"),
+        ("exact", False, plan.device_type != "mps", "float64, which mps lacks"),
     ]
     yield from unmet(plan, needs)
 
