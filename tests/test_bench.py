@@ -300,8 +300,8 @@ def test_a_plan_says_what_it_assumes(plan):
     """Of cards with which no run was compared; also where their names are listed."""
     args = [*FINETUNE, *UNPREPARED, *TINY[3:6]]
     text, found = plan(*args, "--hardware=b200,h100")
-    assert {step["devices"] for step in found["plans"]} == {"1 x b200, assumed", "1 x h100"}
-    assert "\npredicted; assumed: no run was compared with " in text
+    assert {step["devices"] for step in found["plans"]} == {"1 x b200 (assumed)", "1 x h100"}
+    assert "\npredicted; (assumed): no run was compared with " in text
     assert "assumed" not in plan(*args, "--hardware=h100")[0]
     assert re.search(r"h100, .*, or with assumed speeds b200, ", KNOWN_CARDS)
 

@@ -30,7 +30,7 @@ from isogpt.training.precision import set_numerics
 from isogpt.training.settings import check_training
 
 ROWS = 18  # of the table of layouts
-ASSUMED = ", assumed"  # see Hardware.is_compared
+ASSUMED = " (assumed)"  # see Hardware.is_compared
 MESSAGE_SIZES = [2**k for k in range(10, 27, 2)]  # bytes of the messages of collectives
 
 
@@ -234,7 +234,7 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in best]
     heading = "predicted:"
     if any(ASSUMED in devices for devices in rankings):
-        heading = "predicted; assumed: no run was compared with what is predicted for this card:"
+        heading = "predicted; (assumed): no run was compared with what is predicted for this card:"
     print_result("\n  ".join([heading, *aligned(rows)]))
     fastest = best[0][1]
     check_fits(fastest)
