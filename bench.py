@@ -63,6 +63,7 @@ per_node = 8  # devices of each machine [>= 1]
 hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (machine)
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
+device_bandwidth = 0.0  # with a plan: GB/s of its memory, on the data sheet (0: as hardware) [>= 0]
 network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
 check = False  # compare model.py and train.py, small, on every layout, resumed, exported ...; no training
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
@@ -104,8 +105,9 @@ def mistakes_in_devices(lists: dict) -> Iterator[str]:
     if not plan and ("," in hardware or is_described and not predicts_one):
         yield "devices and hardware are for predictions: set --plan; to measure N processes, set --nproc=N"
     is_listed = plan and hardware in HARDWARE.keys() - {"cpu"}
-    if (device_memory_gb or device_tflops) and not is_listed:
-        yield "device_memory_gb and device_tflops change a listed card: set --plan --hardware=4090 or another"
+    if (device_memory_gb or device_tflops or device_bandwidth) and not is_listed:
+        names = "device_memory_gb, device_tflops and device_bandwidth"
+        yield f"{names} change a listed card: set --plan --hardware=4090 or another"
 
 
 def report_check(launches: Launches, workload: Workload) -> list[dict]:

@@ -11,6 +11,7 @@ import pytest
 from runs import FORKED, REPO, free_port, listening, script, script_that_fails, tiny_data
 
 from isogpt.common.console import duration
+from isogpt.speed.devices import KNOWN_CARDS
 from isogpt.speed.launches import Launches
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
@@ -278,10 +279,31 @@ def test_an_estimate_for_pretrained_weights(zygote, work):
     assert total == pytest.approx(sum(parts), abs=0.003)
 
 
+UNPREPARED = ["--init_from=scratch", "--dataset=none", "--vocab_size=50304"]
+
+
 def test_a_card_of_ones_own_is_planned(plan):
-    unprepared = ["--init_from=scratch", "--dataset=none", "--vocab_size=50304", "--hardware=4090"]
-    slow, fast = (plan(*FINETUNE, *unprepared, *TINY[3:6], f"--device_tflops={n}")[1] for n in (1, 1000))
-    assert slow["plans"][0]["total_s"] > fast["plans"][0]["total_s"]
+    """Like the card that is named, of whose data sheet it reaches the same fractions."""
+
+    def total_s(**sheet):
+        flags = [f"--device_{name}={value}" for name, value in sheet.items()]
+        args = [*FINETUNE, *UNPREPARED, *TINY[3:6], "--hardware=4090", *flags]
+        return plan(*args)[1]["plans"][0]["total_s"]
+
+    named = total_s()
+    assert total_s(tflops=165, bandwidth=1000, memory_gb=24) == named
+    for name in ("tflops", "bandwidth"):
+        assert total_s(**{name: 1}) > named > total_s(**{name: 10**5})
+
+
+def test_a_plan_says_what_it_assumes(plan):
+    """Of cards with which no run was compared; also where their names are listed."""
+    args = [*FINETUNE, *UNPREPARED, *TINY[3:6]]
+    text, found = plan(*args, "--hardware=b200,h100")
+    assert {step["devices"] for step in found["plans"]} == {"1 x b200 (assumed)", "1 x h100"}
+    assert "\npredicted; (assumed): no run was compared with " in text
+    assert "assumed" not in plan(*args, "--hardware=h100")[0]
+    assert re.search(r"h100, .*, or with assumed speeds b200, ", KNOWN_CARDS)
 
 
 # ------------------------------------------------------------------------------------------------------------

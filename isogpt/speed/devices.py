@@ -50,7 +50,11 @@ class Hardware:
             largest card of the name is sold.
         local, network: a link to devices of the same machine, and to other machines.
         reached: the fraction of `tflops` that a large matmul reaches.
-        attention: the speed of attention as a fraction of `matmul`.
+        attention: the speed of attention as a fraction of `matmul`, in sequences of 1,024 tokens.
+        attention_half: the length of a sequence in which attention is half as fast as in the longest. A
+            kernel computes whole tiles on the diagonal, half of which the mask discards, and begins and ends
+            each row of tiles, however short. Those that Shah et al. 2024 (arXiv:2407.08608, figure 5)
+            measured on an H100 are half as fast at 200 to 400 tokens.
         half: the size of a matmul's smallest dimension at which the matmul reaches half of its speed.
         kernel_s: seconds to launch an operation.
         micro_step_s: seconds of a micro-step in which a GPU waits for the host. On an H200 it waited for 2.8
@@ -62,6 +66,8 @@ class Hardware:
         per_node: devices of a machine.
         fixed_gb: memory that a process takes before it allocates a model; on a GPU, this includes what NCCL
             takes, and fragments.
+        is_compared: whether a run was compared with what is predicted for this card; if not, the fractions,
+            and the links, are assumptions.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Hardware:
     network: Link = ONE_10
     reached: float = 0.7  # where nothing else is known
     attention: float = 0.38
+    attention_half: float = 400.0
     half: float = 32.0
     kernel_s: float = 4e-6
     micro_step_s: float = 3e-3
@@ -80,6 +87,7 @@ class Hardware:
     overlap: float = 0.4
     per_node: int = 8
     fixed_gb: float = 2.5
+    is_compared: bool = False
 
     @property
     def matmul(self) -> float:
@@ -99,20 +107,19 @@ class Hardware:
 # TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity), and the bandwidths of H100 PCIe and NVL, H200
 # NVL, V100 PCIe and RTX A6000.
 HARDWARE = {  # by names for --hardware
-    # What these reach was fitted to published runs (docs/scaling.md compares them with the predictions). The
-    # runs are of 2023: their attention, Triton's, reaches 180 TFLOP/s on an H100. PyTorch 2.11 uses cuDNN's,
-    # which reached 290 on an H200 in sequences of 1,024 tokens (docs/benchmarks.md)
-    "h100": Hardware("H100( 80GB HBM3)?", 989, 3.35, 84.9, NVLINK_4, EIGHT_400, 0.71, attention=0.26),
-    "h200": Hardware("H200", 989, 4.8, 150.1, NVLINK_4, EIGHT_400, 0.71, attention=0.42),
-    "a100": Hardware("A100-SXM4-80GB", 312, 2.0, 85.0, NVLINK_3, EIGHT_200, 0.82),
-    "a100-40gb": Hardware("A100-SXM4-40GB", 312, 1.555, 42.3, NVLINK_3, EIGHT_200, 0.82),
-    # No published run was compared with what these are assumed to reach, and with their links. Cards for PCIe
-    # are taken to have no bridges.
+    # What these reach was fitted to published runs (docs/scaling.md compares them with the predictions), the
+    # GH200 excepted. The H100's attention is FlashAttention-2's in PyTorch 2.8 and 2.9, the H200's cuDNN's in
+    # PyTorch 2.11, which reached 290 TFLOP/s in sequences of 1,024 tokens (docs/benchmarks.md)
+    "h100": Hardware("H100( 80GB HBM3)?", 989, 3.35, 84.9, NVLINK_4, EIGHT_400, 0.71, 0.26, is_compared=True),
+    "h200": Hardware("H200", 989, 4.8, 150.1, NVLINK_4, EIGHT_400, 0.71, 0.42, is_compared=True),
+    "gh200": Hardware("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400, attention=0.26, is_compared=True),
+    "a100": Hardware("A100-SXM4-80GB", 312, 2.0, 85.0, NVLINK_3, EIGHT_200, 0.82, is_compared=True),
+    "a100-40gb": Hardware("A100-SXM4-40GB", 312, 1.555, 42.3, NVLINK_3, EIGHT_200, 0.82, is_compared=True),
+    # Cards for PCIe are taken to have no bridges.
     "b200": Hardware("B200", 2250, 8.0, 180, NVLINK_5, EIGHT_400, 0.65),
-    "h200-nvl": Hardware("H200 NVL", 835, 4.8, 141, PCIE_5),
-    "gh200": Hardware("GH200 480GB", 989, 4.0, 96, NVLINK_4, EIGHT_400),
-    "h100-nvl": Hardware("H100 NVL", 835, 3.9, 94, PCIE_5),
-    "h100-pcie": Hardware("H100 PCIe", 756, 2.0, 80, PCIE_5),
+    "h200-nvl": Hardware("H200 NVL", 835, 4.8, 141, PCIE_5, attention=0.42),
+    "h100-nvl": Hardware("H100 NVL", 835, 3.9, 94, PCIE_5, attention=0.26),
+    "h100-pcie": Hardware("H100 PCIe", 756, 2.0, 80, PCIE_5, attention=0.26),
     "a100-pcie": Hardware("A100 80GB PCIe|A100-PCIE-80GB", 312, 1.935, 80),
     "a100-pcie-40gb": Hardware("A100-PCIE-40GB", 312, 1.555, 40),
     "a10": Hardware("A10", 125, 0.6, 24),
@@ -139,6 +146,7 @@ HARDWARE = {  # by names for --hardware
         network=Link(1e-3, 0.12e9),
         reached=1.0,
         attention=0.4,
+        attention_half=0.0,
         half=16,
         kernel_s=8e-6,
         micro_step_s=0.0,
@@ -146,11 +154,15 @@ HARDWARE = {  # by names for --hardware
         scatter=3.4,
         overlap=0.0,
         fixed_gb=0.42,
+        is_compared=True,
     ),
 }
+COMPARED = [name for name, card in HARDWARE.items() if card.is_compared]
+ASSUMED = [name for name in HARDWARE if name not in COMPARED]
 KNOWN_CARDS = (
-    f"choose --hardware= from {', '.join(HARDWARE)}, this; to describe another card, name the closest one, "
-    "with --device_tflops, --device_memory_gb and --network"
+    f"choose --hardware= from {', '.join(COMPARED)}, this, or with assumed speeds {', '.join(ASSUMED)}; to "
+    "describe another card, name the closest one, with --device_tflops, --device_bandwidth, "
+    "--device_memory_gb and --network"
 )
 
 
@@ -185,16 +197,20 @@ def hardware_of(card: str, device: torch.device, dtype: str, per_node: int) -> H
     return replace(hw, memory_gb=memory / 1e9 / per_node, per_node=per_node, **speeds)
 
 
-def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
+def changed_hardware(
+    hw: Hardware, network_gbit: float, memory_gb: float, tflops: float, bandwidth: float
+) -> Hardware:
     """
-    Return the Hardware of a card that is like `hw`, except for the values that are not 0.
+    Return the Hardware of a card that is like `hw`, except for the values that are not 0. It reaches the same
+    fractions of its data sheet.
 
     Args:
         network_gbit: each machine's bandwidth to other machines.
-        tflops: the peak of the card's data sheet.
+        tflops, bandwidth: the peaks of the card's data sheet, in TFLOP/s and in GB/s.
     """
     network = Link(hw.network.latency_s, network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
-    return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, tflops=tflops or hw.tflops)
+    changes = {"memory_gb": memory_gb, "tflops": tflops, "tb_per_s": bandwidth / 1e3}
+    return replace(hw, network=network, **{name: value for name, value in changes.items() if value})
 
 
 class Peak(NamedTuple):

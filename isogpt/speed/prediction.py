@@ -18,6 +18,7 @@ from isogpt.parallel.shares import share_of
 from isogpt.speed.activations import activations_of
 from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import RankPart, memory_estimate, part_of
+from isogpt.training.optim import uses_muon
 
 # the idle time of a pipeline's schedules as a multiple of 1F1B's: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
@@ -87,7 +88,9 @@ def block_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
     read_s = plan.torch_dtype.itemsize * part.block / hw.bytes_per_s
     multiply_s = matmuls_s(hw, tokens, part.block_matrices / tp, min(C / tp, mlp_tokens))
     matmuls = max(read_s, multiply_s)
-    attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
+    # the length that takes as long at the speed of 1,024 tokens
+    length = (T + hw.attention_half) / (1 + hw.attention_half / 1024)
+    attention = 2 * tokens * length * C / tp / (hw.attention * hw.matmul)
     traffic = traffic_s(hw, plan, activations_of(plan).block * tokens / tp)
     forward = matmuls + attention + 2 * traffic
     # context_attention repeats the forward pass
@@ -275,4 +278,9 @@ def predict(plan: Plan, hw: Hardware) -> Prediction:
         # ms are predicted
         "optimizer": 40 * updated / hw.bytes_per_s,
     }
+    if uses_muon(plan.optimizer):
+        # Each of muon.POLYNOMIALS takes 4 m + 2 m^2 / n FLOPs per element of an m x n matrix: for the shapes
+        # of a block, together as many as the weights take for 7.5 C tokens
+        C, matrices = plan.model_args["n_embd"], part.layers * part.block_matrices
+        seconds["optimizer"] += matmuls_s(hw, 7.5 * C, matrices / mesh.matrix_workers.size, C)
     return Prediction(sum(seconds.values()), gb, plan, seconds)

@@ -30,6 +30,7 @@ from isogpt.training.precision import set_numerics
 from isogpt.training.settings import check_training
 
 ROWS = 18  # of the table of layouts
+ASSUMED = " (assumed)"  # see Hardware.is_compared
 MESSAGE_SIZES = [2**k for k in range(10, 27, 2)]  # bytes of the messages of collectives
 
 
@@ -156,7 +157,9 @@ def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict
     Print the layouts on a number of devices of a kind, or with several numbers or kinds the fastest on each,
     and the command of the fastest.
     """
-    rankings = {f"{n} x {card}": rank(workload, n, card) for n, card in product(counts, cards)}
+    rankings = {}
+    for n, card in product(counts, cards):
+        rankings |= rank(workload, n, card)
     fastest = print_rankings(rankings)
     length = length_text(workload.settings | fastest.plan.layout_settings(), fastest.total_s)
     command = print_command(workload, fastest, f"predicted{length}")
@@ -174,8 +177,9 @@ def report_plan(workload: Workload, counts: list[int], cards: list[str]) -> dict
 
 def tune(workload: Workload, launches: Launches, card: str) -> dict:
     """Measure the best few layouts for the launched processes; print the fastest layout's command."""
-    ranking = rank(workload, workload.processes, card)
-    print_rankings({f"{workload.processes} x {card}": ranking})
+    rankings = rank(workload, workload.processes, card)
+    print_rankings(rankings)
+    (ranking,) = rankings.values()
     # of the best layout, two other schedules, recomputations or micro-batches too
     tried = [steps[0] for steps in ranking[:4]] + ranking[0][1:3]
     tried = [step for step in tried if not step.problem]
@@ -190,9 +194,12 @@ def tune(workload: Workload, launches: Launches, card: str) -> dict:
     return {"tried": runs, "command": command}
 
 
-def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
+def rank(workload: Workload, n: int, card: str) -> dict[str, list[list[Prediction]]]:
     """
     Rank the layouts on n devices of a kind: a key of devices.HARDWARE, or 'this'.
+
+    Returns:
+        {devices: predictions of each layout, ranked}.
 
     Raises:
         ValueError: the settings do not fit each other, the data or the devices.
@@ -202,8 +209,9 @@ def rank(workload: Workload, n: int, card: str) -> list[list[Prediction]]:
     check_training(workload.settings | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = workload.plan(n, card, machines=n // on_machine)
     usual = hardware_of(card, workload.device, wanted.dtype, on_machine)
-    changes = config["network"], config["device_memory_gb"], config["device_tflops"]
-    return ranked(wanted, changed_hardware(usual, *changes))
+    sheet = config["device_memory_gb"], config["device_tflops"], config["device_bandwidth"]
+    hw = changed_hardware(usual, config["network"], *sheet)
+    return {f"{n} x {card}{'' if hw.is_compared else ASSUMED}": ranked(wanted, hw)}
 
 
 def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
@@ -224,7 +232,10 @@ def print_rankings(rankings: dict[str, list[list[Prediction]]]) -> Prediction:
     # those that do not fit are last, smallest first
     best.sort(key=lambda row: (-row[1].tokens_per_s, row[1].gb))
     rows = [row_of_plan(devices, step, rankings[devices][0][0]) for devices, step in best]
-    print_result("\n  ".join(["predicted:", *aligned(rows)]))
+    heading = "predicted:"
+    if any(ASSUMED in devices for devices in rankings):
+        heading = "predicted; (assumed): no run was compared with what is predicted for this card:"
+    print_result("\n  ".join([heading, *aligned(rows)]))
     fastest = best[0][1]
     check_fits(fastest)
     return fastest
