@@ -376,10 +376,10 @@ def clip_and_step(
                 torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():
-            # the loss scaler knows only this rank's gradients. Computed on the GPU, also for an optimizer
-            # that decides on the CPU: copying would wait for the GPU
+            # the loss scaler knows only this rank's gradients; data that cannot be read are no overflow.
+            # Computed on the GPU, also for an optimizer that decides on the CPU: a copy would wait for it
             for overflowed in scaler._found_inf_per_device(optimizer).values():
-                overflowed.copy_(~gathered.on(overflowed.device).is_finite)
+                overflowed.copy_(~gathered.on(overflowed.device).grad_norm.isfinite())
     scaler.update()
 
 
