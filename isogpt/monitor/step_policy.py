@@ -54,13 +54,7 @@ class StepPolicy:
     def __post_init__(self) -> None:
         self.saver, self.logger = self.report.saver, self.report.logger
         config, compression = self.report.config, self.state.compression
-        names = (
-            "eval_interval",
-            "save_interval",
-            "check_ranks_interval",
-            "sample_interval",
-            "stats_interval",
-        )
+        names = [f"{name}_interval" for name in ("eval", "save", "check_ranks", "sample", "stats")]
         self.intervals = [config[name] for name in names if config[name]]
         if self.state.islands:
             self.intervals.append(self.reader.plan.local_steps)
@@ -108,12 +102,11 @@ class StepPolicy:
         after the launch's first update; and after the second one, plain Python values of modules with those
         after the first (all ranks). Exits with a message if some differ.
         """
-        model, step = self.state.model, self.state.step
+        model, step = self.state.model, self.state.next_step
         is_first = self.updates == 1 and self.values is None
         # with grad_sync never, which measures communication, they must differ
         compares_first = is_first and self.reader.plan.grad_sync != "never"
-        is_due = interval and step % interval == 0 and not self.in_flight
-        if compares_first or is_due:
+        if compares_first or (interval and step % interval == 0):
             cause = CAUSE if compares_first else ""
             check_equal_weights(model, self.reader.mesh, step, self.logger.failed, cause)
         if is_first:
