@@ -26,7 +26,7 @@ from isogpt.parallel.compilation import compile_report
 from isogpt.parallel.data_parallel import Norms
 from isogpt.parallel.parallelize import take_routing
 from isogpt.run.resolve import Run
-from isogpt.speed.clock import Clock, over_ranks
+from isogpt.speed.clock import Clock, Mark, over_ranks
 from isogpt.speed.devices import Peak, find_peak, fraction_of_peak
 from isogpt.speed.usage import memory_gb, utilization
 from isogpt.training.optim import describe_updates
@@ -51,7 +51,8 @@ class Launched:
         routing: see parallelize.take_routing; arrives with these.
         norms: of its gradients on this rank, see gradients.norms_of.
         more: further numbers for its record.
-        step_s: the seconds that it has taken on a GPU; None: they are among the numbers.
+        spans: of which it consists, see Clock.end_step.
+        step_s: the seconds that it has taken, once this is known.
     """
 
     gathered: Gathered[StepNumbers]
@@ -59,7 +60,8 @@ class Launched:
     routing: Tensor | None
     norms: Norms
     more: dict[str, float]
-    step_s: float | None = None
+    spans: list[tuple[Mark, Mark]]
+    step_s: float = math.nan
 
 
 @dataclass
@@ -85,6 +87,7 @@ class RunReport:
     spikes: int = 0  # steps, taken or skipped, see RecentSteps
     at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     routing: Tensor | None = None  # of the step that is launched last
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)  # of this step
     slow_steps: dict = field(default_factory=dict)  # for how many logged steps a rank is slow
     since_log: Counter = field(default_factory=Counter)  # sums over the steps since the last logged step
     throughout: Counter = field(default_factory=Counter)  # sums over the steps at full speed
@@ -109,8 +112,10 @@ class RunReport:
         device, model = self.reader.device, self.state.model
         self.routing = take_routing(model, self.is_logged(self.state.next_step), device)
         loss_limit, grad_norm_limit = self.progress.recent_steps.limits(self.progress.launched)
-        # a GPU computes the numbers later: what it gathers is the time of the latest step that is known
-        step_s = self.clock.latest_s if self.clock.on_gpu else self.clock.arrive()
+        self.spans = self.clock.end_step()
+        if not self.clock.on_gpu:  # which computes later: what it gathers is the time of an earlier step
+            self.clock.seconds_of(self.spans)
+        step_s = self.clock.latest_s
         gathered = gather_numbers(
             StepNumbers(
                 # a step with padding in place of data must not be taken, on any rank: see StepPolicy.skip
@@ -118,7 +123,7 @@ class RunReport:
                 grad_square=grad_square[0],
                 grad_square_fine=grad_square[1],
                 step_ms=step_s * 1e3,
-                data_ms=self.clock.milliseconds("data", self.clock.spans),
+                data_ms=self.clock.milliseconds(self.clock.spans["data"]),
                 memory_gb=memory_gb(device),
                 forward_ms=self.clock.steps[-1].get("forward", 0.0),
                 # 0, a signal, or the time limit
@@ -140,8 +145,7 @@ class RunReport:
     def read(self, launched: Launched) -> StepNumbers:
         """Return the numbers of a step: waits for a GPU, unless clip_and_step has done so."""
         numbers = launched.gathered.read()
-        if self.clock.on_gpu:
-            launched.step_s = self.clock.arrive()
+        launched.step_s = self.clock.seconds_of(launched.spans)
         self.run.stop.decide(numbers.stop)
         return numbers
 
@@ -164,7 +168,7 @@ class RunReport:
         is_logged = self.is_logged(self.progress.step)
         if is_logged:
             self.check_peak(self.flops_per_step / numbers.step_ms.mean().item() * 1e3)
-        if launched.step_s is not None:  # on a GPU; ranks wait for each other, so a step takes as long on all
+        if self.clock.on_gpu:  # ranks wait for each other, so a step takes as long on all
             numbers = numbers._replace(step_ms=torch.tensor([launched.step_s * 1e3]))
         sums = records.waiting_percent(numbers) | {"loss_mean": numbers.loss.mean().item(), "steps": 1}
         self.since_log.update(sums)
@@ -213,10 +217,8 @@ class RunReport:
         is_too_low = "measured" in self.peak.source and flops_per_s > self.peak.flops
         if is_too_low and self.measurements < MOST_MEASUREMENTS:
             self.measurements += 1
-            began = time.perf_counter()
-            again = find_peak(self.reader.device, self.reader.plan.dtype)
-            if self.clock.paused_at is None:  # else the start of the next step leaves it out
-                self.clock.began += time.perf_counter() - began
+            with self.clock.uncounted():
+                again = find_peak(self.reader.device, self.reader.plan.dtype)
             self.peak = max(self.peak, again) if again.flops else self.peak
             text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
             self.logger.event("peak", text, peak_flops=self.peak.flops)

@@ -84,7 +84,8 @@ class StepPolicy:
         clock, progress, stop = self.report.clock, self.state.progress, self.report.run.stop
         clock.lap("optimizer")
         keeps = 0 if self.needs_outcomes(self.state.next_step + 1) else 1
-        self.in_flight.append(Launched(gathered, lr, self.report.routing, self.gradients.norms, more))
+        facts = (self.report.routing, self.gradients.norms, more, self.report.spans)
+        self.in_flight.append(Launched(gathered, lr, *facts))
         gc.collect(1)  # what was allocated since the step before; the GPU is still busy
         known = []
         while len(self.in_flight) > (0 if stop.agreed else keeps):

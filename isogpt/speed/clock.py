@@ -41,8 +41,8 @@ class Clock:
     Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
     CPU does not wait; elsewhere it is the CPU's time. `part` times a block that is not a lap.
 
-    A step lasts from one `arrive` to the next, without what happens in a pause between `step` and `start`:
-    evaluations, checkpoints and samples.
+    A step lasts from one `end_step` to the next, without what is `uncounted` and the evaluations, checkpoints
+    and samples of a pause between `step` and `start`.
 
     All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
     lap that has begun: the watchdog reports it, and the profiler's trace shows it.
@@ -61,8 +61,8 @@ class Clock:
         # for the watchdog: a number that grows with each mark, and what the main thread does
         self.count, self.doing = 0, "the first step"
         self.waits_in_pipeline = False
-        self.began = time.perf_counter()  # when the step began
-        self.paused_at: float | None = self.began  # None: steps follow each other without a pause
+        self.counts_from: Mark | None = None  # None: what happens now is not a part of a step
+        self.counted: list[tuple[Mark, Mark]] = []  # of this step, before counts_from
         self.latest_s = math.nan  # seconds of the latest step that is known
         self.previous: Mark | None = None  # where the present lap began; None: between two steps
         self.last_gradient: Mark | None = None
@@ -76,10 +76,10 @@ class Clock:
 
     def start(self) -> None:
         """Begin a step, and its first lap."""
-        if self.paused_at is not None:
-            self.began += time.perf_counter() - self.paused_at
+        now = self.mark()
+        self.counts_from = self.counts_from or now
         self.last_gradient = None
-        self.begin_lap(self.mark())
+        self.begin_lap(now)
 
     def lap(self, name: str) -> None:
         """End a lap: what happened since the lap before, or since `start`. The next lap begins."""
@@ -146,11 +146,31 @@ class Clock:
         total = sum(ms[name] for name in set(self.names_before))
         return sum(ms[name] for name in COMMUNICATION) / total
 
-    def arrive(self) -> float:
-        """Return the seconds of the step whose numbers have been computed now; the next step begins."""
-        before, self.began = self.began, time.perf_counter()
-        self.latest_s = self.began - before
+    def end_step(self) -> list[tuple[Mark, Mark]]:
+        """End a step at the last lap, and begin the next one. Returns the step's spans for `seconds_of`."""
+        spans = [*self.counted, (self.counts_from, self.previous)]
+        self.counted, self.counts_from = [], self.previous
+        return spans
+
+    def seconds_of(self, spans: list[tuple[Mark, Mark]]) -> float:
+        """Return the seconds of a step, which a GPU must have computed."""
+        self.latest_s = self.milliseconds(spans, self.on_gpu) / 1e3
         return self.latest_s
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """In the block, happens what is not a part of a step."""
+        is_counted = self.counts_from is not None
+        if is_counted:
+            self.pause()
+        yield
+        if is_counted:
+            self.counts_from = self.mark()
+
+    def pause(self) -> None:
+        """Count nothing until the next step starts."""
+        self.counted.append((self.counts_from, self.mark()))
+        self.counts_from = None
 
     def mark(self) -> Mark:
         """Return the present point in time, and count it."""
@@ -160,11 +180,11 @@ class Clock:
             event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return Mark(time.perf_counter(), event)
 
-    def milliseconds(self, name: str, spans: dict[str, list[tuple[Mark, Mark]]]) -> float:
-        """Return a part's milliseconds in a step, of the GPU's queue or of the CPU's clock."""
-        if self.on_gpu and name != "data":  # the CPU waits for data; in the GPU's queue is nothing to see
-            return sum(start.event.elapsed_time(end.event) for start, end in spans[name])
-        return sum(end.seconds - start.seconds for start, end in spans[name]) * 1e3
+    def milliseconds(self, spans: list[tuple[Mark, Mark]], in_queue: bool = False) -> float:
+        """Return the milliseconds of spans together, of the CPU's clock or in a GPU's queue."""
+        if in_queue:
+            return sum(start.event.elapsed_time(end.event) for start, end in spans)
+        return sum(end.seconds - start.seconds for start, end in spans) * 1e3
 
     def step(self, pauses: bool = True) -> None:
         """
@@ -180,9 +200,14 @@ class Clock:
         self.previous = None
         self.range.close()
         self.names, self.spans = [], defaultdict(list)
-        self.paused_at = time.perf_counter() if pauses else None
+        if pauses:
+            self.pause()
         if len(self.recent) == self.recent.maxlen:
-            ms = {name: self.milliseconds(name, self.recent[0]) for name in self.recent[0]}
+            # the CPU waits for data; in the GPU's queue is nothing to see
+            ms = {
+                name: self.milliseconds(spans, self.on_gpu and name != "data")
+                for name, spans in self.recent[0].items()
+            }
             if self.waits_in_pipeline:
                 ms[WAITING] = ms["pipeline"] - ms["stages"]
             self.steps.append(ms)
