@@ -437,6 +437,24 @@ def test_what_a_clock_knows_while_a_step_is_taken(monkeypatch):
     assert watched == [False, False, False, True] and not clock.expects_progress
 
 
+def test_the_time_of_a_step_is_without_pauses(monkeypatch):
+    """From one gathering to the next: what follows the last one before a pause is a part of the next step."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock, seconds = Clock(CPU), []
+    for pauses, measures in ((False, False), (True, False), (False, True), (False, False)):
+        clock.start()
+        now += 3
+        clock.lap("norm")
+        seconds.append(clock.seconds_of(clock.end_step()))
+        now += 2
+        clock.lap("agree")
+        clock.step(pauses)
+        with clock.uncounted() if measures else nullcontext():
+            now += 100 * (pauses or measures)
+    assert seconds == [3, 5, 5, 5]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # sinks that fail
 
