@@ -137,8 +137,7 @@ class RunReport:
             device,
         )
         if model.routing is not None:  # a step that is not finite adds nothing to the next one that is logged
-            is_finite = gathered.on(device).is_finite
-            model.routing = model.routing.where(is_finite, 0.0)
+            model.routing = model.routing.where(gathered.on(device).is_finite, 0.0)
         self.clock.lap("agree")
         return gathered
 

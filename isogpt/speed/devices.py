@@ -202,7 +202,7 @@ def changed_hardware(
 ) -> Hardware:
     """
     Return the Hardware of a card that is like `hw`, except for the values that are not 0. It reaches the same
-    fractions of its data sheet.
+    fractions of its data sheet, which is an assumption.
 
     Args:
         network_gbit: each machine's bandwidth to other machines.
@@ -210,7 +210,9 @@ def changed_hardware(
     """
     network = Link(hw.network.latency_s, network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
     changes = {"memory_gb": memory_gb, "tflops": tflops, "tb_per_s": bandwidth / 1e3}
-    return replace(hw, network=network, **{name: value for name, value in changes.items() if value})
+    is_compared = hw.is_compared and not (tflops or bandwidth)
+    changes = {name: value for name, value in changes.items() if value}
+    return replace(hw, network=network, is_compared=is_compared, **changes)
 
 
 class Peak(NamedTuple):
