@@ -215,8 +215,7 @@ class RunReport:
             self.measurements += 1
             began = time.perf_counter()
             again = find_peak(self.reader.device, self.reader.plan.dtype)
-            if self.clock.paused_at is None:  # else the start of the next step leaves it out
-                self.clock.began += time.perf_counter() - began
+            self.clock.began += time.perf_counter() - began  # not a part of a step
             self.peak = max(self.peak, again) if again.flops else self.peak
             text = f"peak:    {banner.peak_text(self.peak)}, measured again: a step was faster than the peak"
             self.logger.event("peak", text, peak_flops=self.peak.flops)
