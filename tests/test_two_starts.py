@@ -88,7 +88,7 @@ def test_the_folder_of_a_run_that_has_ended_is_free_at_once(begin, work, nproc):
     (work / "go").touch()
     assert third.wait(ok=False) and (work / "out/PREEMPTED").exists()
     fourth = begin("auto").wait().text()
-    assert "step_00000008" in fourth and "sign of life" not in fourth
+    assert "step_00000009" in fourth and "sign of life" not in fourth
     assert [*column(work / "out", "loss")] == [*range(13)] and not list(work.glob("out/previous*"))
     assert "which was moved to out/previous_1" in begin().wait().text()
     first.wait(ok=False)

@@ -92,10 +92,11 @@ class StepPolicy:
             step = self.in_flight.pop(0)
             known.append((step, self.report.read(step)))
         clock.lap("agree")
-        clock.step(pauses=not self.in_flight)
+        progress.launched = 0  # the watchdog names the step that is settled
         for step, numbers in known:
             self.settle(step, numbers)
         progress.launched = len(self.in_flight)
+        clock.step(pauses=not self.in_flight)  # an average of islands is a part of the next step, and watched
 
     def check_ranks(self, interval: int) -> None:
         """
@@ -170,6 +171,7 @@ class StepPolicy:
         run must end; and if a rank could not read its data, after the state before the step has been saved:
         a step after it, which may be launched, has left the weights as they were, for the same reason.
         """
+        self.report.clock.previous = None  # the watchdog expects no progress: a disk may be slow
         if self.state.compression:
             self.state.compression.forget()  # errors, which contain the step's gradient
         with exit_together(lambda reason: self.saver.save_and_fail(self.state, reason)):

@@ -242,8 +242,8 @@ def use_less_memory(error: BaseException, out_dir: str, reader: Reader, clock: C
     plan, rows, most = reader.plan, reader.share.rows, max(reader.share.rows_of)
     when = f"with micro-batches of {rows}" if clock else "while the model was allocated"
     text = f"out of memory {when}: {line_of(error)}\n{memory_report(replace(plan, micro_batch=rows))}"
-    # there are medians after three steps
-    if clock and not clock.medians() and most > 1 and not plan.exact:
+    # in the first steps, until the times of three are known: `steps` begins with an empty dict
+    if clock and len(clock.steps) <= 3 and most > 1 and not plan.exact:
         record(Path(out_dir) / MICRO_BATCH, plan.job(), most // 2)
         text += f"\nthe next start in {out_dir} uses micro-batches of {most // 2}, with the same curve"
     return text

@@ -64,7 +64,7 @@ class Clock:
         self.counts_from: Mark | None = None  # None: what happens now is not a part of a step
         self.counted: list[tuple[Mark, Mark]] = []  # of this step, before counts_from
         self.latest_s = math.nan  # seconds of the latest step that is known
-        self.previous: Mark | None = None  # where the present lap began; None: between two steps
+        self.previous: Mark | None = None  # where the present lap began; None: no lap, so none is watched
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
         self.names: list[str] = []  # of this step's laps
@@ -160,12 +160,9 @@ class Clock:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """In the block, happens what is not a part of a step."""
-        is_counted = self.counts_from is not None
-        if is_counted:
-            self.pause()
+        self.pause()
         yield
-        if is_counted:
-            self.counts_from = self.mark()
+        self.counts_from = self.mark()
 
     def pause(self) -> None:
         """Count nothing until the next step starts."""
