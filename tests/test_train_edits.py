@@ -102,8 +102,8 @@ def test_extra_tensors_resume_on_any_layout(zygote, work):
     repo = edited("An average of the weights", work / "edited")
     path = repo / "train.py"
     count = 'state.extra.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)'
-    counted = f"{count}\n    clock.step()\n"
-    path.write_text(path.read_text().replace("clock.step()\n", counted))
+    launched = "    policy.launched(gathered, lr)\n"
+    path.write_text(path.read_text().replace(launched, f"{launched}    {count}\n"))
     train(zygote, work, repo, "first", 1, "--max_iters=2")
     layouts = {"one": (1, []), "zero1": (2, ["--zero=1"]), "zero3": (2, ["--zero=3"])}
     layouts |= {"tp": (2, ["--tp=2"]), "pp": (2, ["--pp=2"])}
