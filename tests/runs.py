@@ -128,6 +128,8 @@ class Zygote:
     A process that has imported torch and forks all runs of a session, with more variables if they are given.
     """
 
+    number = itertools.count()  # of all zygotes: two may write to the same folder
+
     def __init__(self, more=None):
         env = {
             k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))
@@ -141,7 +143,6 @@ class Zygote:
             text=True,
             env=env,
         )
-        self.number = itertools.count()
 
     def ask(self, request):
         """Send a request and return the reply."""

@@ -63,8 +63,8 @@ WHOLE = "--exact=True --batch_size=2 --gradient_accumulation_steps=4"
 OFFLOAD, OFFLOAD_SCALED = 16, 19
 # one for the number of tokens for other ranks in each of two layers, which the all-to-all needs on the CPU
 TOKENS = 3
-# PyTorch's hook draws the matrices on the CPU; 2 after the first compressed step
-POWERSGD = 22
+# PyTorch's hook waits once; in the first compressed step, it draws the matrices on the CPU
+POWERSGD = 2
 # sums and maxima are read at once; with cpu_offload, the norms of three kinds go to the GPU
 STATISTICS, OFFLOAD_STATISTICS = 3, 22
 CASES = {

@@ -197,6 +197,7 @@ def test_a_step_that_is_not_taken_leaves_weights_and_state_as_they_are(optimizer
         p.grad = torch.ones_like(p)
     for each in optimizers:  # a class may make its state in its first step
         each.step()
+        each.found_inf = None  # then it decides
     for p in model.parameters():
         p.grad = torch.full_like(p, gradient)
     square = sum(p.grad.double().square().sum() for p in model.parameters())

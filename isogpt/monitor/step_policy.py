@@ -67,10 +67,9 @@ class StepPolicy:
         steps, by an average of islands and by errors of a compression; and to compare weights after the
         first two updates.
         """
-        is_end = step > self.report.run.max_iters
         is_due = any(step % interval == 0 for interval in self.intervals)
-        is_excluded = step in self.state.progress.excluded
-        return is_end or is_due or is_excluded or self.keeps_errors or self.updates < 2
+        is_left_out = step > self.report.run.max_iters or step in self.state.progress.excluded
+        return is_due or is_left_out or self.keeps_errors or self.updates < 2
 
     def launched(self, gathered: Gathered[StepNumbers], lr: float, **more: float) -> None:
         """

@@ -212,8 +212,9 @@ def like(p: nn.Parameter, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor
 
-    whole = dict(shape=p.shape, stride=p.stride())
-    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, **whole)
+    # DTensor.from_local would copy to the GPU what cpu_offload keeps on the CPU
+    meta = p._spec.tensor_meta._replace(dtype=value.dtype)
+    return DTensor(value, replace(p._spec, tensor_meta=meta), requires_grad=False)
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ class AdamW(torch.optim.AdamW):
         exact: let a step compute an element's update in the same way in any shard.
     """
 
+    found_inf: Tensor | None = None  # 1: the step is left out, see clip_and_step
+
     def __init__(self, groups: list[dict], lr: float = 1e-3, exact: bool = False, **options: Any) -> None:
         super().__init__(groups, lr, fused=True, **options)
         self.exact = exact
@@ -360,10 +362,9 @@ def clip_and_step(
     """
     for optimizer in optimizers:
         params, inner = params_of(optimizer), inner_optimizer(optimizer)
-        decides = getattr(inner, "_step_supports_amp_scaling", False)
-        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS; without state, fused SGD
-        # would begin with a momentum that is not initialized
-        if decides and inner.state and (params[0].device.type != "mps" or isinstance(inner, Muon)):
+        decides = getattr(inner, "_step_supports_amp_scaling", False) and hasattr(inner, "found_inf")
+        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
+        if decides and (params[0].device.type != "mps" or isinstance(inner, Muon)):
             # Muon and PyTorch's fused optimizers divide gradients by grad_scale, and leave out a step whose
             # found_inf is not 0, so that a GPU does not wait for the host
             numbers = gathered.on(params[0].device)
@@ -375,6 +376,9 @@ def clip_and_step(
             if divisor > 1:
                 torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
+            # from now on, a fused optimizer decides; fused SGD, left out in its first step, would have gone
+            # on with a momentum that is not initialized. Equal on all ranks, unlike whether there is state
+            inner.found_inf = None
         if scaler.is_enabled():
             # the loss scaler knows only this rank's gradients; data that cannot be read are no overflow.
             # Computed on the GPU, also for an optimizer that decides on the CPU: a copy would wait for it
