@@ -159,7 +159,7 @@ class Clock:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """In the block, happens what is not a part of a step."""
+        """Do not count what happens in the block as a part of a step."""
         self.pause()
         yield
         self.counts_from = self.mark()
